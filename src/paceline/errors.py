@@ -1,0 +1,41 @@
+"""Errors a user sees: each says what was wrong, where, and what to do."""
+
+
+class PacelineError(Exception):
+    """Base of every error that paceline raises on purpose. The message is written for the person at the keyboard."""
+
+
+class JobError(PacelineError):
+    """The job (model, data, loss, optimizer, stop rule) is wrong or cannot be built."""
+
+
+class DataError(JobError):
+    """The data is missing, empty, malformed, out of range, or changed while it was used."""
+
+
+class ClusterError(PacelineError):
+    """The machines asked for are not the machines there are."""
+
+
+class PlanError(PacelineError):
+    """A plan cannot be read, or cannot run this job on this cluster. The message lists every reason."""
+
+
+class NonFiniteError(PacelineError):
+    """NaN or Inf appeared in the data, the loss or the gradients, and the job's policy is to stop."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint cannot be written or read, or none that is whole exists."""
+
+
+class RunError(PacelineError):
+    """The run directory cannot be used, or does not hold what was asked of it."""
+
+
+class LaunchError(PacelineError):
+    """The ranks could not be started, or one of them raised, hung or was killed."""
+
+
+class SyncError(PacelineError):
+    """Ranks failed to agree in time. The message names the ranks that are missing."""

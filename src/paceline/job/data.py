@@ -1,0 +1,132 @@
+"""Where a job's data comes from, and how it becomes a training set and a held-out set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from paceline.job.imports import resolve_import_path
+from paceline.job.spec import Spec
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+class DataSets(NamedTuple):
+    """What `DataSpec.build` returns. `held_out` is None where the job keeps none. `synthetic` marks figures made on invented data."""
+
+    train: Dataset[Any]
+    held_out: Dataset[Any] | None
+    synthetic: bool = False
+
+
+class _Data(Spec):
+    held_out: float = Field(0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
+    num_workers: int = Field(0, ge=0)  # loader processes per rank
+    limit: int | None = Field(None, ge=1)  # use only the first samples
+
+    @field_validator("path", "held_out_path", "factory", "held_out_factory", mode="after", check_fields=False)
+    @classmethod
+    def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
+        base = (info.context or {}).get("base", Path.cwd())
+        if isinstance(value, str):
+            return resolve_import_path(value, info.context)
+        if isinstance(value, tuple):
+            return tuple(_expand(p, base) for p in value)
+        return value and _expand(value, base)
+
+    def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+        """The training and held-out sets. Images are resized to `input_shape` (channels, height, width) where the model names one.
+
+        Raises:
+            DataError: nothing there, nothing readable, an empty set, labels out of range, or rows of differing length.
+        """
+        from paceline.job.zoo.datasets import build_data
+
+        return build_data(self, input_shape=input_shape, seed=seed)
+
+
+class Digits(_Data):
+    """scikit-learn's bundled 1,797 real images of handwritten digits (8 x 8, grey, 10 classes)."""
+
+    kind: Literal["digits"] = "digits"
+    held_out: float = Field(0.2, ge=0, lt=1)
+    shape: tuple[int, int, int] | None = None  # channels, height, width; else what the model wants, else 1 x 8 x 8
+
+
+class Cifar10(_Data):
+    """CIFAR-10 in its binary distribution: `data_batch_*.bin` (and `test_batch.bin`, then used as the held-out set) in a folder."""
+
+    kind: Literal["cifar10"] = "cifar10"
+    path: Path
+
+
+class Images(_Data):
+    """A folder with one folder of images per class; `held_out_path` is another such folder."""
+
+    kind: Literal["images"] = "images"
+    path: Path
+    held_out_path: Path | None = None
+    shape: tuple[int, int, int] | None = None
+
+
+class Text(_Data):
+    """Text files, or folders of them, as bytes (vocabulary 256). `{stdlib}` in a path is the folder of Python's own library.
+
+    `causal`: predict the next byte. `masked`: restore 15 % hidden bytes (Devlin et al., 2019; token 256 is the mask, the vocabulary 257).
+    """
+
+    kind: Literal["text"] = "text"
+    path: Annotated[tuple[Path, ...], BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))]
+    context: int = Field(128, ge=1)
+    objective: Literal["causal", "masked"] = "causal"
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # which files of a folder
+
+
+class Arrays(_Data):
+    """`.npz`, `.npy` (give `target_path`-free pairs in one `.npz`) or `.parquet` files: `inputs` and `target` name arrays or columns."""
+
+    kind: Literal["arrays"] = "arrays"
+    path: Path
+    inputs: str | tuple[str, ...] = "x"
+    target: str = "y"
+
+
+class Custom(_Data):
+    """Any `torch.utils.data.Dataset` by import path; `args` go to the factory as keywords. `held_out_factory` makes the held-out set."""
+
+    kind: Literal["dataset"] = "dataset"
+    factory: str
+    args: dict[str, Any] = {}
+    held_out_factory: str | None = None
+
+
+class Synthetic(_Data):
+    """Invented data for benchmarks, labelled as such in every figure. `classes` for images and vectors, `vocab` for token sequences."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    samples: int = Field(10_000, ge=1)
+    shape: tuple[int, ...] | None = None  # of one sample; with `vocab`, (sequence length,)
+    classes: int = Field(10, ge=2)
+    vocab: int | None = Field(None, ge=2)
+
+
+def _expand_short_form(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return {"kind": "dataset", "factory": value} if ":" in value else {"kind": value}
+
+
+DataSpec = Annotated[
+    Annotated[Digits | Cifar10 | Images | Text | Arrays | Custom | Synthetic, Field(discriminator="kind")],
+    BeforeValidator(_expand_short_form),
+]
+
+
+def _expand(path: Path, base: Path) -> Path:
+    import sysconfig
+
+    text = str(path).replace("{stdlib}", sysconfig.get_path("stdlib"))
+    return Path(base) / Path(text).expanduser()

@@ -1,0 +1,75 @@
+"""A job: *what* to train. Read from YAML or made in Python; it says nothing of where and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from paceline.job.data import DataSpec
+from paceline.job.loss import LossSpec
+from paceline.job.model import ModelSpec
+from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.partition import PartitionSpec
+from paceline.job.spec import Spec
+from paceline.job.stop import StopSpec
+
+
+class EvaluateSpec(Spec):
+    """When the held-out set is measured: every so many steps, or every so many epochs (the default: each). Always at the end."""
+
+    every_steps: int | None = Field(None, ge=1)
+    every_epochs: int = Field(1, ge=1)
+
+
+class CheckpointSpec(Spec):
+    """When the run is saved, and how many of the newest checkpoints are kept. Always at the end, on SIGINT and on SIGTERM."""
+
+    every_steps: int | None = Field(None, ge=1)
+    every_seconds: float = Field(300.0, gt=0)  # counts where `every_steps` is not given
+    keep: int = Field(3, ge=1)
+
+
+class Job(Spec):
+    """What to train, until when, and on what data.
+
+    `global_batch` and `seed` belong to the job, so any two plans do the same work and their losses agree.
+    """
+
+    name: str = Field("job", pattern=r"^[A-Za-z0-9._-]+$")
+    model: ModelSpec
+    data: DataSpec
+    loss: LossSpec
+    metrics: tuple[str, ...] = ()
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec = ScheduleSpec()
+    global_batch: int = Field(ge=1)  # samples per optimizer step, over all replicas
+    drop_last: bool = False  # leave out the last, smaller batch of an epoch; else it is weighted exactly
+    clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
+    batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
+    nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # what NaN or Inf in the loss or the gradients does
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    partition: PartitionSpec = PartitionSpec()
+    seed: int = Field(0, ge=0, lt=2**31)
+    stop: StopSpec
+    evaluate: EvaluateSpec = EvaluateSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
+
+    @classmethod
+    def load(cls, file: str | Path) -> Job:
+        """Read a job from a YAML file; paths in it count from the file's own folder.
+
+        Raises:
+            JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a misspelled one.
+        """
+        from paceline.job.source import read_job
+
+        return read_job(Path(file))
+
+    def to_yaml(self) -> str:
+        """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""
+        import yaml
+
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)

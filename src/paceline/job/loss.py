@@ -1,0 +1,65 @@
+"""Which loss a job minimises and which metrics it reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from paceline.job.spec import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Loss(Protocol):
+    """What the engine calls. A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
+
+    Two optional attributes tell the engine how to weigh parts of a batch exactly:
+    - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored); without it, the samples.
+    - `whole_batch: bool`: the loss couples the samples of a batch (contrastive losses), so it needs the outputs of all replicas.
+    """
+
+    def __call__(self, output: Any, target: Any) -> Tensor: ...
+
+
+class Metric(Protocol):
+    """A held-out measure that adds up over batches and replicas exactly."""
+
+    name: str
+
+    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
+        """`(total, count)` of one batch."""
+
+    def result(self, total: float, count: float) -> float:
+        """The value from the sums over all batches and replicas."""
+
+
+class LossSpec(Spec):
+    """`loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args: {label_smoothing: 0.1}}`.
+
+    Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive` (NT-Xent).
+    """
+
+    short: ClassVar[str | None] = "name"
+    name: str
+    args: dict[str, Any] = {}
+
+    def build(self) -> Loss:
+        """The loss as a callable.
+
+        Raises:
+            JobError: an unknown name (the nearest is named), or arguments that the loss does not take.
+        """
+        from paceline.job.zoo.losses import build_loss
+
+        return build_loss(self)
+
+
+def build_metrics(names: tuple[str, ...]) -> list[Metric]:
+    """The metrics by name: `accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or `pkg.mod:factory`.
+
+    Raises:
+        JobError: an unknown name; the nearest is named.
+    """
+    from paceline.job.zoo.metrics import build_metric
+
+    return [build_metric(name) for name in names]

@@ -1,0 +1,71 @@
+"""Where a job's model comes from: the zoo, a Hugging Face config, or a factory in the user's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from paceline.job.spec import Spec
+from paceline.job.imports import resolve_import_path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Task = Literal["causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"]
+
+
+class ModelSpec(Spec):
+    """Exactly one of `zoo`, `factory`, `hf`.
+
+    - `model: mlp` or `{zoo: gpt, args: {layers: 4}}`: a built-in model.
+    - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as keywords.
+    - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is downloaded. `args` override config values.
+    """
+
+    short: ClassVar[str | None] = "zoo"
+    zoo: str | None = None
+    factory: str | None = None
+    hf: Path | None = None
+    task: Task | None = None
+    args: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_colon_means_an_import_path(cls, value: Any) -> Any:
+        return {"factory": value["zoo"]} if isinstance(value, dict) and ":" in str(value.get("zoo", "")) else value
+
+    @field_validator("factory")
+    @classmethod
+    def _resolve_file(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return value and resolve_import_path(value, info.context)
+
+    @field_validator("hf")
+    @classmethod
+    def _resolve_hf(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        return value and (info.context or {}).get("base", Path.cwd()) / value.expanduser()
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> ModelSpec:
+        if sum(x is not None for x in (self.zoo, self.factory, self.hf)) != 1:
+            raise ValueError("name exactly one of zoo, factory, hf")
+        if (self.hf is None) != (self.task is None):
+            raise ValueError("hf needs a task (and only hf has one), e.g. {hf: config.json, task: causal_lm}")
+        return self
+
+    def build(self) -> nn.Module:
+        """The model on the CPU, initialised from torch's current random state.
+
+        Raises:
+            JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit, or a result that is no `nn.Module`.
+        """
+        from paceline.job.zoo import build_model
+
+        return build_model(self)
+
+    def input_shape(self) -> tuple[int, ...] | None:
+        """The shape of one sample that the model wants (channels, height, width), or None where it takes what the data has."""
+        from paceline.job.zoo import input_shape
+
+        return input_shape(self)

@@ -1,0 +1,66 @@
+"""Which optimizer and which learning-rate schedule a job asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.job.spec import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OptimizerSpec(Spec):
+    """`optimizer: adamw`, or `{name: sgd, lr: 0.1, momentum: 0.9}`.
+
+    LARS (You et al., 2017, arXiv:1708.03888) and LAMB (You et al., 2020, arXiv:1904.00962) are for large batches:
+    they scale each layer's step by the ratio of its weight norm to its update norm.
+    """
+
+    short: ClassVar[str | None] = "name"
+    name: Literal["sgd", "adam", "adamw", "lars", "lamb"]
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.0, ge=0, lt=1)  # sgd, lars
+    nesterov: bool = False  # sgd
+    betas: tuple[float, float] = (0.9, 0.999)  # adam, adamw, lamb
+    eps: float = Field(1e-8, gt=0)
+    trust: float = Field(1e-3, gt=0)  # lars: the trust coefficient
+
+    def build(self, model: torch.nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+        """The optimizer over the model's trainable parameters; `fused` uses torch's fused step where it has one."""
+        from paceline.job.zoo.optimizers import build_optimizer
+
+        return build_optimizer(self, model, fused=fused)
+
+
+class ScheduleSpec(Spec):
+    """How the learning rate moves: `warmup_steps` of linear rise, then `constant`, `linear`, `cosine` or `step` decay.
+
+    `decay_steps` is the step at which the decay ends; without it, the job's stop rule must name steps or epochs.
+    """
+
+    short: ClassVar[str | None] = "name"
+    name: Literal["constant", "linear", "cosine", "step"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, ge=1)
+    final: float = Field(0.0, ge=0, le=1)  # the rate at the end, as a share of the first
+    milestones: tuple[int, ...] = ()  # step: the steps at which the rate is multiplied by `factor`
+    factor: float = Field(0.1, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _milestones_belong_to_step(self) -> ScheduleSpec:
+        if (self.name == "step") != bool(self.milestones):
+            raise ValueError("the step schedule needs milestones, e.g. {name: step, milestones: [300, 600]}, and no other schedule has them")
+        return self
+
+    def factor_at(self, step: int, total_steps: int | None) -> float:
+        """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
+
+        `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
+        """
+        from paceline.job.zoo.optimizers import schedule_factor
+
+        return schedule_factor(self, step, total_steps)
