@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationInfo, field_validator
 
 from paceline.job.imports import resolve_import_path
-from paceline.job.spec import Spec
+from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+
+ImageShape = tuple[PositiveInt, PositiveInt, PositiveInt]  # channels, height, width
 
 
 class DataSets(NamedTuple):
@@ -25,7 +28,7 @@ class DataSets(NamedTuple):
 class _Data(Spec):
     held_out: float = Field(0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
     num_workers: int = Field(0, ge=0)  # loader processes per rank
-    limit: int | None = Field(None, ge=1)  # use only the first samples
+    limit: int | None = Field(None, ge=1)  # use only the first samples (also of a held-out set with files of its own)
 
     @field_validator("path", "held_out_path", "factory", "held_out_factory", mode="after", check_fields=False)
     @classmethod
@@ -41,35 +44,42 @@ class _Data(Spec):
         """The training and held-out sets. Images are resized to `input_shape` (channels, height, width) where the model names one.
 
         Raises:
-            DataError: nothing there, nothing readable, an empty set, labels out of range, or rows of differing length.
+            DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of differing length,
+                NaN or Inf, or a missing optional package.
         """
         from paceline.job.zoo.datasets import build_data
 
-        return build_data(self, input_shape=input_shape, seed=seed)
+        return build_data(cast("DataSpec", self), input_shape=input_shape, seed=seed)
 
 
 class Digits(_Data):
     """scikit-learn's bundled 1,797 real images of handwritten digits (8 x 8, grey, 10 classes)."""
 
-    kind: Literal["digits"] = "digits"
+    kind: Literal["digits"]
     held_out: float = Field(0.2, ge=0, lt=1)
-    shape: tuple[int, int, int] | None = None  # channels, height, width; else what the model wants, else 1 x 8 x 8
+    shape: ImageShape | None = None  # else what the model wants, else 1 x 8 x 8
 
 
 class Cifar10(_Data):
-    """CIFAR-10 in its binary distribution: `data_batch_*.bin` (and `test_batch.bin`, then used as the held-out set) in a folder."""
+    """CIFAR-10 in its binary distribution: a folder with `data_batch_*.bin`.
 
-    kind: Literal["cifar10"] = "cifar10"
+    `test_batch.bin` beside them, where there is one, is the held-out set, unless `held_out` is 0.
+    """
+
+    kind: Literal["cifar10"]
     path: Path
 
 
 class Images(_Data):
-    """A folder with one folder of images per class; `held_out_path` is another such folder."""
+    """A folder with one folder of images per class; `held_out_path` is another such folder.
 
-    kind: Literal["images"] = "images"
+    Images are resized and cropped around the centre to `shape` (1 or 3 channels); without it, to the shape that the model wants.
+    """
+
+    kind: Literal["images"]
     path: Path
     held_out_path: Path | None = None
-    shape: tuple[int, int, int] | None = None
+    shape: ImageShape | None = None
 
 
 class Text(_Data):
@@ -78,37 +88,44 @@ class Text(_Data):
     `causal`: predict the next byte. `masked`: restore 15 % hidden bytes (Devlin et al., 2019; token 256 is the mask, the vocabulary 257).
     """
 
-    kind: Literal["text"] = "text"
-    path: Annotated[tuple[Path, ...], BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))]
+    kind: Literal["text"]
+    path: Annotated[tuple[Path, ...], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))]
     context: int = Field(128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # which files of a folder
 
 
 class Arrays(_Data):
-    """`.npz`, `.npy` (give `target_path`-free pairs in one `.npz`) or `.parquet` files: `inputs` and `target` name arrays or columns."""
+    """Numbers from a `.npz`, a `.parquet`, or a folder of `.npy` files; `inputs` and `target` name arrays, columns or files (`x`: x.npy).
 
-    kind: Literal["arrays"] = "arrays"
+    Columns, one or several, become a float32 matrix (a Parquet column of equally long lists is many of them). A single array of more
+    dimensions keeps its shape, its integers as int64. An integer target is a class, any other a quantity to predict.
+    """
+
+    kind: Literal["arrays"]
     path: Path
-    inputs: str | tuple[str, ...] = "x"
+    inputs: str | Annotated[tuple[str, ...], Field(min_length=1)] = "x"
     target: str = "y"
 
 
 class Custom(_Data):
-    """Any `torch.utils.data.Dataset` by import path; `args` go to the factory as keywords. `held_out_factory` makes the held-out set."""
+    """Any map-style `torch.utils.data.Dataset` by import path; `args` go to the factory as keywords.
 
-    kind: Literal["dataset"] = "dataset"
+    `held_out_factory` makes the held-out set, from the same `args`; without it, a share of the samples is held out.
+    """
+
+    kind: Literal["dataset"]
     factory: str
-    args: dict[str, Any] = {}
+    args: Args = Field(default_factory=dict)
     held_out_factory: str | None = None
 
 
 class Synthetic(_Data):
     """Invented data for benchmarks, labelled as such in every figure. `classes` for images and vectors, `vocab` for token sequences."""
 
-    kind: Literal["synthetic"] = "synthetic"
+    kind: Literal["synthetic"]
     samples: int = Field(10_000, ge=1)
-    shape: tuple[int, ...] | None = None  # of one sample; with `vocab`, (sequence length,)
+    shape: tuple[PositiveInt, ...] | None = None  # of one sample; with `vocab`, (sequence length,)
     classes: int = Field(10, ge=2)
     vocab: int | None = Field(None, ge=2)
 

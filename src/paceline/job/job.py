@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
 
+from paceline.errors import JobError
 from paceline.job.data import DataSpec
+from paceline.job.explain import explain
+from paceline.job.imports import import_path_of
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
@@ -35,7 +38,16 @@ class Job(Spec):
     """What to train, until when, and on what data.
 
     `global_batch` and `seed` belong to the job, so any two plans do the same work and their losses agree.
+    In Python, parts take the same short forms as in YAML, and `model`, `data` and `loss` a function or class as well:
+    `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64, stop={"epochs": 3})`.
+
+    Raises:
+        JobError: a key or value is wrong. Names every one, and the nearest key for a misspelled one.
     """
+
+    if TYPE_CHECKING:  # the parts' short forms are not the fields' types
+
+        def __init__(self, **values: Any) -> None: ...
 
     name: str = Field("job", pattern=r"^[A-Za-z0-9._-]+$")
     model: ModelSpec
@@ -57,6 +69,30 @@ class Job(Spec):
     checkpoint: CheckpointSpec = CheckpointSpec()
     deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
 
+    @field_validator("model", "data", "loss", mode="before")
+    @classmethod
+    def _name_python_objects(cls, value: Any) -> Any:
+        """A function or class stands for its import path, alone or as the `factory` or `name` of a part."""
+        if isinstance(value, dict):
+            return {key: import_path_of(entry) if callable(entry) else entry for key, entry in value.items()}
+        return import_path_of(value) if callable(value) else value
+
+    @model_validator(mode="after")
+    def _stop_metrics_are_measured(self) -> Job:
+        unmeasured = set(self.stop.metric_above) - set(self.metrics) - {"loss"}
+        if unmeasured and not any(":" in name for name in self.metrics):  # a user's metric says its name only when it is built
+            names = ", ".join(sorted(unmeasured))
+            raise ValueError(f"stop.metric_above waits for {names}, which metrics does not list, so it would never be measured")
+        return self
+
+    @model_validator(mode="wrap")  # the last one, so around all others
+    @classmethod
+    def _explain_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Job], info: ValidationInfo) -> Job:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            raise JobError(explain(error, cls, (info.context or {}).get("positions"))) from None
+
     @classmethod
     def load(cls, file: str | Path) -> Job:
         """Read a job from a YAML file; paths in it count from the file's own folder.
@@ -70,6 +106,6 @@ class Job(Spec):
 
     def to_yaml(self) -> str:
         """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""
-        import yaml
+        from paceline.job.source import to_yaml
 
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+        return to_yaml(self.model_dump(mode="json", exclude_defaults=True))

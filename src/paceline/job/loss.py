@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from paceline.job.spec import Spec
+from pydantic import Field, ValidationInfo, field_validator
+
+from paceline.job.imports import resolve_import_path
+from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,12 +39,18 @@ class Metric(Protocol):
 class LossSpec(Spec):
     """`loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args: {label_smoothing: 0.1}}`.
 
-    Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive` (NT-Xent).
+    Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive` (NT-Xent),
+    `model` (the model computes its loss itself, as Hugging Face models do when they are given labels).
     """
 
     short: ClassVar[str | None] = "name"
     name: str
-    args: dict[str, Any] = {}
+    args: Args = Field(default_factory=dict)
+
+    @field_validator("name")
+    @classmethod
+    def _resolve_file(cls, value: str, info: ValidationInfo) -> str:
+        return resolve_import_path(value, info.context) if ":" in value else value
 
     def build(self) -> Loss:
         """The loss as a callable.
@@ -54,12 +63,15 @@ class LossSpec(Spec):
         return build_loss(self)
 
 
-def build_metrics(names: tuple[str, ...]) -> list[Metric]:
+def build_metrics(names: tuple[str, ...], loss: Loss | None = None) -> list[Metric]:
     """The metrics by name: `accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or `pkg.mod:factory`.
+
+    Given the job's loss, the first metric is that loss, by the name `loss`.
 
     Raises:
         JobError: an unknown name; the nearest is named.
     """
-    from paceline.job.zoo.metrics import build_metric
+    from paceline.job.zoo.metrics import LossMetric, build_metric
 
-    return [build_metric(name) for name in names]
+    first = [LossMetric(loss)] if loss else []
+    return [*first, *(build_metric(name) for name in names if name != "loss")]

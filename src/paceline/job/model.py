@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.job.spec import Spec
 from paceline.job.imports import resolve_import_path
+from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,8 @@ class ModelSpec(Spec):
 
     - `model: mlp` or `{zoo: gpt, args: {layers: 4}}`: a built-in model.
     - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as keywords.
-    - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is downloaded. `args` override config values.
+    - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is downloaded.
+      `args` override values of the configuration.
     """
 
     short: ClassVar[str | None] = "zoo"
@@ -29,12 +30,12 @@ class ModelSpec(Spec):
     factory: str | None = None
     hf: Path | None = None
     task: Task | None = None
-    args: dict[str, Any] = {}
+    args: Args = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
     def _a_colon_means_an_import_path(cls, value: Any) -> Any:
-        return {"factory": value["zoo"]} if isinstance(value, dict) and ":" in str(value.get("zoo", "")) else value
+        return {"factory": value} if isinstance(value, str) and ":" in value else value
 
     @field_validator("factory")
     @classmethod
@@ -44,7 +45,12 @@ class ModelSpec(Spec):
     @field_validator("hf")
     @classmethod
     def _resolve_hf(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        return value and (info.context or {}).get("base", Path.cwd()) / value.expanduser()
+        if value is None:
+            return None
+        file = Path((info.context or {}).get("base", Path.cwd()) / value.expanduser()).resolve()
+        if not file.is_file():
+            raise ValueError(f"no such file: {file}")
+        return file
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:
@@ -58,7 +64,8 @@ class ModelSpec(Spec):
         """The model on the CPU, initialised from torch's current random state.
 
         Raises:
-            JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit, or a result that is no `nn.Module`.
+            JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit,
+                or a result that is no `nn.Module`.
         """
         from paceline.job.zoo import build_model
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,8 +30,21 @@ class OptimizerSpec(Spec):
     eps: float = Field(1e-8, gt=0)
     trust: float = Field(1e-3, gt=0)  # lars: the trust coefficient
 
+    @model_validator(mode="after")
+    def _takes_what_is_given(self) -> OptimizerSpec:
+        _refuse_unused(self, _OPTIMIZER_KEYS)
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum, e.g. {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas should be at least 0 and less than 1, got {self.betas}")
+        return self
+
     def build(self, model: torch.nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over the model's trainable parameters; `fused` uses torch's fused step where it has one."""
+        """The optimizer over the model's trainable parameters; `fused` uses torch's fused step where it has one.
+
+        Raises:
+            JobError: the model has no trainable parameters.
+        """
         from paceline.job.zoo.optimizers import build_optimizer
 
         return build_optimizer(self, model, fused=fused)
@@ -51,16 +65,44 @@ class ScheduleSpec(Spec):
     factor: float = Field(0.1, gt=0, lt=1)
 
     @model_validator(mode="after")
-    def _milestones_belong_to_step(self) -> ScheduleSpec:
+    def _takes_what_is_given(self) -> ScheduleSpec:
         if (self.name == "step") != bool(self.milestones):
-            raise ValueError("the step schedule needs milestones, e.g. {name: step, milestones: [300, 600]}, and no other schedule has them")
+            raise ValueError("the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}")
+        _refuse_unused(self, _SCHEDULE_KEYS)
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is {self.decay_steps}")
         return self
 
     def factor_at(self, step: int, total_steps: int | None) -> float:
         """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
 
         `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
+
+        Raises:
+            JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
         """
         from paceline.job.zoo.optimizers import schedule_factor
 
         return schedule_factor(self, step, total_steps)
+
+
+_OPTIMIZER_KEYS = {
+    "sgd": ("lr", "weight_decay", "momentum", "nesterov"),
+    "adam": ("lr", "weight_decay", "betas", "eps"),
+    "adamw": ("lr", "weight_decay", "betas", "eps"),
+    "lars": ("lr", "weight_decay", "momentum", "trust"),
+    "lamb": ("lr", "weight_decay", "betas", "eps"),
+}
+_SCHEDULE_KEYS = {
+    "constant": ("warmup_steps",),
+    "linear": ("warmup_steps", "decay_steps", "final"),
+    "cosine": ("warmup_steps", "decay_steps", "final"),
+    "step": ("warmup_steps", "milestones", "factor"),
+}
+
+
+def _refuse_unused(spec: Any, keys: Mapping[str, tuple[str, ...]]) -> None:
+    """A key that the chosen kind ignores is most likely a mistake; say so instead of training without it."""
+    unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys[spec.name])]
+    if unused:
+        raise ValueError(f"{spec.name} has no {' or '.join(unused)}; it takes {', '.join(keys[spec.name])}")

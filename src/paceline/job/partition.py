@@ -1,16 +1,331 @@
-"""How the samples of an epoch are dealt to the replicas."""
+"""How the samples of an epoch are dealt to the replicas.
+
+Everything here is a pure function of (spec, sizes, seed, epoch): each rank computes its own part, and no rank asks another.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from paceline.errors import DataError, PlanError
 from paceline.job.spec import Spec
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class PartitionSpec(Spec):
-    """`partition: stratified`, or `{kind: uniform, weights: [1, 0.5]}`."""
+    """`partition: stratified`, or `{kind: uniform, weights: [1, 0.5]}`.
+
+    - `uniform`: each global batch is a slice of one shuffled order, so it is the same for any number of replicas.
+    - `stratified`: the same, and every batch and every replica's part keep the proportions of the classes.
+    - `hierarchical`: each host reads only its own part of the set, in every epoch; with `host_files` the part is the files that it holds.
+    """
 
     short: ClassVar[str | None] = "kind"
     kind: Literal["uniform", "hierarchical", "stratified"] = "uniform"
-    weights: tuple[float, ...] | None = None
+    weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None  # one per replica: its share of each step
     host_files: bool = False
+    shuffle: bool = True  # anew in each epoch; else in the dataset's own order
+
+    @model_validator(mode="after")
+    def _stratified_is_shuffled(self) -> PartitionSpec:
+        if self.kind == "stratified" and not self.shuffle:
+            raise ValueError("stratified mixes the classes anew in each epoch; shuffle: false goes with uniform and hierarchical")
+        return self
+
+    @model_validator(mode="after")
+    def _host_files_are_hierarchical(self) -> PartitionSpec:
+        if self.host_files and self.kind != "hierarchical":
+            raise ValueError(f"host_files needs kind: hierarchical; with {self.kind} every host reads the whole set")
+        return self
+
+
+class Partition:
+    """One replica's view of how each epoch's samples are dealt: every sample exactly once per epoch over all replicas.
+
+    Args:
+        samples: in the whole training set, over all hosts.
+        global_batch: samples of a step over all replicas. The last step of an epoch has what remains, or is left out (`drop_last`).
+        hosts: the host (0, 1, …) of each replica; all on one host where not given.
+        host_samples: `host_files` only: the samples that each host holds. Indices then count within the replica's own host.
+        labels: `stratified` only: the class of each sample, shape (samples,), integers.
+
+    Raises:
+        DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without samples.
+        PlanError: a global batch smaller than the number of replicas, or not one weight per replica.
+    """
+
+    def __init__(
+        self,
+        spec: PartitionSpec,
+        *,
+        samples: int,
+        global_batch: int,
+        seed: int,
+        replica: int,
+        replicas: int,
+        hosts: Sequence[int] | None = None,
+        host_samples: Sequence[int] | None = None,
+        labels: NDArray[Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        _check_sizes(samples, global_batch, replicas)
+        weights = _weights(spec, replicas)
+        self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, spec.shuffle
+        self.replica, self.replicas = replica, replicas
+        self.held_samples = samples  # the length of the dataset that this replica opens
+        self.steps_per_epoch = samples // global_batch if drop_last else -(-samples // global_batch)
+        self._deal: _Deal
+        if spec.kind == "uniform":
+            self._deal = _Uniform(self, weights)
+        elif spec.kind == "stratified":
+            self._deal = _Stratified(self, weights, _class_codes(labels, samples))
+        else:
+            owners = _owners(hosts, replicas)
+            held = _host_samples(host_samples, samples, owners) if spec.host_files else None
+            self._deal = _Hierarchical(self, weights, owners, held)
+            self.held_samples = samples if held is None else int(held[owners[replica]])
+
+    def size(self, step: int) -> int:
+        """Samples of all replicas together in that step of an epoch (0-based)."""
+        return min(self.global_batch, self.samples - step * self.global_batch)
+
+    def shares(self, step: int) -> tuple[int, ...]:
+        """Samples of each replica in that step of an epoch (0-based); they sum to `size(step)`, and do not depend on the epoch."""
+        return tuple(self._deal.shares(step).tolist())
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[int]]:
+        """This replica's sample indices, step by step from `start_step`. Empty lists: a tail smaller than the replicas."""
+        return self._deal.batches(epoch, start_step)
+
+
+class _Deal(Protocol):
+    """One way of dealing: what `Partition` hands its two questions to."""
+
+    def shares(self, step: int) -> Ints: ...
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]: ...
+
+
+class _Uniform:
+    """Step s takes positions [s·B, (s+1)·B) of one order, and each replica a contiguous slice of them."""
+
+    def __init__(self, partition: Partition, weights: Floats) -> None:
+        self.partition = partition
+        self.bounds = _bounds(weights)
+
+    def shares(self, step: int) -> Ints:
+        return np.diff(_cuts(self.bounds, self.partition.size(step)))
+
+    def order(self, epoch: int) -> NDArray[np.integer[Any]]:
+        """All samples in the epoch's order; the same for any number of replicas and any weights."""
+        return _order(self.partition, self.partition.samples, epoch)
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
+        part, order = self.partition, self.order(epoch)
+        for step in range(start_step, part.steps_per_epoch):
+            first, cuts = step * part.global_batch, _cuts(self.bounds, part.size(step))
+            yield order[first + cuts[part.replica] : first + cuts[part.replica + 1]].tolist()
+
+
+class _Stratified(_Uniform):
+    """As `_Uniform`, but the order mixes the classes evenly, and a batch is dealt class by class instead of cut into slices.
+
+    A batch is dealt by halving the replicas until one is left. At each halving every class is split in proportion, rounded down, or up
+    where most is owed from the batches before. So over any number of steps a replica's part stays within two or three samples of its due
+    in each class, and a replica computes only the halvings that lead to itself.
+    """
+
+    def __init__(self, partition: Partition, weights: Floats, codes: Ints) -> None:
+        super().__init__(partition, weights)
+        self.codes = codes
+        self.class_sizes: Ints = np.bincount(codes)
+
+    def order(self, epoch: int) -> NDArray[np.integer[Any]]:
+        """Each class shuffled, and its i-th of n samples put at the place (i + offset) / n of the epoch (systematic sampling)."""
+        shuffled = super().order(epoch)
+        by_class = shuffled[np.argsort(self.codes[shuffled], kind="stable")]
+        offsets = _random(self.partition.seed, epoch, 1).random(len(self.class_sizes))
+        place = (_ranks_in_runs(self.class_sizes) + np.repeat(offsets, self.class_sizes)) / np.repeat(self.class_sizes, self.class_sizes)
+        return by_class[np.argsort(place, kind="stable")]
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
+        part, order = self.partition, self.order(epoch)
+        classes = len(self.class_sizes)
+        # Which class is rounded up first is random, or the first replicas would always see more of the first classes.
+        codes = _random(part.seed, epoch, 2).permutation(classes)[self.codes]
+        halvings = [(*halving, np.zeros(classes)) for halving in _halvings(part.replica, part.replicas)]
+        for step in range(part.steps_per_epoch):  # from the first step on, for what it leaves owed
+            batch = order[step * part.global_batch : step * part.global_batch + part.size(step)]
+            cuts = _cuts(self.bounds, len(batch))
+            kept, counts = np.argsort(codes[batch], kind="stable"), np.bincount(codes[batch], minlength=classes)
+            for first, middle, owed in halvings:
+                lower = _round_to_sum(counts, int(cuts[middle] - cuts[first]), owed)
+                in_lower = _ranks_in_runs(counts) < np.repeat(lower, counts)
+                kept, counts = (kept[in_lower], lower) if part.replica < middle else (kept[~in_lower], counts - lower)
+            if step >= start_step:
+                yield batch[np.sort(kept)].tolist()  # in the batch's order, so that micro-batches mix the classes too
+
+
+class _Hierarchical:
+    """Each host owns a range of the samples; a step takes from all hosts in proportion, cut for a host's replicas by weight."""
+
+    def __init__(self, partition: Partition, weights: Floats, owners: Ints, held: Ints | None) -> None:
+        self.partition = partition
+        hosts = int(owners.max()) + 1
+        self.members = [np.flatnonzero(owners == host) for host in range(hosts)]
+        self.bounds = [_bounds(weights[members]) for members in self.members]
+        host_weights: Floats = np.bincount(owners, weights).astype(np.float64)
+        self.sizes: Ints = np.diff(_cuts(_bounds(host_weights), partition.samples)) if held is None else held
+        self.first_sample = np.zeros(hosts, np.int64) if held is not None else np.cumsum(self.sizes) - self.sizes
+        self.host = int(owners[partition.replica])
+        self.counts = _counts_per_host(self.sizes, partition.global_batch)
+
+    def shares(self, step: int) -> Ints:
+        shares = np.zeros(self.partition.replicas, np.int64)
+        for members, bounds, count in zip(self.members, self.bounds, self.counts[step], strict=True):
+            shares[members] = np.diff(_cuts(bounds, int(count)))
+        return shares
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
+        part, host = self.partition, self.host
+        order = _order(part, int(self.sizes[host]), epoch, host) + self.first_sample[host]
+        place = int(np.searchsorted(self.members[host], part.replica))
+        first = int(self.counts[:start_step, host].sum())
+        for count in self.counts[start_step : part.steps_per_epoch, host].tolist():
+            cuts = _cuts(self.bounds[host], count)
+            yield order[first + cuts[place] : first + cuts[place + 1]].tolist()
+            first += count
+
+
+def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
+    if samples == 0:
+        raise DataError("the training set is empty: it has 0 samples. Check the job's `data`: the path, the filter, the limit")
+    if global_batch < replicas:
+        raise PlanError(
+            f"global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one sample of a step. "
+            f"Values that work: global_batch {replicas} or more, or dp={global_batch} or less"
+        )
+    if samples < global_batch:
+        raise DataError(
+            f"the training set has {samples} samples, fewer than one global batch of {global_batch}: "
+            f"set global_batch to {samples} or less, or give more data"
+        )
+
+
+def _weights(spec: PartitionSpec, replicas: int) -> Floats:
+    weights = spec.weights if spec.weights is not None else (1.0,) * replicas
+    if len(weights) != replicas:
+        raise PlanError(
+            f"partition: {len(weights)} weights for {replicas} replicas; give {replicas}, one for each, or none for equal shares"
+        )
+    return np.asarray(weights, np.float64)
+
+
+def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
+    """The classes as 0, 1, … in the place of whatever integers name them."""
+    if labels is None:
+        raise DataError(
+            "partition: stratified needs the class of each sample, and this dataset has no `labels` "
+            "(an integer array, one per sample). Give it that attribute, or choose partition: uniform"
+        )
+    labels = np.asarray(labels)
+    if labels.shape != (samples,) or labels.dtype.kind not in "iub":
+        raise DataError(
+            f"partition: stratified needs `labels` of shape ({samples},) and an integer type; "
+            f"the dataset's have shape {labels.shape} and type {labels.dtype}"
+        )
+    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+
+
+def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
+    """The host of each replica, checked: numbered from 0 without gaps."""
+    owners = np.asarray([0] * replicas if hosts is None else hosts, np.int64)
+    if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
+        raise PlanError(
+            f"partition: hosts {owners.tolist()} do not place {replicas} replicas; give each its host, numbered from 0 without gaps"
+        )
+    return owners
+
+
+def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints) -> Ints:
+    hosts = int(owners.max()) + 1
+    held = [samples] if host_samples is None and hosts == 1 else list(host_samples or ())
+    if len(held) != hosts or sum(held) != samples:
+        raise DataError(f"partition: host_files needs the number of samples on each of {hosts} hosts, {samples} in all; got {held}")
+    if 0 in held:
+        raise DataError(f"partition: host {held.index(0)} holds no training files. Give it some, or leave it out of the run")
+    return np.asarray(held, np.int64)
+
+
+def _bounds(weights: Floats) -> Floats:
+    """Where each part ends on a line of length 1, 0 in front."""
+    bounds: Floats = np.concatenate(([0.0], np.cumsum(weights)))
+    return bounds / float(bounds[-1])
+
+
+def _cuts(bounds: Floats, count: int) -> Ints:
+    """Where `count` items are cut so that each part has its share to within one item, and all together have all. Halves go up."""
+    return np.floor(bounds * count + 0.5).astype(np.int64)
+
+
+def _random(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
+def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArray[np.integer[Any]]:
+    indices: NDArray[np.integer[Any]] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)  # half the memory of a large set
+    if partition.shuffle:
+        _random(partition.seed, epoch, 0, host).shuffle(indices)
+    return indices
+
+
+def _ranks_in_runs(lengths: Ints) -> Ints:
+    """0, 1, … within each of the runs of these lengths: [2, 3] gives 0 1 0 1 2."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
+    """The splits on the way to this replica alone: each time the first replica of the lower half, and the first of the upper."""
+    first, end = 0, replicas
+    while end - first > 1:
+        middle = (first + end) // 2
+        yield first, middle
+        first, end = (first, middle) if replica < middle else (middle, end)
+
+
+def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
+    """Split off `total` of the items, of each class in proportion, rounded down, or up where most is owed. Updates `owed`."""
+    whole, rest = np.divmod(counts * total, max(int(counts.sum()), 1))
+    owed += rest / max(int(counts.sum()), 1)
+    spare = total - int(whole.sum())
+    if spare:
+        most_owed = np.argsort(np.where(rest > 0, -owed, np.inf), kind="stable")[:spare]
+        whole[most_owed] += 1
+        owed[most_owed] -= 1
+    return whole
+
+
+def _counts_per_host(sizes: Ints, global_batch: int) -> Ints:
+    """Samples of each host in each step, shape (steps, hosts): rows sum to the global batch, columns to the hosts' sizes.
+
+    A host gives its exact share rounded down in every step. What it has left over is spread evenly over the epoch: all hosts' merge into
+    one sequence, by the place (i + 1) / n of a host's i-th of n (Jefferson's rule), and the steps take from that what they lack.
+    """
+    samples = int(sizes.sum())
+    totals = np.full(-(-samples // global_batch), global_batch)
+    totals[-1] = samples - global_batch * (len(totals) - 1)
+    counts = totals[:, None] * sizes // samples
+    left_over = sizes - counts.sum(axis=0)
+    by_size = np.argsort(-left_over, kind="stable")  # among equal places first the host with the most, so that the others wait for the tail
+    place = (_ranks_in_runs(left_over[by_size]) + 1) / np.repeat(left_over[by_size], left_over[by_size])
+    sequence = np.repeat(by_size, left_over[by_size])[np.argsort(place, kind="stable")]
+    step = np.repeat(np.arange(len(totals)), totals - counts.sum(axis=1))
+    np.add.at(counts, (step, sequence), 1)
+    return counts

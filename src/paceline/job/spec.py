@@ -1,8 +1,10 @@
 """The shape that every part of a job shares: strict keys, frozen values, and a short form where one word is enough."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
+
+Args: TypeAlias = dict[str, JsonValue]  # keywords for a user's or a built-in object: plain values, for a job is also a file
 
 
 class Spec(BaseModel):
@@ -11,7 +13,7 @@ class Spec(BaseModel):
     `short` names the field that a bare string stands for: `optimizer: adamw` is `optimizer: {name: adamw}`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
     short: ClassVar[str | None] = None
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ from paceline.job.spec import Spec
 
 
 class PlateauSpec(Spec):
-    """Stop when the mean training loss of the last `over` steps is not lower by more than `less_than` than that of the `over` before them."""
+    """Stop when the mean training loss of the last `over` steps is not lower by more than `less_than` than that of the `over` before."""
 
     less_than: float = Field(gt=0)
     over: int = Field(ge=1)
@@ -25,7 +25,7 @@ class StopSpec(Spec):
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, gt=0)
     loss_below: float | None = None  # the training loss of a step (mean over the global batch)
-    metric_above: dict[str, float] = {}  # a held-out metric, at an evaluation
+    metric_above: dict[str, float] = Field(default_factory=dict)  # a held-out metric, at an evaluation
     plateau: PlateauSpec | None = None
 
     @model_validator(mode="after")

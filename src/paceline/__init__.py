@@ -1,0 +1,40 @@
+"""paceline: train any PyTorch model on the machines you have, and know how fast it went and why.
+
+The public API is what this module names, nothing else. Each name is imported when it is first used, so `import paceline` is instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+    from paceline.errors import PacelineError
+    from paceline.job.job import Job
+    from paceline.launch.train import train
+    from paceline.plan.plan import Plan
+    from paceline.train.run import Run
+    from paceline.train.setup import setup
+
+__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "setup", "train"]
+
+_HOMES = {
+    "Cluster": "paceline.cluster.cluster",
+    "Job": "paceline.job.job",
+    "PacelineError": "paceline.errors",
+    "Plan": "paceline.plan.plan",
+    "Run": "paceline.train.run",
+    "setup": "paceline.train.setup",
+    "train": "paceline.launch.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,28 @@
+"""The command `paceline`: one file per command; what is heavy is imported inside the command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from paceline.cli import export, train
+from paceline.errors import PacelineError
+
+app = typer.Typer(name="paceline", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("train")(train.command)
+app.command("export")(export.command)
+
+
+@app.callback()
+def _about() -> None:
+    """Train any PyTorch model on the machines you have, and know how fast it went and why."""
+
+
+def main() -> None:
+    """Run the command line; an error of paceline's own is shown as its text, with exit code 1."""
+    try:
+        app()
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(1)

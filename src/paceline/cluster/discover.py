@@ -1,0 +1,143 @@
+"""What this machine has, and what a run's record says of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cgroup import cpu_quota, memory_limit_bytes
+from paceline.cluster.cluster import Cluster, Host, Link
+from paceline.cluster.gpus import Gpus, find_gpus
+
+_PACKAGES = ("paceline", "torch", "numpy")
+_VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
+    r"(OMP|KMP|GOMP|MKL|OPENBLAS|NCCL|TORCH_NCCL|GLOO|TP|TORCHELASTIC)_[A-Z0-9_]+|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)"
+    r"|CUBLAS_WORKSPACE_CONFIG|PYTORCH(_CUDA)?_ALLOC_CONF|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|LD_PRELOAD|PYTHONHASHSEED"
+)
+
+
+def discover() -> Cluster:
+    """This machine as a cluster of one host: the cores and memory that affinity and control groups leave to us, GPUs, links.
+
+    Raises:
+        ClusterError: there is a driver of GPUs, but it does not work.
+    """
+    return Cluster(name="this machine", hosts=(_host(find_gpus()),))
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to judge or repeat a run's figures, as plain JSON values. Load average: busy cores over 1, 5 and 15 minutes."""
+    gpus = find_gpus()
+    host = _host(gpus)
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+        "os": platform.platform(),
+        "host": host.name,
+        "cpu": host.cpu,
+        "cores": host.cores,
+        "physical_cores": host.physical_cores,
+        "memory_bytes": host.memory_bytes,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in gpus.devices],
+        "gpu_driver": gpus.driver,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "git_commit": _git_commit(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
+    }
+
+
+def cores_by_physical(cores: Iterable[int], root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
+    """Logical cores, those of one physical core together, socket by socket. Where the kernel says nothing, each core is its own."""
+    usable = set(cores)
+    groups = []
+    while usable:
+        first = min(usable)
+        topology = root / f"sys/devices/system/cpu/cpu{first}/topology"
+        siblings = (_core_list(_read(topology / "thread_siblings_list")) | {first}) & usable
+        usable -= siblings
+        socket_id = _read(topology / "physical_package_id")
+        groups.append((int(socket_id) if socket_id.isdecimal() else 0, tuple(sorted(siblings))))
+    return tuple(group for _, group in sorted(groups))
+
+
+def _host(gpus: Gpus) -> Host:
+    import psutil
+
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    quota = cpu_quota()
+    memory_bytes = psutil.virtual_memory().total
+    name, bf16 = _cpu()
+    return Host(
+        name=socket.gethostname(),
+        cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),  # more would be throttled together
+        memory_bytes=min(memory_bytes, memory_limit_bytes() or memory_bytes),
+        cpu=name,
+        cpu_bf16=bf16,
+        affinity=cores_by_physical(affinity),
+        gpus=gpus.devices,
+        links=(*_interfaces(), *gpus.links),
+    )
+
+
+def _cpu() -> tuple[str, bool | None]:
+    """The processor's name, and whether it has bf16 arithmetic: from the first core's paragraph of /proc/cpuinfo."""
+    facts = {}
+    for line in _read(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        facts[key.strip()] = value.strip()
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    name = " ".join(facts.get("model name", platform.processor() or platform.machine()).split())
+    return name, bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags)) if flags else None
+
+
+def _interfaces() -> list[Link]:
+    """The interfaces that are up and have an address; a speed that the driver does not state (0) stays open."""
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    links = []
+    for name, state in sorted(psutil.net_if_stats().items()):
+        if state.isup and any(a.family in (socket.AF_INET, socket.AF_INET6) for a in addresses.get(name, ())):
+            loopback = "loopback" in state.flags.split(",")
+            links.append(Link(name=name, kind="loopback" if loopback else "ethernet", bandwidth_gbps=state.speed / 1000 or None))
+    return links
+
+
+def _core_list(text: str) -> set[int]:
+    """The kernel's form of a set of cores: `0-2,64`."""
+    cores: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the current folder, with `-dirty` after it where files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""How the ranks of a run find each other: under our own launcher, under torchrun, or alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.group import Group
+from paceline.errors import ClusterError, LaunchError
+
+
+@contextmanager
+def joined(*, deadline_s: float = 300.0) -> Iterator[Group]:
+    """The group of all ranks of this run, left again at the end."""
+    group = join(deadline_s=deadline_s)
+    try:
+        yield group
+    finally:
+        leave(group)
+
+
+def join(*, deadline_s: float = 300.0) -> Group:
+    """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without these, a group of one.
+
+    NCCL where this rank has a GPU, gloo otherwise. A process group that the user's code has already initialised is used as it is.
+
+    Raises:
+        LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
+        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks.
+    """
+    device = _device()
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            return Group(device=device, deadline_s=deadline_s)
+        store = _store(deadline_s)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=deadline_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    else:
+        store = None
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device)
+    group.hosts = _hosts(group)
+    return group
+
+
+def leave(group: Group) -> None:
+    """End the process group that `join` made."""
+    if group.store is not None:
+        dist.destroy_process_group()
+        group.store = None
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if local >= torch.cuda.device_count():
+        raise ClusterError(
+            f"local rank {local} has no GPU: this host shows {torch.cuda.device_count()}. Start at most one rank per GPU, "
+            "or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _store(deadline_s: float) -> dist.Store:
+    """The rendezvous' store, scoped by attempt so that a restarted run never reads the keys of the one before."""
+    absent = [k for k in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if absent:
+        raise LaunchError(f"RANK is set but {', '.join(absent)} not. Start the script with torchrun, or with `paceline train`.")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("PACELINE_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    timeout = timedelta(seconds=deadline_s)
+    try:
+        if "PACELINE_STORE_FD" in os.environ:  # rank 0 serves on the socket that the launcher bound: no other interface, no race for the port
+            fd = int(os.environ.pop("PACELINE_STORE_FD"))
+            store: dist.Store = dist.TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
+            store = dist.TCPStore(address, port, world, False, timeout, wait_for_workers=False)
+        else:
+            store = dist.TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=_listen(address, port))
+    except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
+        raise LaunchError(
+            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or rank 0 not started? "
+            "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
+        ) from error
+    return dist.PrefixStore(f"paceline/{attempt}", store)
+
+
+def _listen(address: str, port: int) -> int:
+    """A socket that listens on the address that the cluster uses; TCPStore alone would listen on every interface."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+        return listener.detach()
+
+
+def _hosts(group: Group) -> tuple[int, ...]:
+    """The host index of each rank: ranks that share a kernel boot and a network namespace share a host."""
+    identity = f"{os.stat('/proc/self/ns/net').st_ino}@{socket.gethostname()}" if os.path.exists("/proc/self/ns/net") else socket.gethostname()
+    names = group.gather_json(identity)
+    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return tuple(order[name] for name in names)

@@ -1,0 +1,21 @@
+"""The one hint that every unknown name gets: what was most likely meant, or else what there is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`Did you mean "adamw"?`, or `Known: adam, sgd.` where nothing known is like `name`."""
+    names = list(known)
+    if meant := closest(name, names):
+        return f'Did you mean "{meant}"?'
+    return f"Known: {', '.join(names[:24])}{', …' if len(names) > 24 else '.'}"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like `name`, if any is like it; capitals do not count."""
+    by_lower_case = {n.lower(): n for n in known}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return by_lower_case[close[0]] if close else None

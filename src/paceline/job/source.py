@@ -1,0 +1,124 @@
+"""Reading a job file: YAML with the line of every key, so that each mistake is named where it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.errors import JobError
+from paceline.job.job import Job
+
+
+def read_job(file: Path) -> Job:
+    """Read a job from a YAML file; relative paths in it count from the file's own folder.
+
+    Raises:
+        JobError: the file cannot be read, is no YAML, or has wrong keys or values. Each mistake is a line of its own, with its place.
+    """
+    values, positions = _parse(_read_text(file), file)
+    return Job.model_validate(values, context={"base": file.parent.resolve(), "positions": positions})
+
+
+def to_yaml(values: dict[str, Any]) -> str:
+    """Plain values as YAML that `read_job` reads back to equal ones."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+@dataclass(frozen=True)
+class YamlPositions:
+    """Finds the line of a key in a parsed YAML file."""
+
+    file: Path
+    root: yaml.MappingNode
+
+    def place(self, path: tuple[str | int, ...]) -> tuple[int, str]:
+        """`(line, "examples/digits.yaml, line 7")` of the deepest key on `path` that the file has; line 0 where it has none."""
+        line = 0
+        node: yaml.Node = self.root
+        for part in path:
+            below = _child(node, part)
+            if below is None:
+                break
+            line, node = below
+        return line, f"{self.file}, line {line}" if line else str(self.file)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe types; `1e-3` is a number, as in YAML 1.2 (PyYAML wants `1.0e-3`)."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would read as a number."""
+
+
+_EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise JobError(f"{file}: no such file") from None
+    except IsADirectoryError:
+        raise JobError(f"{file} is a folder; name the job's YAML file in it") from None
+    except UnicodeDecodeError as error:
+        raise JobError(f"{file} is no UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+    except OSError as error:
+        raise JobError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _parse(text: str, file: Path) -> tuple[dict[Any, Any], YamlPositions]:
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise JobError(f"{file} is empty; a job needs at least model, data, loss, optimizer, global_batch and stop")
+        if not isinstance(root, yaml.MappingNode):
+            found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise JobError(f"{file}, line {_line(root)}: a job is a group of keys with values, such as `model: mlp`, not {found}")
+        if repeated := "\n".join(f"{file}, {finding}" for finding in _repeated_keys(root, set())):
+            raise JobError(repeated)
+        return loader.construct_document(root), YamlPositions(file, root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise JobError(f"{file}{place}: this is no valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a character that YAML does not allow; a date that does not exist
+        raise JobError(f"{file}: this is no valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[str]:
+    """YAML forbids a key twice; PyYAML keeps the last one without a word."""
+    if id(node) in seen:  # an alias of what was looked at already
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated_keys(item, seen)
+    elif isinstance(node, yaml.MappingNode):
+        first: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
+                yield f'line {_line(key)}: the key "{key.value}" is there already, in line {_line(first[key.value])}'
+            yield from _repeated_keys(value, seen)
+
+
+def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return _line(node.value[part]), node.value[part]
+    if isinstance(node, yaml.MappingNode):
+        for key, value in reversed(node.value):  # a key of one's own comes after those that `<<` merged in
+            if key.value == str(part):
+                return _line(key), value
+    return None
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

@@ -1,0 +1,84 @@
+"""Building the model that a job names: from this zoo, from a Hugging Face configuration, or by a factory of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import JobError
+from paceline.job.imports import load_object
+from paceline.job.model import ModelSpec
+from paceline.job.nearest import nearest
+from paceline.job.zoo.arguments import check_call, checked_args
+from paceline.job.zoo.gpt import GPT
+from paceline.job.zoo.huggingface import bert, from_config, image_shape, resnet50
+from paceline.job.zoo.simclr import SimCLR
+from paceline.job.zoo.vision import cifar_cnn, mlp
+
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "cifar_cnn": cifar_cnn,
+    "resnet50": resnet50,
+    "bert": bert,
+    "gpt": GPT,
+    "simclr": SimCLR,
+}
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """The model that `spec` names, on the CPU, initialised from torch's current random state.
+
+    Raises:
+        JobError: an unknown model (the nearest is named), an import that fails, arguments that do not fit,
+            or a result that is no `nn.Module`.
+    """
+    if spec.zoo is not None:
+        model = _built_in(spec.zoo)
+        return model(**checked_args(f"model {spec.zoo}", model, spec.args))
+    if spec.hf is not None and spec.task is not None:
+        return from_config(spec.hf, spec.task, spec.args)
+    return _from_factory(str(spec.factory), spec.args)
+
+
+def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
+    """The shape of one sample that the model wants (channels, height, width), or None where it takes what the data has.
+
+    Raises:
+        JobError: an unknown model, or arguments that do not fit.
+    """
+    if spec.hf is not None and spec.task == "image_classification":
+        return image_shape(spec.hf, spec.args)
+    if spec.zoo is None:
+        return None
+    args = checked_args(f"model {spec.zoo}", _built_in(spec.zoo), spec.args)
+    if spec.zoo == "mlp":
+        return (1, 28, 28)
+    if spec.zoo in ("cifar_cnn", "resnet50", "simclr"):
+        size = args.get("image_size") or (224 if "resnet50" in (spec.zoo, args.get("encoder")) else 32)
+        return (3, size, size)
+    return None
+
+
+def _built_in(name: str) -> Callable[..., nn.Module]:
+    if name not in _MODELS:
+        raise JobError(f'the zoo has no model "{name}". {nearest(name, _MODELS)} (A model of your own: pkg.mod:name or file.py:name)')
+    return _MODELS[name]
+
+
+def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
+    factory = load_object(path)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the model from the job's seed")
+    check_call(path, factory, **args)
+    model = factory(**args)
+    if not isinstance(model, nn.Module):
+        raise JobError(f"{path} returned {_described(model)}; a model is a torch.nn.Module")
+    return model
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself, not an instance of it"
+    return "None (is a return missing?)" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,79 @@
+"""The data sets that a job can name, by kind; `DataSpec.build` comes here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.errors import DataError
+from paceline.job.data import Arrays, Cifar10, Custom, DataSets, DataSpec, Digits, Images, Synthetic, Text
+from paceline.job.imports import load_object
+from paceline.job.zoo.arrays import build_arrays
+from paceline.job.zoo.images import build_cifar10, build_digits, build_images
+from paceline.job.zoo.samples import Selection, split
+from paceline.job.zoo.synthetic import build_synthetic
+from paceline.job.zoo.text import build_text
+
+
+def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    """The training and held-out sets of a job, which depend on the spec, the model's shape and the seed alone: the same under every plan.
+
+    Raises:
+        DataError: see `DataSpec.build`.
+    """
+    match spec:
+        case Digits():
+            return build_digits(spec, input_shape, seed)
+        case Cifar10():
+            return build_cifar10(spec, input_shape, seed)
+        case Images():
+            return build_images(spec, input_shape, seed)
+        case Text():
+            return build_text(spec, seed)
+        case Arrays():
+            return build_arrays(spec, seed)
+        case Synthetic():
+            return build_synthetic(spec, input_shape, seed)
+        case Custom():
+            return _build_custom(spec, seed)
+
+
+def _build_custom(spec: Custom, seed: int) -> DataSets:
+    samples = _call(spec.factory, spec.args)
+    if spec.held_out_factory is None:
+        return split(samples, spec, seed)
+    held_out = _call(spec.held_out_factory, spec.args)
+    return DataSets(Selection.first(samples, spec.limit), Selection.first(held_out, spec.limit))
+
+
+def _call(factory: str, args: dict[str, Any]) -> Dataset[Any]:
+    make = load_object(factory)
+    try:
+        dataset = make(**args)
+    except Exception as error:
+        given = ", ".join(f"{k}={v!r}" for k, v in args.items())
+        raise DataError(f"data {factory}({given}) raised {type(error).__name__}: {error}") from error
+    _check_map_style(dataset, factory)
+    return dataset  # type: ignore[no-any-return]  # checked by what it can do, not by its class
+
+
+def _check_map_style(dataset: Any, factory: str) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs a length and "
+            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over files listed beforehand"
+        )
+    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if lacking:
+        raise DataError(f"data {factory} made a {kind} without {' and '.join(lacking)}; return a torch.utils.data.Dataset that has both")
+    if len(dataset) == 0:
+        raise DataError(f"data {factory} made an empty {kind}: its length is 0")
+    try:
+        sample = dataset[0]
+    except Exception as error:
+        raise DataError(f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}") from error
+    if not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
+        found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
+        raise DataError(f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}")

@@ -1,0 +1,244 @@
+"""The built-in losses, and finding a user's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from paceline.errors import DataError, JobError
+from paceline.job.imports import load_object
+from paceline.job.loss import Loss, LossSpec
+from paceline.job.nearest import nearest
+from paceline.job.zoo.arguments import check_call, checked_args
+
+IGNORED = -100  # the label that torch and transformers leave out
+
+
+def build_loss(spec: LossSpec) -> Loss:
+    """The loss that `spec` names.
+
+    Raises:
+        JobError: an unknown name (the nearest is named), an import that fails, or arguments that the loss does not take.
+    """
+    if ":" in spec.name:
+        return _users_loss(spec.name, spec.args)
+    if spec.name not in _LOSSES:
+        raise JobError(f'there is no loss "{spec.name}". {nearest(spec.name, _LOSSES)} (A loss of your own: pkg.mod:name or file.py:name)')
+    built_in = _LOSSES[spec.name]
+    return built_in(**checked_args(f"loss {spec.name}", built_in, spec.args))
+
+
+class CrossEntropy:
+    """The mean cross-entropy over the labels that are not -100; 0 where all are.
+
+    Output: logits (n, classes), (n, t, classes) for sequences, or (n, classes, h, w); target: whole numbers, the same without classes.
+    `weight` is one number per class; the mean is then over the weights of the labels.
+    """
+
+    def __init__(
+        self, *, label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0, weight: list[Annotated[float, Field(ge=0)]] | None = None
+    ) -> None:
+        self.label_smoothing = label_smoothing
+        self.weight = None if weight is None else torch.tensor(weight)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor.
+
+        Raises:
+            DataError: labels that are out of range, no whole numbers, or not of the output's shape. On a GPU, labels out of range end
+                the process with CUDA's own assertion; `check_labels` on the host names them before.
+        """
+        logits, labels = classes_on_dim_1(logits_of(output), target)
+        weight = None
+        if self.weight is not None:
+            self.weight = self.weight.to(logits.device)
+            weight = self.weight.to(logits.dtype)
+        try:
+            mean = F.cross_entropy(logits, labels, weight=weight, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+        except (IndexError, RuntimeError, ValueError):
+            _explain_failure(logits, labels, weight)
+            raise
+        if mean.device.type == "cpu" and not mean.isnan():  # to look is free on a CPU; a GPU would have to be waited for
+            return mean
+        return torch.where(self.items(target) > 0, mean, 0.0)
+
+    def items(self, target: Tensor) -> Tensor:
+        """What the mean is over: the number of labels that are not -100, or the sum of their weights."""
+        counted = target != IGNORED
+        return counted.sum() if self.weight is None else (self.weight.to(target.device)[target.long().clamp(min=0)] * counted).sum()
+
+
+class MeanSquaredError:
+    """The mean squared difference between the output and a target of the same shape."""
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
+        return F.mse_loss(*same_shape("mse", output, target))
+
+
+class MeanAbsoluteError:
+    """The mean absolute difference between the output and a target of the same shape."""
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
+        return F.l1_loss(*same_shape("mae", output, target))
+
+
+class BinaryCrossEntropy:
+    """The mean binary cross-entropy between logits and a target from 0 to 1 of the same shape."""
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
+        return F.binary_cross_entropy_with_logits(*same_shape("bce", output, target))
+
+
+class Contrastive:
+    """NT-Xent (Chen et al., 2020, arXiv:2002.05709) over two views of each sample (n, 2, d) of length 1; the target is not looked at.
+
+    Each view has to find its partner among all other views of the batch, so the loss needs the batch as a whole.
+    """
+
+    whole_batch = True
+
+    def __init__(self, *, temperature: PositiveFloat = 0.5) -> None:
+        self.temperature = temperature
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises DataError where the output is not (n, 2, d)."""
+        similarity, partner = view_similarity(output)
+        return F.cross_entropy(similarity / self.temperature, partner)
+
+
+class ModelsOwn:
+    """The loss that the model computed itself: `output.loss` or `output["loss"]`. It counts as a mean over the samples."""
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises JobError where the output has none."""
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            keys = f" with {', '.join(output)}" if isinstance(output, Mapping) else ""
+            raise JobError(
+                f"loss model: the model's output is a {type(output).__name__}{keys}, without a loss. "
+                "A Hugging Face model computes one when the sample has labels; other models need a loss of their own, e.g. cross_entropy"
+            )
+        return loss
+
+
+_LOSSES: dict[str, Callable[..., Loss]] = {
+    "cross_entropy": CrossEntropy,
+    "mse": MeanSquaredError,
+    "mae": MeanAbsoluteError,
+    "bce": BinaryCrossEntropy,
+    "contrastive": Contrastive,
+    "model": ModelsOwn,
+}
+
+
+def check_labels(target: Tensor, classes: int, where: str) -> None:
+    """Check that labels lie in 0..classes-1 or are -100; `where` says which labels these are, e.g. `in batch 37`.
+
+    Costs a pass over the labels: for a whole data set's labels once, or a batch on the host on its way to a GPU.
+
+    Raises:
+        DataError: a label out of range; names it, its place and the range.
+    """
+    wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        label = target[tuple(place)].item()
+        at = place[0] if len(place) == 1 else tuple(place)
+        raise DataError(
+            f"expected labels in 0..{classes - 1}, found {label} {where} (at {at}, {int(wrong.sum())} of {target.numel()} labels)"
+        )
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor of a model's output: the output itself, or its `.logits`.
+
+    Raises:
+        JobError: the output is or has none.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise JobError(f"the loss needs a tensor or an object with .logits, but the model returned a {type(output).__name__}")
+    return logits
+
+
+def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (m, classes, …) and int64 labels (m, …) from those of a batch; sequences (n, t, classes) become one row per token.
+
+    Raises:
+        DataError: labels that are no whole numbers, or not one per sample or token.
+    """
+    if target.is_floating_point():
+        raise DataError(f"labels should be whole numbers, got {_sort(target)}; for numbers to be fitted take the loss mse, mae or bce")
+    if logits.dim() == 3:
+        if target.shape != logits.shape[:2]:
+            raise DataError(f"the model returned logits {_sort(logits)} for labels {_sort(target)}; there should be one label per token")
+        return logits.flatten(0, 1), target.flatten().long()
+    return logits, target.long()
+
+
+def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and target in one shape and one dtype of at least 32 bits; a last dimension of size 1 may be left out.
+
+    Raises:
+        DataError: other differences in shape, which torch would broadcast into a wrong result.
+    """
+    values = logits_of(output)
+    if values.shape != target.shape:
+        if values.shape != (*target.shape, 1) and target.shape != (*values.shape, 1):
+            raise DataError(
+                f"{name} needs an output and a target of the same shape; the model returned {_sort(values)}, the target is {_sort(target)}"
+            )
+        target = target.reshape(values.shape)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return values.to(dtype), target.to(dtype)
+
+
+def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
+    """The similarities (2n, 2n) of all views, -inf to themselves, and the index of each view's partner (2n,).
+
+    Raises:
+        DataError: the output is not (n, 2, d).
+    """
+    views = logits_of(output)
+    if views.dim() != 3 or views.shape[1] != 2:
+        raise DataError(
+            f"contrastive needs two views of each sample, (n, 2, d), but the model returned {_sort(views)}; the zoo's simclr makes them"
+        )
+    flat = views.flatten(0, 1)
+    similarity = (flat @ flat.T).fill_diagonal_(float("-inf"))
+    return similarity, torch.arange(len(flat), device=flat.device) ^ 1  # views 2i and 2i + 1 belong together
+
+
+def _users_loss(path: str, args: dict[str, Any]) -> Loss:
+    """A function, with `args` bound; or an instance of a class, made with `args`."""
+    loss = load_object(path)
+    if isinstance(loss, type):
+        check_call(path, loss, **args)
+        loss = loss(**args)
+        args = {}
+    if not callable(loss):
+        raise JobError(f"{path} is a {type(loss).__name__} and cannot be called; a loss is called as loss(output, target)")
+    check_call(path, loss, "output", "target", **args)
+    return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss  # the wrapper has the attributes, too
+
+
+def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> None:
+    """Raise what torch's error means where it is the user's to mend; looks at the values, so only after a failure."""
+    if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
+        raise DataError(f"the model returned logits {_sort(logits)} for labels {_sort(labels)}; there should be one label per sample")
+    if weight is not None and len(weight) != logits.shape[1]:
+        raise JobError(f"loss cross_entropy: weight has {len(weight)} numbers, but the model has {logits.shape[1]} classes")
+    check_labels(labels, logits.shape[1], "in a batch")
+
+
+def _sort(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

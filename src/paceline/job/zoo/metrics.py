@@ -1,0 +1,142 @@
+"""The built-in metrics. Each adds up exactly over batches and replicas, as (total, count)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.errors import JobError
+from paceline.job.imports import load_object
+from paceline.job.loss import Loss, Metric
+from paceline.job.nearest import nearest
+from paceline.job.zoo.arguments import check_call
+from paceline.job.zoo.losses import IGNORED, classes_on_dim_1, logits_of, same_shape, view_similarity
+
+
+def build_metric(name: str) -> Metric:
+    """The metric that `name` names: a built-in one, or a factory by import path.
+
+    Raises:
+        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is no metric.
+    """
+    if ":" in name:
+        return _users_metric(name)
+    if name not in _METRICS:
+        raise JobError(f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own: pkg.mod:factory or file.py:factory)')
+    measure, result = _METRICS[name]
+    return BuiltIn(name, measure, result)
+
+
+class BuiltIn:
+    """A measure of a batch, `(total, count)` as tensors or numbers, and what the sums over all batches come to."""
+
+    def __init__(self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]) -> None:
+        self.name = name
+        self._measure = measure
+        self._result = result
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
+        """`(total, count)` of one batch."""
+        total, count = self._measure(output, target)
+        return float(total), float(count)
+
+    def result(self, total: float, count: float) -> float:
+        """The value from the sums over all batches and replicas; NaN where nothing was counted."""
+        return self._result(total / count) if count else math.nan
+
+
+class LossMetric:
+    """The job's loss on held-out data, weighted as in training, by the name `loss`."""
+
+    name = "loss"
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
+        """`(total, count)` of one batch; the count is the loss's items, or the samples where it has none."""
+        items = getattr(self._loss, "items", None)
+        count = float(items(target) if items else len(target if isinstance(target, Tensor) else logits_of(output)))
+        return float(self._loss(output, target)) * count, count
+
+    def result(self, total: float, count: float) -> float:
+        """The mean loss; NaN where nothing was counted."""
+        return total / count if count else math.nan
+
+
+def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of labels (not -100) that have the largest logit; for fractional targets (bce), logits on the right side of 0."""
+    logits = logits_of(output)
+    if target.is_floating_point():
+        logits, target = same_shape("accuracy", logits, target)
+        return ((logits > 0) == (target > 0.5)).sum(), torch.tensor(target.numel())
+    logits, labels = classes_on_dim_1(logits, target)
+    return (logits.argmax(dim=1) == labels).sum(), (labels != IGNORED).sum()
+
+
+def _top5(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits, labels = classes_on_dim_1(logits_of(output), target)
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    return (best == labels.unsqueeze(1)).sum(), (labels != IGNORED).sum()
+
+
+def _cross_entropy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits, labels = classes_on_dim_1(logits_of(output), target)
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+
+
+def _squared_error(output: Any, target: Tensor) -> tuple[Tensor, int]:
+    values, target = same_shape("mse", output, target)
+    return F.mse_loss(values, target, reduction="sum"), target.numel()
+
+
+def _absolute_error(output: Any, target: Tensor) -> tuple[Tensor, int]:
+    values, target = same_shape("mae", output, target)
+    return F.l1_loss(values, target, reduction="sum"), target.numel()
+
+
+def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
+    """The share of views whose nearest other view of the batch is their partner; the larger the batch, the harder."""
+    similarity, partner = view_similarity(output)
+    return (similarity.argmax(dim=1) == partner).sum(), len(partner)
+
+
+def _itself(mean: float) -> float:
+    return mean
+
+
+def _exponential(mean: float) -> float:
+    return math.exp(mean) if mean < 700 else math.inf  # a float ends near e^709
+
+
+def _bits(mean: float) -> float:
+    return mean / math.log(2)
+
+
+_METRICS: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float], float]]] = {
+    "accuracy": (_accuracy, _itself),
+    "top5": (_top5, _itself),
+    "perplexity": (_cross_entropy, _exponential),
+    "bits_per_byte": (_cross_entropy, _bits),
+    "mse": (_squared_error, _itself),
+    "mae": (_absolute_error, _itself),
+    "contrastive_accuracy": (_partner_found, _itself),
+}
+
+
+def _users_metric(path: str) -> Metric:
+    factory = load_object(path)
+    if not callable(factory):
+        raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
+    check_call(path, factory)
+    metric: Metric = factory()
+    if not (callable(metric) and isinstance(getattr(metric, "name", None), str) and callable(getattr(metric, "result", None))):
+        raise JobError(f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and result(total, count)")
+    return metric

@@ -1,0 +1,202 @@
+"""Optimizers (torch's own, LARS and LAMB) and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+
+
+def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    """The optimizer over the model's trainable parameters, a shared one once. Weight decay is on all of them, but for LARS and LAMB.
+
+    `fused`: torch's fused step where it has one for these parameters' device and dtype; LARS and LAMB have none.
+
+    Raises:
+        JobError: the model has no trainable parameters.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise JobError(f"the model ({type(model).__name__}) has no parameters to train: none has requires_grad")
+    if spec.name == "lars":
+        return LARS(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, trust=spec.trust)
+    if spec.name == "lamb":
+        return LAMB(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    try:
+        return _torch_optimizer(spec, parameters, fused=fused or None)
+    except RuntimeError:  # torch has no fused step for such parameters
+        return _torch_optimizer(spec, parameters, fused=None)
+
+
+def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> float:
+    """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
+
+    Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from its end on.
+
+    Raises:
+        JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
+    """
+    if step < spec.warmup_steps:
+        return (step + 1) / spec.warmup_steps
+    if spec.name == "constant":
+        return 1.0
+    if spec.name == "step":
+        return spec.factor ** sum(step >= milestone for milestone in spec.milestones)
+    end = spec.decay_steps or total_steps
+    if end is None:
+        raise JobError(f"schedule {spec.name} does not know where the decay ends: give schedule.decay_steps, or stop.epochs or stop.steps")
+    progress = min(1.0, (step - spec.warmup_steps) / max(1, end - spec.warmup_steps))
+    remaining = 1 - progress if spec.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return spec.final + (1 - spec.final) * remaining
+
+
+class LARS(torch.optim.Optimizer):
+    """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
+
+    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none (biases, norms) are
+    neither scaled nor decayed, as is usual where LARS is used: their norms say little, and decay harms them.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 1e-3
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; `closure`, if any, computes the loss and the gradients first and its result is returned."""
+        loss = _evaluated(closure)
+        for group in self.param_groups:
+            for parameters, adapted in _adapted_and_exempt(group["params"]):
+                self._update(parameters, group, adapted)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        velocity: list[Tensor] = [self.state[p]["momentum"] for p in parameters]
+        updates = [_gradient(p) for p in parameters]
+        decay = group["weight_decay"]
+        if adapted:
+            weight_norms, gradient_norms = _norms(parameters), _norms(updates)
+            ratios = group["trust"] * weight_norms / (gradient_norms + decay * weight_norms)
+            ratios = torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
+            updates = list(torch._foreach_add(updates, parameters, alpha=decay))
+            updates = _scaled(updates, ratios)
+        torch._foreach_mul_(velocity, group["momentum"])
+        torch._foreach_add_(velocity, updates, alpha=group["lr"])
+        torch._foreach_sub_(parameters, velocity)
+
+
+class LAMB(torch.optim.Optimizer):
+    """Layer-wise adaptive moments for batch training (You et al., 2020, arXiv:1904.00962, algorithm 2).
+
+    Adam's step with bias correction, plus decoupled weight decay, is scaled by the parameter's norm over the step's norm. Parameters of one
+    dimension or none (biases, norms) are neither scaled nor decayed, as in the authors' BERT training: for these it is Adam.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; `closure`, if any, computes the loss and the gradients first and its result is returned."""
+        loss = _evaluated(closure)
+        for group in self.param_groups:
+            for parameters, adapted in _adapted_and_exempt(group["params"]):
+                self._update(parameters, group, adapted)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None:
+        updates = self._adam(parameters, group)
+        if adapted:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+            weight_norms, update_norms = _norms(parameters), _norms(updates)
+            ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+            updates = _scaled(updates, ratios)
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _adam(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Adam's bias-corrected directions."""
+        for p in parameters:
+            state = self.state[p]
+            if not state:
+                state.update(step=torch.tensor(0.0), mean=torch.zeros_like(p), square=torch.zeros_like(p))
+            state["step"] += 1
+        gradients = [_gradient(p) for p in parameters]
+        means: list[Tensor] = [self.state[p]["mean"] for p in parameters]
+        squares: list[Tensor] = [self.state[p]["square"] for p in parameters]
+        steps = [self.state[p]["step"].item() for p in parameters]  # on the CPU, so nothing is waited for
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        scale = torch._foreach_div(squares, [1 - beta2**step for step in steps])
+        torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, group["eps"])
+        updates = list(torch._foreach_div(means, [1 - beta1**step for step in steps]))
+        torch._foreach_div_(updates, scale)
+        return updates
+
+
+def _torch_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool | None) -> torch.optim.Optimizer:
+    if spec.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay, fused=fused
+        )
+    adam = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
+    return adam(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
+
+
+def _evaluated(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
+    """The parameters that have gradients: matrices and filters with True, biases and norms with False; neither list is empty."""
+    present = [p for p in parameters if p.grad is not None]
+    parts = [([p for p in present if p.dim() > 1], True), ([p for p in present if p.dim() <= 1], False)]
+    return [(part, adapted) for part, adapted in parts if part]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # `_adapted_and_exempt` left out the others
+    return parameter.grad
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """Their L2 norms in one vector, so that what follows is one operation for all layers."""
+    return torch.stack(list(torch._foreach_norm(tensors)))
+
+
+def _scaled(tensors: list[Tensor], ratios: Tensor) -> list[Tensor]:
+    return list(torch._foreach_mul(tensors, list(ratios.unbind())))

@@ -1,0 +1,137 @@
+"""What the data sets are made of: samples in memory, a selection of samples, and the split into training and held-out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.errors import DataError
+from paceline.job.data import DataSets
+
+Labels = npt.NDArray[np.int64]
+Batch = tuple[Tensor, ...]
+
+
+class SplitSpec(Protocol):
+    """The part of a data spec that says how its samples are split."""
+
+    @property
+    def held_out(self) -> float: ...
+    @property
+    def limit(self) -> int | None: ...
+
+
+class Samples(Dataset[Batch]):
+    """Samples held as two tensors, samples on dim 0. A list of indices becomes a collated batch `(inputs, target)` in two indexed copies.
+
+    Args:
+        inputs: the inputs as they are stored, which may be smaller than what the model gets (e.g. bytes).
+        target: class labels (int64, one per sample) or any other target.
+        prepare: turns a batch of stored inputs into the model's.
+    """
+
+    def __init__(self, inputs: Tensor, target: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.inputs = inputs
+        self.target = target
+        self.prepare = prepare
+
+    @property
+    def labels(self) -> Labels | None:
+        """The class of each sample, or None where the target is no class."""
+        return self.target.numpy() if self.target.dim() == 1 and self.target.dtype == torch.int64 else None
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __getitem__(self, index: int) -> Batch:
+        inputs, target = self.__getitems__([index])
+        return inputs[0], target[0]
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        inputs = self.inputs.index_select(0, rows)
+        return (inputs if self.prepare is None else self.prepare(inputs)), self.target.index_select(0, rows)
+
+
+class Selection(Dataset[Any]):
+    """Some samples of a data set, in the order of `rows`, with its fast path, its labels and its epochs."""
+
+    def __init__(self, dataset: Dataset[Any], rows: Labels) -> None:
+        self.dataset = dataset
+        self.rows = rows
+        self._dataset_length = _length(dataset)
+        self._batched = getattr(dataset, "__getitems__", None)
+
+    @classmethod
+    def first(cls, dataset: Dataset[Any], limit: int | None) -> Selection:
+        """The first `limit` samples, or all."""
+        samples = _length(dataset)
+        return cls(dataset, np.arange(min(samples, limit or samples)))
+
+    @property
+    def labels(self) -> Labels | None:
+        """The class of each selected sample, where the data set has `labels`: one integer per sample."""
+        labels = getattr(self.dataset, "labels", None)
+        if not isinstance(labels, (np.ndarray, Tensor, Sequence)) or len(labels) != self._dataset_length:
+            return None
+        array = np.asarray(labels)
+        return array[self.rows].astype(np.int64) if array.ndim == 1 and array.dtype.kind in "iu" else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set which epoch begins, where it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        now = _length(self.dataset)
+        if now != self._dataset_length:
+            raise DataError(
+                f"{type(self.dataset).__name__} had {self._dataset_length} samples when the job began and has {now} now; keep it fixed"
+            )
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[int(self.rows[index])]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        rows = self.rows[indices].tolist()
+        return [self.dataset[row] for row in rows] if self._batched is None else self._batched(rows)
+
+
+def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
+    """The first `spec.limit` samples, of which a share of `spec.held_out`, drawn by `seed`, is held out. Both sides stay in order.
+
+    Raises:
+        DataError: too few samples for one on each side.
+    """
+    samples = min(_length(dataset), spec.limit or _length(dataset))
+    kept = held_out_samples(samples, spec.held_out)
+    if kept == 0:
+        return DataSets(Selection.first(dataset, spec.limit), None)
+    order = np.random.default_rng(seed).permutation(samples)
+    return DataSets(Selection(dataset, np.sort(order[kept:])), Selection(dataset, np.sort(order[:kept])))
+
+
+def held_out_samples(samples: int, share: float) -> int:
+    """How many of `samples` are held out: the nearest whole number to the share, at least 1, or 0 where the share is 0.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    kept = max(1, round(samples * share)) if share else 0
+    if kept >= samples:
+        raise DataError(
+            f"data.held_out={share:g} of {samples} sample{'s' * (samples != 1)} leaves none to train on; "
+            "give more samples, a smaller share, or held_out: 0 for no held-out set"
+        )
+    return kept
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__

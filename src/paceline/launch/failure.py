@@ -1,0 +1,213 @@
+"""Which rank failed first, and how, in words: the record that a failing rank leaves, and the choice of the root cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import PacelineError, SyncError
+from paceline.train.status import RankStatus
+
+HOST = socket.gethostname()
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "gloo/transport",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted",
+)
+_STACK_LINES = 60  # shown of each hung rank
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed. `final`: it would fail in the same way again, so no restart is worth its time."""
+
+    text: str
+    rank: int
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """What a rank leaves behind when it raises.
+
+    `time` is in seconds since the epoch. `secondary`: it only lost a peer, so another rank is to blame.
+    `explained`: a PacelineError, whose message is all that a user needs.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    type: str
+    message: str  # with the type's name in front, unless `explained`
+    traceback: str
+    secondary: bool
+    explained: bool
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> ErrorRecord:
+        """The record of `error`, caught now in this process; its traceback starts in the frame below the one that caught it."""
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        explained = isinstance(error, PacelineError)
+        message = str(error) if explained else "".join(traceback.format_exception_only(error)).strip()
+        lines = "".join(traceback.format_exception(type(error), error, inner))
+        return cls(rank, HOST, os.getpid(), time.time(), type(error).__name__, message, lines, _only_lost_a_peer(error), explained)
+
+    @classmethod
+    def read(cls, path: Path) -> ErrorRecord | None:
+        """The record in `path`, or None where the rank left none."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write the record so that a reader sees all of it or nothing."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended, or (`code` None) that it has not; `code` is negative for a signal, as subprocess has it."""
+
+    status: RankStatus
+    pid: int
+    code: int | None
+    alive_at: float  # seconds since the epoch when it was last seen alive
+    record: ErrorRecord | None
+    stack: str  # what faulthandler wrote when the rank crashed or was asked
+    stopped: bool  # by SIGSTOP
+
+    @property
+    def primary(self) -> bool:
+        """Whether the rank failed by itself. SIGABRT without a record is C++ that gave up on a lost peer."""
+        if self.record:
+            return not self.record.secondary
+        return self.code not in (None, 0, -signal.SIGABRT)
+
+    @property
+    def failed_at(self) -> float:
+        """When it failed; the earliest possible moment for a rank that left no record."""
+        return self.record.time if self.record else self.alive_at
+
+
+def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> Failure:
+    """The rank to blame among `ends`, one per rank: the first that failed by itself; else the one that kept the others waiting.
+
+    Args:
+        oom_kills: processes of this control group killed for lack of memory meanwhile; None where the kernel does not tell.
+    """
+    own = sorted((e for e in ends if e.primary), key=lambda e: e.failed_at)
+    if own:
+        return _describe(own[0], len(ends), oom_kills)
+    if stopped := [e for e in ends if e.stopped]:
+        return hang(stopped, ends, time.monotonic_ns())
+    lost = min((e for e in ends if e.record or e.code), key=lambda e: e.failed_at)
+    failure = _describe(lost, len(ends), oom_kills)
+    left = [e for e in ends if e.code == 0]
+    if left:
+        early = f"{_who(left[0])} ended with exit code 0 in {_where(left[0].status)}, before the others: did the job's code call exit()?\n"
+        return Failure(early + failure.text, left[0].status.rank)
+    return failure
+
+
+def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failure:
+    """The failure of ranks that changed nothing for longer than allowed. Stopped ones come first, then those idle longest."""
+    hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
+    first = hung[0]
+    idle = f"for {first.status.idle_s(now_ns):.0f} s"
+    waiting = [e for e in ends if e.code is None and e not in hung and e.status.phase == "sync"]
+    tail = f" while {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+    if first.stopped:
+        head = f"{_who(first)} is stopped (SIGSTOP) in {_where(first.status)} and has done nothing {idle}{tail}"
+    elif len(hung) == len(ends) > 1 and all(e.status.phase == "sync" for e in hung):
+        places = ", ".join(f"rank {e.status.rank} in step {e.status.step}" for e in sorted(hung, key=lambda e: e.status.rank))
+        head = f"{_who(first)} and all others have waited for one another in sync {idle} ({places})"
+    else:
+        head = f"{_who(first)} has been in {_where(first.status)} {idle}{tail}"
+    more = "".join(f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:])
+    stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{_shortened(e.stack)}" for e in hung if e.stack)
+    advice = "" if first.stopped else ". If it is only slow, raise the deadline"
+    return Failure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
+
+
+def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> Failure:
+    rank = end.status.rank
+    if end.record and end.record.explained:
+        return Failure(end.record.message, rank, final=not end.record.secondary)
+    if end.record:
+        also = " and the other ranks were stopped" if ranks > 1 else ""
+        return Failure(f"{_who(end)} raised{also}: {end.record.message}\n\n{end.record.traceback}".rstrip(), rank)
+    others = _others(ranks, "it")
+    if end.code is not None and end.code < 0:
+        name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)
+        stack = f"\n\n{_shortened(end.stack)}" if end.stack else ""
+        return Failure(f"{_who(end)} was killed by {name} in {_where(end.status)}{why}; {others}.{stack}", rank)
+    return Failure(f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.", rank)
+
+
+def _who(end: RankEnd) -> str:
+    return f"rank {end.status.rank} (host {HOST}, pid {end.pid})"
+
+
+def _where(status: RankStatus) -> str:
+    return "start-up" if status.phase == "starting" else f"{status.phase} of step {status.step}"
+
+
+def _ranks(ends: Sequence[RankEnd]) -> str:
+    numbers = [str(e.status.rank) for e in ends]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _others(ranks: int, alone: str) -> str:
+    return "the ranks were stopped" if ranks > 1 else f"{alone} was stopped"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _reason(number: int, oom_kills: int | None) -> str:
+    if number != signal.SIGKILL:
+        return ""
+    if oom_kills is None:
+        return " (maybe out of memory: `dmesg` tells)"
+    if oom_kills:
+        return " (out of memory: the kernel ended it; use a smaller global_batch, a smaller model or fewer ranks)"
+    return " (from outside: the kernel counts no out-of-memory kill)"
+
+
+def _shortened(stack: str) -> str:
+    """faulthandler's output with the main thread first, cut to a length that leaves the message on the screen."""
+    threads = stack.strip().split("\n\n")
+    threads.sort(key=lambda t: "Current thread" not in t)
+    lines = "\n\n".join(threads).splitlines()
+    return "\n".join(lines[:_STACK_LINES])
+
+
+def _only_lost_a_peer(error: BaseException | None) -> bool:
+    """Whether the error, or the one that it was raised from, is a lost connection: another rank's failure as this rank sees it."""
+    while error is not None:
+        names = {kind.__name__ for kind in type(error).__mro__}  # by name: the launcher does without torch
+        if isinstance(error, SyncError) or "DistError" in names:
+            return True
+        if isinstance(error, RuntimeError | ConnectionError) and any(text in str(error) for text in _LOST_PEER):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,346 @@
+"""Start the ranks of a run on this machine, watch them, and end them together. Does without torch.
+
+Every attempt has a socket for its rendezvous, a status board and a private folder of its own; nothing of it is left when `launch` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.errors import LaunchError
+from paceline.launch.failure import ErrorRecord, Failure, RankEnd, hang, root_cause
+from paceline.launch.kernel import is_stopped, oom_kills
+from paceline.launch.port import ADDRESS, listen
+from paceline.launch.signals import StopSignals
+from paceline.train.status import RankStatus, StatusBoard
+
+_TICK_S = 0.2
+_COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
+_TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
+_ANSWER_S = 1.0  # for a hung rank to write its stack
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How a launch ended that did not fail. `stopped_by`: the signal that made it end early, or None."""
+
+    attempts: int
+    stopped_by: str | None
+
+
+def launch(
+    module_args: list[str],
+    *,
+    ranks: int,
+    threads: int,
+    pin_cores: list[list[int]] | None,
+    deadline_s: float,
+    start_deadline_s: float = 300,
+    port: int | None = None,
+    restarts: int = 0,
+    on_tick: Callable[[], None] | None = None,
+    on_event: Callable[[str, dict[str, Any]], None] | None = None,
+    env: Mapping[str, str] = {},
+) -> Launched:
+    """Run `python -m paceline.launch.rank MODULE_ARGS…` once per rank and wait until all have ended.
+
+    SIGINT and SIGTERM are forwarded once, as SIGTERM, for the ranks to save and end; a second SIGINT kills them.
+
+    Args:
+        module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
+        threads: of each rank's torch operations.
+        pin_cores: the cores of each rank, or None to leave that to the kernel.
+        deadline_s: the longest that a rank may stay in one phase of one step while it is not waiting for others.
+        start_deadline_s: the same for the start-up.
+        port: for the rendezvous on 127.0.0.1; None takes a free one.
+        restarts: how often to start again after a failure that another attempt may survive.
+        on_tick: called at least five times a second, in this thread.
+        on_event: called with ("stop", {signal}) and ("restart", {attempt, rank, reason}).
+        env: variables for the ranks, over those of this process.
+
+    Raises:
+        LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows its traceback.
+        SystemExit: 130, after a second SIGINT.
+    """
+    if pin_cores is not None and len(pin_cores) != ranks:
+        raise LaunchError(f"pin_cores names the cores of {len(pin_cores)} ranks, but {ranks} are to be started")
+    with StopSignals() as signals, _CursorShown():
+        number = 0
+        while True:
+            setting = _Setting(module_args, ranks, threads, pin_cores, deadline_s, start_deadline_s, port, env, number)
+            with _Attempt(setting, signals, on_tick, on_event) as attempt:
+                failure = attempt.watch()
+            if failure is None:
+                return Launched(number + 1, signals.first)
+            if failure.final or signals.first or number >= restarts:
+                raise LaunchError(failure.text)
+            number += 1
+            if on_event:
+                on_event("restart", {"attempt": number, "rank": failure.rank, "reason": failure.text.splitlines()[0]})
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What one attempt is to start."""
+
+    module_args: list[str]
+    ranks: int
+    threads: int
+    pin_cores: list[list[int]] | None
+    deadline_s: float
+    start_deadline_s: float
+    port: int | None
+    env: Mapping[str, str]
+    number: int
+
+
+@dataclass
+class _Rank:
+    """A started rank. Its process leads a session and process group of its own."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    record: Path
+    alive_at: float = field(default_factory=time.time)
+    code: int | None = None
+
+    def signal(self, number: int) -> None:
+        """To the rank alone, not to what it started."""
+        if self.code is None:
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL, to the rank and all it started."""
+        if self.code is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def note_end(self) -> None:
+        """Take the exit code, after what the rank started was ended; before, as the group's number is the rank's own only until then."""
+        self.kill()
+        self.code = self.process.wait()
+
+    def stack(self) -> str:
+        """What faulthandler wrote."""
+        path = self.record.with_suffix(".stack")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+class _Attempt:
+    """One start of all ranks. As a context: everything that it made is gone at the end, however it ends."""
+
+    def __init__(
+        self,
+        setting: _Setting,
+        signals: StopSignals,
+        on_tick: Callable[[], None] | None,
+        on_event: Callable[[str, dict[str, Any]], None] | None,
+    ) -> None:
+        self.setting = setting
+        self.signals = signals
+        self.on_tick = on_tick
+        self.on_event = on_event
+        self.ranks: list[_Rank] = []
+        self.poll = select.poll()
+        self._told = False
+        self._made = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._oom_kills = oom_kills()
+        with self._made:  # undone here if a start fails half-way
+            folder = Path(self._made.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+            self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
+            self._made.callback(self.board.close)
+            self._made.callback(self._close_ranks)
+            with listen(self.setting.port, backlog=max(128, 2 * self.setting.ranks)) as listener:
+                for number in range(self.setting.ranks):
+                    self._start(number, folder, listener)
+            self._made = self._made.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    def watch(self) -> Failure | None:
+        """Wait until all ranks have ended, or one has failed or hangs and all are stopped. None when all ended with exit code 0.
+
+        Raises:
+            SystemExit: 130, when a second SIGINT came and all were killed.
+        """
+        while any(rank.code is None for rank in self.ranks):
+            self._note_ends(_TICK_S)
+            self._obey_signals()
+            if any(rank.code for rank in self.ranks):
+                self._note_ends_for(_COLLECT_S)
+                return self._failed()
+            if hung := self._hung():
+                return self._hang(hung)
+            if self.on_tick:
+                self.on_tick()
+        return None
+
+    def _start(self, number: int, folder: Path, listener: socket.socket) -> None:
+        record = folder / f"rank-{number}.error"
+        serves = number == 0
+        environment = {**os.environ, **self._environment(number, record, listener), **self.setting.env}
+        if serves:
+            environment["PACELINE_STORE_FD"] = str(listener.fileno())
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.launch.rank", *self.setting.module_args],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
+                pass_fds=(listener.fileno(),) if serves else (),
+            )
+        except OSError as error:
+            raise LaunchError(f"rank {number} of {self.setting.ranks} could not be started: {error}") from error
+        pidfd = os.pidfd_open(process.pid)
+        self.ranks.append(_Rank(number, process, pidfd, record))
+        self.poll.register(pidfd, select.POLLIN)
+
+    def _environment(self, number: int, record: Path, listener: socket.socket) -> dict[str, str]:
+        setting = self.setting
+        environment = {
+            "RANK": number,
+            "WORLD_SIZE": setting.ranks,
+            "LOCAL_RANK": number,
+            "LOCAL_WORLD_SIZE": setting.ranks,
+            "MASTER_ADDR": ADDRESS,
+            "MASTER_PORT": listener.getsockname()[1],
+            "GLOO_SOCKET_IFNAME": "lo",  # gloo, too, listens on loopback only
+            "OMP_NUM_THREADS": setting.threads,
+            "MKL_NUM_THREADS": setting.threads,
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else lost peers' C++ stacks bury the first error
+            "PACELINE_ATTEMPT": setting.number,
+            "PACELINE_LAUNCHER": os.getpid(),
+            "PACELINE_STATUS": record.with_name("status"),
+            "PACELINE_ERROR_FILE": record,
+            "PACELINE_CORES": ",".join(map(str, setting.pin_cores[number])) if setting.pin_cores else "",
+        }
+        return {key: str(value) for key, value in environment.items()}
+
+    def _note_ends(self, wait_s: float) -> None:
+        """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
+        by_fd = {rank.pidfd: rank for rank in self.ranks}
+        ended = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
+        for fd in ended:
+            self.poll.unregister(fd)
+            by_fd[fd].note_end()
+        now = time.time()
+        for rank in self.ranks:
+            if rank.code is None:
+                rank.alive_at = now
+
+    def _note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
+        until = time.monotonic() + wait_s
+        while any(rank.code is None for rank in self.ranks) and (left_s := until - time.monotonic()) > 0:
+            if unless_killing and self.signals.kill:
+                return
+            self._note_ends(min(left_s, _TICK_S))
+
+    def _obey_signals(self) -> None:
+        if self.signals.kill:
+            print("paceline: killing the ranks", file=sys.stderr)
+            self._kill_all()
+            raise SystemExit(130)
+        if self.signals.first and not self._told:
+            self._told = True
+            print(f"paceline: {self.signals.first}: the ranks save a checkpoint and end. Ctrl-C kills them at once.", file=sys.stderr)
+            if self.on_event:
+                self.on_event("stop", {"signal": self.signals.first})
+            for rank in self.ranks:
+                rank.signal(signal.SIGTERM)
+
+    def _failed(self) -> Failure:
+        """The failure to report, once all other ranks are stopped."""
+        before = self._ends()
+        self._stop_all()
+        after = self._ends()
+        ends = [late if late.record or early.code is not None else early for early, late in zip(before, after, strict=True)]
+        kills = oom_kills()
+        failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
+        if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
+            return Failure(f"{self.signals.first} stopped the run before rank {failure.rank} was ready to train.", failure.rank)
+        return failure
+
+    def _hung(self) -> list[RankStatus]:
+        """The ranks that have done nothing for longer than they may; all of them, if they only wait for one another."""
+        now_ns = time.monotonic_ns()
+        alive = [status for status in self.board.read() if self.ranks[status.rank].code is None]
+        limits = {"starting": self.setting.start_deadline_s}
+        late = [status for status in alive if status.idle_s(now_ns) > limits.get(status.phase, self.setting.deadline_s)]
+        if len(late) == len(alive) and all(status.phase == "sync" for status in late):
+            return late
+        return [status for status in late if status.phase != "sync"]
+
+    def _hang(self, hung: Sequence[RankStatus]) -> Failure:
+        numbers = {status.rank for status in hung}
+        asked = [rank for rank in self.ranks if rank.number in numbers and not is_stopped(rank.process.pid)]
+        for rank in asked:
+            rank.signal(signal.SIGUSR2)
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until and not all(rank.stack() for rank in asked):
+            time.sleep(0.02)
+        now_ns = time.monotonic_ns()
+        ends = self._ends()
+        for rank in self.ranks:
+            if rank.number in numbers:
+                rank.kill()
+        self._stop_all()
+        return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
+
+    def _ends(self) -> list[RankEnd]:
+        """How every rank ended, or stands."""
+        return [
+            RankEnd(
+                status=status,
+                pid=rank.process.pid,
+                code=rank.code,
+                alive_at=rank.alive_at,
+                record=ErrorRecord.read(rank.record),
+                stack=rank.stack(),
+                stopped=rank.code is None and is_stopped(rank.process.pid),
+            )
+            for rank, status in zip(self.ranks, self.board.read(), strict=True)
+        ]
+
+    def _stop_all(self) -> None:
+        for rank in self.ranks:
+            rank.signal(signal.SIGTERM)
+        self._note_ends_for(_TERMINATE_S, unless_killing=True)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        self._note_ends_for(10)  # SIGKILL takes effect at once, but for a rank inside a failing disk or driver
+
+    def _close_ranks(self) -> None:
+        self._kill_all()
+        for rank in self.ranks:
+            os.close(rank.pidfd)
+
+
+class _CursorShown:
+    """A progress display that was cut off leaves the terminal without its cursor: show it again."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")
+            sys.stderr.flush()

@@ -1,0 +1,88 @@
+"""One rank, as the launcher starts it: `python -m paceline.launch.rank pkg.mod:function ARGUMENT…` calls `function([ARGUMENT, …])`.
+
+It never outlives its launcher, and leaves an error as a record for the launcher, which shows the one that matters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from paceline.errors import ClusterError
+from paceline.job.imports import load_object
+from paceline.launch.failure import ErrorRecord
+
+_PR_SET_PDEATHSIG = 1
+_ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was killed
+
+
+def main() -> None:
+    """Run the function that the first argument names; exit 0 when it returns, its own code on SystemExit, 1 on any other exception."""
+    _end_with_launcher(int(os.environ["PACELINE_LAUNCHER"]))
+    record = Path(os.environ["PACELINE_ERROR_FILE"])
+    stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
+    try:
+        _pin(os.environ.get("PACELINE_CORES"))
+        target, *arguments = sys.argv[1:]
+        load_object(target)(arguments)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _leave(error, record, error.code if isinstance(error.code, int) else 1)
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the launcher shows it
+        _leave(error, record, 1)
+
+
+def _end_with_launcher(launcher: int) -> None:
+    """Get SIGTERM when the launcher dies, so that the rank saves and ends; and SIGKILL, with all it started, if it does not."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:  # it died before it could have been noticed
+        sys.exit(1)
+    threading.Thread(target=_kill_when_orphaned, args=(os.pidfd_open(launcher),), name="launcher-watch", daemon=True).start()
+
+
+def _kill_when_orphaned(launcher_fd: int) -> None:
+    select.select([launcher_fd], [], [])
+    time.sleep(_ORPHAN_GRACE_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _pin(cores: str | None) -> None:
+    """Keep this rank on its cores. Must precede the import of torch, which sizes its thread pools by them."""
+    if not cores:
+        return
+    wanted = {int(core) for core in cores.split(",")}
+    try:
+        os.sched_setaffinity(0, wanted)
+    except OSError as error:
+        allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ClusterError(f"rank {os.environ['RANK']} cannot be pinned to cores {cores}: this process may use cores {allowed}") from error
+
+
+def _leave(error: BaseException, path: Path, code: int) -> None:
+    """Record the error and end at once: a thread that still waits for a peer must not keep a failed rank alive."""
+    try:
+        ErrorRecord.of(error, int(os.environ["RANK"])).write(path)
+    except OSError:  # the launcher and its folder are gone, or the disk is full: then nobody else shows it
+        traceback.print_exception(error)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            continue  # whoever read it has gone
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

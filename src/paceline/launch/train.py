@@ -1,0 +1,153 @@
+"""`paceline.train`: from a job to a finished run, on this machine or as one rank of a torchrun."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import discover
+from paceline.errors import PlanError, RunError
+from paceline.job.job import Job
+from paceline.launch.local import launch
+from paceline.plan.auto import auto_plan
+from paceline.plan.plan import Plan, cores_of
+from paceline.train.progress import LiveProgress
+from paceline.train.run import Lines, Run
+
+if TYPE_CHECKING:
+    from paceline.comm import Group
+
+RUNS = Path("runs")  # under the current directory, where no other is named
+
+
+def train(
+    job: Job | str | Path,
+    cluster: Cluster | None = None,
+    plan: Plan | str = "auto",
+    *,
+    run: str | Path | None = None,
+    resume: bool = False,
+    port: int | None = None,
+    restarts: int = 0,
+    console: Console | None = None,
+) -> Run:
+    """Train a job until its stop rule ends it, and return the record.
+
+    Alone, the ranks of the plan are started on this machine and watched. Called by every rank of a torchrun, those ranks are used.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        cluster: where to train; None is this machine.
+        plan: `"auto"`, a `Plan`, or its text.
+        run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
+        resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is none.
+        port: of the rendezvous on 127.0.0.1; None takes a free one.
+        restarts: how often a run that failed is started again from its newest checkpoint.
+        console: where progress is shown; None is stderr.
+
+    Raises:
+        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and what to do.
+    """
+    job = job if isinstance(job, Job) else Job.load(job)
+    cluster = cluster or discover()
+    if "RANK" in os.environ and "PACELINE_STATUS" not in os.environ:
+        return _train_as_rank(job, cluster, plan, run=run, resume=resume)
+    chosen = choose_plan(job, cluster, plan)
+    record = _run(job, cluster, chosen, run=run, resume=resume)
+    console = console or Console(stderr=True, soft_wrap=True)
+    console.print(f"{cluster.describe()}\nplan {chosen} · run {record.path}", highlight=False)
+    for warning in chosen.warnings(job, cluster):
+        console.print(f"[yellow]note:[/] {warning}", highlight=False)
+    host = cluster.hosts[0]
+    with _events(record) as events, LiveProgress(record.path, console) as progress:
+        launch(
+            ["paceline.train.loop:run_rank", str(record.path.resolve())],
+            ranks=chosen.ranks,
+            threads=chosen.threads_for(host, chosen.ranks),
+            pin_cores=[cores_of(r, chosen.ranks, host) for r in range(chosen.ranks)] if chosen.pin else None,
+            deadline_s=job.deadline_s,
+            port=port,
+            restarts=restarts,
+            on_tick=progress.tick,
+            on_event=events.event,
+        )
+    return record
+
+
+def choose_plan(job: Job, cluster: Cluster, plan: Plan | str) -> Plan:
+    """The plan as asked, or the automatic one.
+
+    Raises:
+        PlanError: it cannot run the job on the cluster; every reason is listed.
+    """
+    if plan == "auto":
+        return auto_plan(job, cluster)
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    reasons = chosen.check(job, cluster)
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    return chosen
+
+
+def _run(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, resume: bool) -> Run:
+    """The directory to write to: the one to be resumed, or a new one."""
+    if resume:
+        found = Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
+        if found is not None:
+            found.continue_with(job, plan)
+            return found
+    return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan)
+
+
+def _new_directory(job: Job) -> Path:
+    name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        if not (RUNS / f"{name}{suffix}").exists():
+            return RUNS / f"{name}{suffix}"
+    raise RunError(f"there are 99 runs named {name} in {RUNS.resolve()}; name a directory with --run")
+
+
+def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> Run:
+    from paceline.comm.backend import joined
+    from paceline.train.loop import train_in
+
+    with joined(deadline_s=job.deadline_s) as group:
+        path = _agreed_run(group, job, cluster, plan, run=run, resume=resume)
+        record = Run(path)
+        train_in(record, group)
+        return record
+
+
+def _agreed_run(group: Group, job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> str:
+    """Rank 0 makes or finds the run directory and tells the others; what went wrong there is raised by all."""
+    answer: tuple[str | None, str | None] = (None, None)
+    if group.rank == 0:
+        try:
+            chosen = Plan(dp=group.size) if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+            if chosen.ranks != group.size:
+                raise PlanError(f"plan {chosen} needs {chosen.ranks} ranks, but torchrun started {group.size}; use dp={group.size}")
+            answer = (str(_run(job, cluster, chosen, run=run, resume=resume).path.resolve()), None)
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {error}")
+            group.gather_json(answer)
+            raise
+    path, problem = group.gather_json(answer)[0]
+    if problem:
+        raise RunError(f"rank 0 could not prepare the run: {problem}")
+    return str(path)
+
+
+@contextmanager
+def _events(run: Run) -> Iterator[Lines]:
+    lines = Lines(run.path / "events.jsonl")
+    try:
+        yield lines
+    finally:
+        lines.close()

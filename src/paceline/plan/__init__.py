@@ -1,0 +1,6 @@
+"""How a job is run on a cluster: every parallel choice, explicit, in one line of text."""
+
+from paceline.plan.auto import auto_plan
+from paceline.plan.plan import Plan, cores_of
+
+__all__ = ["Plan", "auto_plan", "cores_of"]

@@ -1,0 +1,152 @@
+"""A plan: *how* a job runs on a cluster. Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 precision=bf16`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from paceline.cluster.cluster import Cluster, Host
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.job.nearest import nearest
+from paceline.plan.check import reasons_against, warnings_about
+
+T = TypeVar("T")
+Precision = Literal["fp32", "bf16", "fp64"]
+MemoryFormat = Literal["contiguous", "channels_last"]
+
+_LEAST = {"dp": 1, "microbatches": 1, "threads": 0}
+_CHOICES = {"precision": ("fp32", "bf16", "fp64"), "memory_format": ("contiguous", "channels_last"), "sync": ("allreduce",)}
+_SWITCHES = {"on": True, "off": False}
+_LATER = ("fsdp", "tp", "pp", "cp", "ep", "schedule", "remat", "compress")  # keys that are kept for coming versions
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run a job. The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
+
+    Raises:
+        PlanError: a value that the field does not take.
+    """
+
+    dp: int = 1  # replicas, each with a share of the global batch
+    microbatches: int = 1  # parts of a replica's share, computed one after the other
+    precision: Precision | None = None  # of the arithmetic; None: the job's
+    memory_format: MemoryFormat = "contiguous"  # of images and convolutions
+    compile: bool = False  # torch.compile
+    threads: int = 0  # per rank; 0: the host's physical cores, shared out evenly
+    pin: bool = False  # bind each rank to cores of its own
+    fused: bool = False  # torch's fused optimizer step
+    sync: str = "allreduce"  # how the replicas come to agree
+
+    def __post_init__(self) -> None:
+        problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
+        if problems:
+            raise PlanError("\n".join(problems))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read the text form.
+
+        Raises:
+            PlanError: every wrong key and value, with the nearest or the valid ones, one per line of the message.
+        """
+        values: dict[str, Any] = {}
+        problems = [] if text.strip() else ["nothing is in it; one replica is dp=1"]
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            problem = _problem_of_key(key, equals, known=values)
+            if problem is None:
+                values[key] = _value(key, value)
+                problem = _problem(key, values[key])
+            if problem:
+                problems.append(problem)
+        if problems:
+            raise PlanError("\n".join(f'plan "{text}": {problem}' for problem in problems))
+        return cls(**values)
+
+    def __str__(self) -> str:
+        words = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(words) or "dp=1"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the plan needs, one per device."""
+        return self.dp
+
+    def precision_for(self, job: Job) -> Precision:
+        """The precision that the job is computed in under this plan."""
+        return self.precision or job.precision
+
+    def threads_for(self, host: Host, local_ranks: int) -> int:
+        """How many threads each of `local_ranks` ranks on `host` computes with, at least 1."""
+        return self.threads or max(1, host.physical_cores // local_ranks)
+
+    def check(self, job: Job, cluster: Cluster) -> list[str]:
+        """Every reason why the plan cannot run the job on the cluster, each with the value that would work; empty where it can.
+
+        Says nothing of what only the built model and data show: memory, the last batch of an epoch, a loss of the user's own.
+        """
+        return reasons_against(self, job, cluster)
+
+    def warnings(self, job: Job, cluster: Cluster) -> list[str]:
+        """What makes a plan that runs slower than it need be, each with the value that does not."""
+        return warnings_about(self, job, cluster)
+
+
+def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:
+    """The ids of the cores that one of a host's ranks is pinned to: a contiguous part of those we may use, the physical ones first.
+
+    No two ranks share a core, nor a physical core while there is one for each; with more ranks than cores, they take turns.
+    Where control groups allow less time than there are cores, the ranks still spread over all of them.
+    """
+    physical = host.affinity or tuple((core,) for core in range(host.cores))
+    if local_ranks <= len(physical):
+        own = _part(physical, local_rank, local_ranks)
+        return [group[0] for group in own] + [core for group in own for core in group[1:]]
+    logical = [core for group in physical for core in group]
+    if local_ranks <= len(logical):
+        return list(_part(logical, local_rank, local_ranks))
+    return [logical[local_rank % len(logical)]]
+
+
+def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
+    return whole[len(whole) * index // parts : len(whole) * (index + 1) // parts]
+
+
+def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
+    available = [field.name for field in fields(Plan)]
+    if key in _LATER:
+        return f"{key} is not available in this version; available: {' '.join(available)}"
+    if key in available:
+        return f"{key} is given twice" if key in known else None if equals else f"{key} needs a value, e.g. {key}={_example(key)}"
+    return f'unknown key "{key}". {nearest(key, available)}'
+
+
+def _value(key: str, text: str) -> Any:
+    """The value as its type, or the text itself where it is none (`_problem` then says so)."""
+    if key in _LEAST:
+        return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
+    return text if key in _CHOICES else _SWITCHES.get(text, text)
+
+
+def _text(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if key in _LEAST:
+        wrong = type(value) is not int or not _LEAST[key] <= value < 10**9
+        return f'{key} is a whole number, at least {_LEAST[key]}, not "{value}"' if wrong else None
+    if key in _CHOICES:
+        return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
+    return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
+
+
+def _not_one_of(key: str, value: Any, choices: tuple[str, ...]) -> str | None:
+    return None if value in choices else f'{key} is {" or ".join(choices)}, not "{value}"'
+
+
+def _example(key: str) -> str:
+    return "2" if key in _LEAST else _CHOICES[key][-1] if key in _CHOICES else "on"

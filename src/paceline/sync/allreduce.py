@@ -1,0 +1,188 @@
+"""Replicated data parallelism: one sum of the gradients over all replicas per step, overlapped with the backward pass where that pays.
+
+The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704): gradients gather in flat buckets in the order in which
+the backward pass makes them, and a full bucket travels while the rest is still being computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Pending
+from paceline.errors import SyncError
+from paceline.sync.rule import Replica, SyncRule
+
+BUCKET_BYTES = 25 * 2**20  # DDP's default; large enough for bandwidth, small enough to start early
+
+
+class AllReduce(SyncRule):
+    """Sum the gradients of all replicas after every backward pass.
+
+    Gradients are moved into flat buckets as the backward pass makes them, so a rank never holds them twice. A parameter that
+    no replica used keeps `grad=None`, as in a single process. With gradient accumulation only the last backward pass communicates.
+    """
+
+    def attach(self, replica: Replica) -> None:
+        self.replica = replica
+        self.buckets: list[Bucket] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        _broadcast(replica)
+        if replica.dp.size == 1:
+            return
+        # Two ranks of one host share their cores: sending while computing only slows the computing there.
+        self.overlap = replica.dp.device.type == "cuda" or replica.dp.spans_hosts
+        self.buckets = _bucketize(replica, BUCKET_BYTES if self.overlap else None)
+        self.place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.parameters)}
+        self.hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self.place]
+        replica.gradients = [b.flat[: b.gradient_size] for b in self.buckets if b.gradient_size]
+
+    def after_backward(self) -> None:
+        replica = self.replica
+        if replica.dp.size == 1:
+            replica.gradients = [p.grad for p in replica.model.parameters() if p.grad is not None]
+            return
+        for bucket in self.buckets:
+            bucket.finish_local()
+            if bucket.pending is None:
+                bucket.pending = replica.dp.start_all_reduce(bucket.flat)
+        for bucket in self.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            bucket.hand_out()
+
+    def after_step(self, step: int) -> None:
+        """Nothing: replicas that took the same step from the same weights agree already."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take over: the rule remembers nothing from step to step."""
+
+    def detach(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _collect(self, parameter: Tensor) -> None:
+        """Move a gradient that the backward pass just made into its bucket; send the bucket when it is full."""
+        bucket, i = self.place[parameter]
+        if bucket.pending is not None:
+            raise SyncError(
+                "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint does that); "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        bucket.take(i)
+        if self.overlap and self.replica.last_backward:
+            self._send_full_buckets()
+
+    def _send_full_buckets(self) -> None:
+        """Send in bucket order only: every rank must start the same collectives in the same order, whatever it computed first."""
+        for bucket in self.buckets[:-1]:  # the last one carries the notes, which are complete only after the backward pass
+            if bucket.pending is None:
+                if len(bucket.seen) < len(bucket.parameters):
+                    return
+                bucket.pending = self.replica.dp.start_all_reduce(bucket.flat)
+
+
+@dataclass
+class Bucket:
+    """A flat buffer: gradients, then (in the last bucket) the notes, then one number per parameter that says who used it."""
+
+    flat: Tensor
+    parameters: list[nn.Parameter]
+    views: list[Tensor]
+    used: Tensor  # the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did
+    gradient_size: int
+    seen: set[int] = field(default_factory=set)
+    pending: Pending | None = None
+
+    def take(self, i: int) -> None:
+        """Move the gradient of parameter `i` here: the first of a step overwrites, those of further microbatches add."""
+        gradient = self.parameters[i].grad
+        assert gradient is not None
+        if i in self.seen:
+            self.views[i].add_(gradient)
+        else:
+            self.views[i].copy_(gradient)
+            self.seen.add(i)
+        self.parameters[i].grad = None
+
+    def finish_local(self) -> None:
+        """Zero what no backward pass reached, and note who was reached. Not needed for a bucket that was sent: it was full."""
+        if self.pending is not None:
+            return
+        for i in range(len(self.parameters)):
+            if i not in self.seen:
+                self.views[i].zero_()
+        self.used.fill_(1.0)
+        if len(self.seen) < len(self.parameters):
+            self.used[[i for i in range(len(self.parameters)) if i not in self.seen]] = 0.0
+
+    def hand_out(self) -> None:
+        """Give every parameter its agreed gradient; one that no replica used gets none."""
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+        used_elsewhere = set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
+        self.seen.clear()
+        self.pending = None
+
+
+def _broadcast(replica: Replica) -> None:
+    """Give every replica the weights and buffers of the first, in one collective per dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (*replica.model.parameters(), *replica.model.buffers()):
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for tensors in by_dtype.values():
+        if replica.dp.size > 1:
+            flat = torch.cat([t.reshape(-1) for t in tensors])
+            replica.dp.broadcast(flat, root=0)
+            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
+    """Buckets in reverse order of the parameters, which is about the order of their gradients; the notes ride in the last one."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(list(_trainable(replica.model))):
+        nbytes = parameter.numel() * parameter.element_size()
+        if not groups or groups[-1][0].dtype != parameter.dtype or (limit_bytes and size + nbytes > limit_bytes):
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += nbytes
+    if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
+        groups.append([])  # half precision would round the notes: they get a bucket of their own
+    buckets = [_bucket(group, replica.notes if group is groups[-1] else None) for group in groups]
+    last = buckets[-1]
+    replica.notes = last.flat[last.gradient_size : last.gradient_size + len(replica.notes)]
+    return buckets
+
+
+def _bucket(parameters: list[nn.Parameter], notes: Tensor | None) -> Bucket:
+    gradient_size = sum(p.numel() for p in parameters)
+    notes_size = 0 if notes is None else len(notes)
+    like = parameters[0] if parameters else notes
+    assert like is not None
+    flat = torch.zeros(gradient_size + notes_size + len(parameters), dtype=like.dtype, device=like.device)
+    views, start = [], 0
+    for p in parameters:
+        views.append(_like(flat[start : start + p.numel()], p))
+        start += p.numel()
+    return Bucket(flat, parameters, views, flat[gradient_size + notes_size :], gradient_size)
+
+
+def _like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A view of `piece` with the shape and strides of `parameter`, so that a channels-last weight gets a channels-last gradient."""
+    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last) if parameter.dim() == 4 else True
+    return piece.as_strided(parameter.shape, parameter.stride()) if dense and not parameter.is_contiguous() else piece.view(parameter.shape)
+
+
+def _trainable(model: nn.Module) -> Iterable[nn.Parameter]:
+    return (p for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,52 @@
+"""What a synchronisation rule is, and what it sees of a replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from paceline.comm import Group
+
+
+@dataclass
+class Replica:
+    """One full copy of the model, as a rule sees it from one rank.
+
+    Attributes:
+        model: the module whose parameters and buffers this rank holds.
+        dp: the ranks that hold the same part of the other replicas.
+        notes: 1-D numbers of the engine (loss, votes, times) that are summed over the replicas together with the gradients,
+            so that they need no collective of their own. A rule may replace this tensor by a view of its own buffer in `attach`.
+        last_backward: whether the backward pass under way is the last one before `after_backward` (gradient accumulation has several).
+        gradients: after `after_backward`, tensors that hold every agreed gradient once (flat buffers where the rule has them).
+    """
+
+    model: nn.Module
+    dp: Group
+    notes: Tensor
+    last_backward: bool = True
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class SyncRule(Protocol):
+    """How replicas come to agree. One instance per rank; called by the engine, never by user code."""
+
+    def attach(self, replica: Replica) -> None:
+        """Start every replica from the weights of the first one, and take hold of the gradients."""
+
+    def after_backward(self) -> None:
+        """Turn local gradients (scaled so that their sum is the gradient of the global batch) and `replica.notes` into agreed ones."""
+
+    def after_step(self, step: int) -> None:
+        """Turn local parameters into agreed ones, for rules that agree on parameters. `step` counts optimizer steps from 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of the rule: error feedback, outer momentum, staleness clocks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of an earlier run."""
+
+    def detach(self) -> None:
+        """Let go of the model: remove hooks and views."""

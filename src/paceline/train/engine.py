@@ -1,0 +1,343 @@
+"""The engine: one optimizer step of a plain model over all replicas, for paceline's own loop and for users' loops alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.errors import PlanError
+from paceline.job.loss import Loss, Metric
+from paceline.plan.plan import Plan
+from paceline.sync import RULES, Replica, SyncRule
+from paceline.sync.batchnorm import has_batch_norm, synchronise
+from paceline.train.batch import Batch, place, rows, split, target_of
+from paceline.train.loader import Loader, Position
+from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
+from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
+from paceline.train.status import Phase, StatusBoard
+from paceline.train.votes import Notes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step did, the same on every rank but for `timing`.
+
+    Attributes:
+        step: optimizer steps so far, this one included.
+        loss: mean over the global batch, before the update.
+        samples: the global batch.
+        grad_norm: L2 norm of the whole gradient, before clipping.
+        problem: why the update was left out (loss or gradient not finite); None when it was made.
+        votes: how many ranks asked for a stop, for a checkpoint, … (see `Notes`).
+        timing: this rank's times; on CUDA those of the step before, and None at the first.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    grad_norm: float
+    problem: str | None
+    votes: dict[str, int]
+    timing: Timing | None
+
+
+@dataclass
+class Settings:
+    """What the engine does besides forward, backward and update; the defaults are those of `setup`."""
+
+    clip_norm: float | None = None
+    nonfinite: Policy = "stop"
+    batch_norm: str = "local"
+    precision: str = "fp32"
+    seed: int = 0
+
+
+class Engine:
+    """Runs the steps of one rank. Made by `paceline.setup`.
+
+    Attributes:
+        model: the user's module, on this rank's device. The same object, not a wrapper.
+        loader: this replica's share of every global batch, one epoch per iteration.
+        rule: how the replicas agree.
+        device: where the model is.
+        before_update: called before every optimizer step (the checkpoint writer copies weights until then).
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, loader: Loader, plan: Plan, group: Group, settings: Settings
+    ) -> None:
+        self.model, self.optimizer, self.loss, self.loader = model, optimizer, loss, loader
+        self.plan, self.group, self.settings = plan, group, settings
+        self.device = group.device
+        self.step_count = 0
+        self.before_update: Callable[[], object] = lambda: None
+        self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
+        self.meter = Meter(self.device)
+        self._configure()
+        self.notes = Notes(group)
+        self.replica = Replica(model, group, self.notes.tensor)
+        self.rule: SyncRule = RULES[plan.sync]()
+        self.rule.attach(self.replica)
+        self.notes.tensor = self.replica.notes
+        self._forward: Callable[..., Any] = torch.compile(model) if plan.compile else model
+        self.items_per_sample: float | None = None
+        self._skipped_in_a_row = 0
+        # From here on every replica draws its own dropout masks.
+        torch.manual_seed(settings.seed * 1_000_003 + 1 + group.rank)
+
+    def step(self, batch: Batch | None) -> StepResult:
+        """Forward, backward, agreement and update on this replica's share of a global batch.
+
+        Args:
+            batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None where this replica's share is empty.
+
+        Raises:
+            NonFiniteError: NaN or Inf in the loss or the gradients, and the policy is to stop. Nothing was updated.
+            SyncError: another rank is gone or did not come in time.
+            DataError: the batch has no target, or a label is out of range.
+        """
+        step = self.step_count + 1
+        position = self._position(batch)
+        self.meter.mark(DATA)
+        self.on_phase("compute", step)
+        if self.items_per_sample is None:
+            self.items_per_sample = self._agree_on_items(batch)
+        backup = self._buffers() if self.settings.nonfinite != "stop" else []
+        self.optimizer.zero_grad(set_to_none=True)
+        self._backward(batch, position)
+        self.meter.mark(COMPUTE)
+        self.on_phase("sync", step)
+        loss, votes = self._agree()
+        norm = self._gradient_norm()
+        self.on_phase("optimizer", step)
+        problem = None
+        if _is_finite(loss) and _is_finite(norm):
+            self._update(step, norm)
+            self._skipped_in_a_row = 0
+        else:
+            problem = self._refuse(batch, backup, step=step, loss=loss, norm=norm)
+        self.step_count = step
+        self.meter.mark(OPTIMIZER)
+        return StepResult(step, loss, position.total, norm, problem, votes, self.meter.finish(step))
+
+    def evaluate(self, batches: Iterable[Batch], metrics: list[Metric]) -> dict[str, float]:
+        """The metrics over all replicas' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
+
+        Every rank must call this. Batch-norm statistics are averaged over the replicas for the measurement.
+        """
+        sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
+        was_training = self.model.training
+        self.model.eval()
+        devices = [self.device.index or 0] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.inference_mode(), self._averaged_buffers(), self._autocast():
+            torch.manual_seed(self.settings.seed)
+            for batch in batches:
+                placed = self._place(batch)
+                output = self._call(placed)
+                target = target_of(placed)
+                for i, metric in enumerate(metrics):
+                    sums[i] += torch.tensor(metric(output, target), dtype=torch.float64)
+        self.model.train(was_training)
+        sums = sums.to(self.device)
+        self.group.all_reduce(sums)
+        self.meter.restart()
+        return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
+
+    def close(self) -> None:
+        """Let go of the model: no hooks of paceline remain in it."""
+        self.rule.detach()
+
+    # How the model is set up
+
+    def _configure(self) -> None:
+        plan, settings, dp = self.plan, self.settings, self.group
+        if plan.threads:
+            torch.set_num_threads(plan.threads)
+        self.precision = plan.precision or settings.precision
+        self._channels_last = plan.memory_format == "channels_last"
+        if self.precision == "fp64":
+            self.model.double()
+        self.model.to(self.device)
+        if self._channels_last:
+            _to_channels_last(self.model)
+        if settings.batch_norm == "sync" and has_batch_norm(self.model):
+            self.model = synchronise(self.model, dp)
+            self._every_rank_must_have_samples("batch_norm: sync")
+        if getattr(self.loss, "whole_batch", False):
+            self._every_rank_must_have_samples("a loss over the whole batch")
+            if plan.microbatches > 1:
+                raise PlanError("a loss over the whole batch cannot be accumulated over microbatches; use microbatches=1")
+
+    def _every_rank_must_have_samples(self, what: str) -> None:
+        shares = self.loader.partition.shares(self.loader.partition.steps_per_epoch - 1)
+        if self.group.size > 1 and 0 in shares:
+            raise PlanError(
+                f"{what} needs a sample on every replica, but the last batch of an epoch holds {sum(shares)} samples for {len(shares)} "
+                "replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
+            )
+
+    def _position(self, batch: Batch | None) -> Position:
+        """Where in the data the batch stands; a batch that is not the loader's own is counted over the replicas."""
+        if batch is self.loader.last_batch and self.loader.position is not None:
+            return self.loader.position
+        local = rows(batch)
+        total = torch.tensor([float(local)], device=self.device)
+        self.group.all_reduce(total)
+        return Position(epoch=-1, step=self.step_count, local=local, total=int(total.item()))
+
+    # Forward and backward
+
+    def _backward(self, batch: Batch | None, position: Position) -> None:
+        """Accumulate the gradient of this replica's part of the global mean loss."""
+        self.notes.begin()
+        if position.local == 0 or batch is None:
+            self.notes.add_loss(0.0, 0.0)
+            return
+        placed = self._place(batch)
+        parts = list(split(placed, self.plan.microbatches))
+        for i, part in enumerate(parts):
+            self.replica.last_backward = i == len(parts) - 1
+            with self._autocast():
+                output = self._call(part)
+                loss, items = self._loss(output, part, position)
+            scaled = loss * items
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self.notes.add_loss(scaled.detach(), items)
+
+    def _loss(self, output: Any, part: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
+        """The mean loss of a microbatch, and the share of the global batch that it stands for."""
+        target = target_of(part)
+        if getattr(self.loss, "whole_batch", False):
+            counts = self.loader.partition.shares(position.step)
+            outputs = self.group.gather_rows(_tensor(output), counts)
+            targets = self.group.gather_rows(target, counts)
+            return self.loss(torch.cat(outputs), torch.cat(targets)), 1.0
+        assert self.items_per_sample is not None
+        items = self._items(part)
+        return self.loss(output, target), items / (position.total * self.items_per_sample)
+
+    def _items(self, batch: Batch) -> float | Tensor:
+        """What the loss's mean over this batch is taken over: the items that the loss counts, else the samples."""
+        count = getattr(self.loss, "items", None)
+        if count is None:
+            return float(rows(batch))
+        items = count(target_of(batch))
+        return items.double() if isinstance(items, Tensor) and items.is_cuda else float(items)
+
+    def _agree_on_items(self, batch: Batch | None) -> float:
+        """Items per sample, at most, in the first batch: the unit in which every replica weighs its part from then on."""
+        local = float(self._items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
+        unit = torch.tensor([local], dtype=torch.float64, device=self.device)
+        self.group.all_reduce(unit, "max")
+        return float(unit.item()) or 1.0
+
+    def _call(self, batch: Batch) -> Any:
+        if isinstance(batch, (tuple, list)):
+            return self._forward(*batch[:-1])
+        if getattr(self.loss, "from_model", False):
+            return self._forward(**batch)
+        return self._forward(**{k: v for k, v in batch.items() if k != "labels"})
+
+    def _place(self, batch: Batch) -> Batch:
+        wide = torch.float64 if self.precision == "fp64" else None
+        return place(batch, self.device, dtype=wide, channels_last=self._channels_last)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+    # Agreement and update
+
+    def _agree(self) -> tuple[float, dict[str, int]]:
+        own_busy_s = self.notes.seal(self.meter)
+        self.rule.after_backward()
+        agreed = self.notes.read()
+        if agreed.rescale != 1.0:  # fewer or more items than the first batch had per sample: the mean is over the items that there were
+            torch._foreach_mul_(self.replica.gradients, agreed.rescale)
+        self.meter.mark(COMM if self.group.size > 1 else COMPUTE)
+        self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
+        if getattr(self.loss, "whole_batch", False):
+            agreed.loss /= self.group.size
+        return agreed.loss, agreed.votes
+
+    def _gradient_norm(self) -> float:
+        gradients = self.replica.gradients
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm(gradients)
+        return float(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+
+    def _update(self, step: int, norm: float) -> None:
+        clip = self.settings.clip_norm
+        if clip is not None and norm > clip:
+            torch._foreach_mul_(self.replica.gradients, clip / (norm + 1e-6))
+        self.meter.mark(OPTIMIZER)
+        self.before_update()
+        self.meter.mark(CHECKPOINT)
+        self.optimizer.step()
+        self.rule.after_step(step)
+
+    def _refuse(self, batch: Batch | None, backup: list[tuple[Tensor, Tensor]], *, step: int, loss: float, norm: float) -> str:
+        """Leave the update out and undo what the forward pass left in the buffers; raise where the policy is to stop."""
+        indices = self.loader.indices if batch is self.loader.last_batch else None
+        problem = explain(self.group, batch, indices, step=step, loss=loss, norm=norm)
+        self._skipped_in_a_row += 1
+        if self.settings.nonfinite == "stop":
+            raise stop(problem)
+        if self._skipped_in_a_row >= PATIENCE:
+            raise gave_up(problem, self._skipped_in_a_row)
+        for buffer, saved in backup:
+            buffer.copy_(saved)
+        return problem
+
+    # Buffers
+
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(b, b.clone()) for b in self.model.buffers()]
+
+    def _averaged_buffers(self) -> AbstractContextManager[None]:
+        floating = [b for b in self.model.buffers() if b.is_floating_point()]
+        if self.group.size == 1 or not floating or self.settings.batch_norm == "sync":
+            return nullcontext()
+        return _AveragedBuffers(floating, self.group)
+
+
+@dataclass
+class _AveragedBuffers(AbstractContextManager[None]):
+    """Within the context, floating-point buffers hold their mean over the replicas; afterwards this replica's own again."""
+
+    buffers: list[Tensor]
+    group: Group
+    own: list[Tensor] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        self.own = [b.clone() for b in self.buffers]
+        flat = torch.cat([b.reshape(-1).double() for b in self.buffers])
+        self.group.all_reduce(flat, "mean")
+        for buffer, part in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+    def __exit__(self, *error: object) -> None:
+        for buffer, own in zip(self.buffers, self.own, strict=True):
+            buffer.copy_(own)
+
+
+def _tensor(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _is_finite(x: float) -> bool:
+    return x - x == 0.0
+
+
+def _to_channels_last(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

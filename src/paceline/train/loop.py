@@ -1,0 +1,294 @@
+"""The loop of a run: epochs, evaluations, checkpoints, the stop rule, and a clean end on signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.errors import DataError, NonFiniteError
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.loss import build_metrics
+from paceline.job.partition import Partition
+from paceline.job.stop import StopRule
+from paceline.train.batch import Batch
+from paceline.train.checkpoint import Checkpointer, load_latest
+from paceline.train.engine import Engine, Settings, StepResult
+from paceline.train.loader import Loader, held_out_batches
+from paceline.train.progress import PlainProgress
+from paceline.train.record import Recorder
+from paceline.train.run import Lines, Run
+from paceline.train.state import restore, snapshot
+
+MAX_REWINDS = 3  # in a row, without a new checkpoint between them
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Train the run in the directory `arguments[0]` as the rank that the environment names."""
+    run = Run(arguments[0])
+    with joined(deadline_s=run.job.deadline_s) as group:
+        train_in(run, group)
+
+
+def train_in(run: Run, group: Group) -> None:
+    """Train a run as one rank of `group`. Every rank of the group calls this."""
+    job = run.job
+    torch.manual_seed(job.seed)
+    model = job.model.build()
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    Loop(run, build_engine(job, run, model, data, group), data, group).run()
+
+
+def build_engine(job: Job, run: Run, model: nn.Module, data: DataSets, group: Group) -> Engine:
+    """The engine of this rank for a job: its optimizer, loss and share of the data."""
+    plan = run.plan
+    optimizer = job.optimizer.build(model, fused=plan.fused)
+    host_samples = _host_samples(job, data, group)
+    partition = Partition(
+        job.partition,
+        samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
+        global_batch=job.global_batch,
+        seed=job.seed,
+        replica=group.rank,
+        replicas=group.size,
+        hosts=group.hosts,
+        host_samples=host_samples,
+        labels=getattr(data.train, "labels", None),
+        drop_last=job.drop_last,
+    )
+    loader = Loader(data.train, partition, num_workers=job.data.num_workers, pin_memory=group.device.type == "cuda")
+    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
+    return Engine(model, optimizer, job.loss.build(), loader, plan, group, settings)
+
+
+class Loop:
+    """One rank's training of one run, from its newest checkpoint to the stop rule."""
+
+    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group) -> None:
+        self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
+        self.metrics = build_metrics(("loss", *self.job.metrics))
+        self.epoch_steps = engine.loader.partition.steps_per_epoch
+        self.stop = StopRule(self.job.stop, self.epoch_steps)
+        self.total_steps = self.job.stop.total_steps(self.epoch_steps)
+        self.events = Lines(run.path / "events.jsonl") if group.rank == 0 else None
+        self.checkpointer = Checkpointer(
+            run.checkpoints,
+            rank=group.rank,
+            world=group.size,
+            keep=self.job.checkpoint.keep,
+            deadline_s=self.job.deadline_s,
+            report=self._event,
+        )
+        engine.before_update = self.checkpointer.release
+        self.recorder = Recorder(run.path, engine, epoch_steps=self.epoch_steps)
+        self.progress = PlainProgress(self.total_steps) if group.rank == 0 and "PACELINE_STATUS" not in os.environ else None
+        self.rejected: list[int] = []  # steps whose batch a rewind leaves out
+        self.rewinds = 0
+        self.evaluated_at = self.saved_at = -1
+        self.signal: str | None = None
+        self._saved_clock_s = 0.0
+        self._phase = engine.on_phase
+
+    def run(self) -> None:
+        """Train until the stop rule or a signal ends the run; the last state is saved either way.
+
+        Raises:
+            PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
+        """
+        try:
+            with self._signals():
+                self._resume()
+                if self.job.nonfinite == "rewind" and self.saved_at < 0:
+                    self._save()
+                self.engine.meter.restart()
+                reason = None
+                while reason is None:
+                    reason = self._epoch()
+                self._finish(reason)
+        finally:
+            self.recorder.close()
+            if self.events is not None:
+                self.events.close()
+
+    def _epoch(self) -> str | None:
+        """Train to the end of the epoch, or to a reason to stop, or to a rewind."""
+        for batch in self.engine.loader:
+            result = self.advance(batch)
+            if result is None:
+                continue
+            if result.problem is not None and self._rewound(result):
+                return None
+            reason = self._after_step(result)
+            if reason is not None:
+                return reason
+        every = self.job.evaluate.every_epochs
+        if self.job.evaluate.every_steps is None and (self.engine.step_count // self.epoch_steps) % every == 0:
+            return self._evaluate()
+        return None
+
+    def advance(self, batch: Batch | None) -> StepResult | None:
+        """Take one step on this replica's share of a global batch and record it; None for a batch that a rewind left out."""
+        engine = self.engine
+        step = engine.step_count + 1
+        if step in self.rejected:
+            engine.step_count = step
+            return None
+        lr = self._set_learning_rate(step - 1)
+        self._ask()
+        result = engine.step(batch)
+        position = engine.loader.position
+        self.recorder.step(result, position.local, lr)
+        if self.progress:
+            self.progress.step(result, position.epoch)
+        self._phase("data", step + 1)
+        return result
+
+    def _after_step(self, result: StepResult) -> str | None:
+        """Whether the step ends the run; evaluations and checkpoints that are due are made."""
+        self.checkpointer.poll()
+        votes = result.votes
+        if "interrupted" in votes:
+            return self.signal or "interrupted"
+        reason = self.stop.after_step(result.step, result.loss)
+        if reason is None and "out_of_time" in votes:
+            reason = f"seconds: {self.job.stop.seconds:g} s are over"
+        every = self.job.evaluate.every_steps
+        if reason is None and every and result.step % every == 0:
+            reason = self._evaluate()
+        rule = self.job.checkpoint
+        due = result.step % rule.every_steps == 0 if rule.every_steps else "checkpoint" in votes
+        if reason is None and due:
+            self._save()
+        return reason
+
+    def _finish(self, reason: str) -> None:
+        """Measure, save and note why the run ended."""
+        interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
+        if not interrupted and self.evaluated_at != self.engine.step_count:
+            self._evaluate()
+        elapsed_s = self.stop.elapsed_s
+        if self.saved_at != self.engine.step_count:
+            self._save()
+        self.checkpointer.close()
+        reasons = self.group.gather_json(reason)
+        named = next((r for r in reasons if r != "interrupted"), reason)
+        self._event("end", {"reason": named, "step": self.engine.step_count, "elapsed_s": round(elapsed_s, 3), "interrupted": interrupted})
+        self._phase("done", self.engine.step_count)
+
+    def _evaluate(self) -> str | None:
+        """Measure the held-out set, if there is one; returns a reason to stop if a metric reached its target."""
+        engine = self.engine
+        self.evaluated_at = engine.step_count
+        if self.data.held_out is None:
+            return None
+        self._phase("evaluate", engine.step_count)
+        batch = max(1, self.job.global_batch // self.group.size)
+        batches = held_out_batches(self.data.held_out, batch=batch, replica=self.group.rank, replicas=self.group.size)
+        metrics = engine.evaluate(batches, self.metrics)
+        self._event("evaluation", {"step": engine.step_count, "epoch": engine.step_count / self.epoch_steps, "metrics": metrics})
+        self.recorder.metrics(engine.step_count, metrics)
+        if self.progress:
+            self.progress.evaluation(engine.step_count, metrics)
+        return self.stop.after_evaluation(metrics)
+
+    # State
+
+    def _save(self) -> None:
+        self._phase("checkpoint", self.engine.step_count)
+        values = {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
+        self.checkpointer.save(self.engine.step_count, snapshot(self.engine, values))
+        self.saved_at = self.engine.step_count
+        self._saved_clock_s = self.stop.elapsed_s
+        self.rewinds = 0
+
+    def _resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is any."""
+        loaded = load_latest(self.run_directory.checkpoints, rank=self.group.rank, world=self.group.size, report=self._event)
+        if loaded is not None:
+            values = restore(self.engine, loaded)
+            self.stop.load_state_dict(values["stop"])
+            self.rejected = values["rejected"]
+            self.saved_at = loaded.step
+            self._saved_clock_s = self.stop.elapsed_s
+        details = {"step": self.engine.step_count, "plan": str(self.run_directory.plan), "replicas": self.group.size}
+        details |= {"samples_per_epoch": self.engine.loader.partition.samples, "steps_per_epoch": self.epoch_steps, "total_steps": self.total_steps}
+        details |= {"parameters": sum(p.numel() for p in self.engine.model.parameters()), "synthetic": self.data.synthetic}
+        self._event("resume" if loaded is not None else "start", details)
+
+    def _rewound(self, result: StepResult) -> bool:
+        """Follow the policy after an update that was left out; True if training went back to a checkpoint."""
+        self._event("nonfinite", {"step": result.step, "problem": result.problem, "policy": self.job.nonfinite})
+        if self.job.nonfinite != "rewind":
+            return False
+        self.rewinds += 1
+        if self.rewinds > MAX_REWINDS:
+            raise NonFiniteError(f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm.")
+        self.checkpointer.close()
+        self.group.barrier()  # every rank's part of the checkpoint is written before any rank reads it
+        loaded = load_latest(self.run_directory.checkpoints, rank=self.group.rank, world=self.group.size, report=self._event)
+        assert loaded is not None, "a run with this policy saves a checkpoint before its first step"
+        rejected = [*self.rejected, result.step]
+        restore(self.engine, loaded)
+        self.rejected = rejected
+        self.engine.meter.restart()
+        self._event("rewind", {"from_step": result.step, "to_step": loaded.step})
+        return True
+
+    # Cadence
+
+    def _set_learning_rate(self, step: int) -> float:
+        lr = self.job.optimizer.lr * self.job.schedule.factor_at(step, self.total_steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _ask(self) -> None:
+        """Ask the other ranks, with the next step's gradients, for what this rank's clock or a signal wants."""
+        if self.signal is not None:
+            self.engine.notes.vote("interrupted")
+        if self.group.rank == 0:
+            if self.stop.out_of_time():
+                self.engine.notes.vote("out_of_time")
+            if self.stop.elapsed_s - self._saved_clock_s >= self.job.checkpoint.every_seconds:
+                self.engine.notes.vote("checkpoint")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM ask for a stop after the step under way; the checkpoint that is being written is finished first."""
+
+        def ask(number: int, frame: Any) -> None:
+            self.signal = signal.Signals(number).name
+
+        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _event(self, event: str, details: dict[str, Any]) -> None:
+        if self.events is not None:
+            self.events.event(event, details)
+
+
+def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
+    """How many samples each host holds, where each holds only its own files."""
+    if not job.partition.host_files:
+        return None
+    lengths = group.gather_json(len(data.train))  # type: ignore[arg-type]
+    of_host: dict[int, set[int]] = {}
+    for host, length in zip(group.hosts, lengths, strict=True):
+        of_host.setdefault(host, set()).add(length)
+    for host, found in of_host.items():
+        if len(found) > 1:
+            raise DataError(f"the ranks of host {host} see training sets of different lengths: {sorted(found)}")
+    return [of_host[host].pop() for host in sorted(of_host)]
+

@@ -1,0 +1,190 @@
+"""What a checkpoint is on disk: a folder of shards, and the manifest that says what they hold and makes them one whole.
+
+    checkpoints/step-00000100/rank-0.safetensors
+                              rank-1.safetensors
+                              manifest.json       format, step, world, values, and of every shard: bytes, SHA-256, tensors
+
+While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its receipt, and the manifest comes
+last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it lives until the new one has its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+PARTIAL = ".step-*.partial"
+REPLACED = ".replaced"
+
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
+
+
+class TensorEntry(BaseModel):
+    """A tensor's dtype (safetensors' code), shape, and the rank whose shard holds it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    dtype: str
+    shape: list[int]
+    shard: int
+
+
+class ShardEntry(BaseModel):
+    """One rank's file, and what belongs to that rank alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int
+    sha256: str
+    own: dict[str, TensorEntry]
+    own_values: dict[str, Any]
+
+
+class Manifest(BaseModel):
+    """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal[1] = 1
+    step: int
+    world: int
+    shards: list[ShardEntry]
+    tensors: dict[str, TensorEntry]  # the shared ones
+    aliases: dict[str, str]
+    values: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`, durably, with a SHA-256 over its own content."""
+        content = self.model_dump()
+        write_durably(folder / MANIFEST, {**content, "sha256": _digest(content)})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: it is missing, cannot be read, or is not what was written.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+            claimed = content.pop("sha256")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{path} is not a checkpoint's manifest: truncated or damaged") from error
+        if claimed != _digest(content):
+            raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 that it names")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise CheckpointError(f"{path} is not of the format that this version of paceline reads ({where})") from error
+
+
+def step_name(step: int) -> str:
+    """The folder of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int) -> str:
+    """The folder in which the checkpoint of a step is written."""
+    return f".{step_name(step)}.partial"
+
+
+def shard_name(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"rank-{rank}.safetensors"
+
+
+def receipt_name(rank: int) -> str:
+    """The file by which a rank says that its shard is written, or why it is not."""
+    return f"rank-{rank}.receipt.json"
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all checkpoints in a folder, whole or damaged, oldest first; a replaced one counts as older than its successor."""
+    found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None))
+    return [(int(match[1]), path) for match, path in found]
+
+
+def divide(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
+    """Which rank writes which tensor: nearly equal bytes for each, decided alike on all ranks from names and sizes alone.
+
+    Largest first, each to the rank with the least so far (Graham, 1969): no rank gets more than 4/3 of the best division.
+    """
+    load = [0] * world
+    shard: dict[str, int] = {}
+    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
+        shard[name] = load.index(min(load))
+        load[shard[name]] += tensors[name].nbytes
+    return shard
+
+
+def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A copy of `values` as JSON gives it back (tuples become lists; NaN and infinities are kept).
+
+    Raises:
+        CheckpointError: something in it is not JSON.
+    """
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        bad = [key for key, value in values.items() if not _is_json(value)]
+        raise CheckpointError(
+            f"{what} {', '.join(bad)} cannot be saved: {error}. Give numbers, text, lists and dicts; tensors go among the tensors."
+        ) from error
+    return copy
+
+
+def write_durably(path: Path, content: object) -> None:
+    """Write JSON so that a crash leaves either nothing of it or all of it."""
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("w") as file:
+        file.write(json.dumps(content, **_CANONICAL))  # not json.dump, whose encoder is Python and would hold the GIL for long
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What `write_durably` wrote, or None where it is not there yet."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return content
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, **_CANONICAL).encode()).hexdigest()
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Where the time of each step goes: data wait, compute, exposed communication, imbalance wait, optimizer, checkpoint stall.
+
+The clock is read at the boundaries between the parts and each part ends where the next begins, so they sum to the step exactly.
+"""
+
+from __future__ import annotations
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PARTS = ("data", "compute", "comm", "imbalance", "optimizer", "checkpoint")
+DATA, COMPUTE, COMM, IMBALANCE, OPTIMIZER, CHECKPOINT = range(len(PARTS))
+
+
+@dataclass(slots=True)
+class Timing:
+    """One step's time on one rank: seconds per part, in the order of `PARTS`."""
+
+    step: int
+    parts_s: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the end of the step before to the end of this one."""
+        return sum(self.parts_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until this rank was ready to communicate: all that is not waiting for others."""
+        return self.step_s - self.parts_s[COMM] - self.parts_s[IMBALANCE]
+
+
+class Meter:
+    """The stop-watch of one rank. `mark(part)` gives the time since the last mark to `part`.
+
+    On CUDA the marks are events on the current stream, read one step later, so that measuring never makes the host wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.current = Timing(0)
+        self._last = self._agreed = time.perf_counter()
+        self._start: torch.cuda.Event | None = None
+        self._events: list[tuple[int, torch.cuda.Event]] = []
+        self._unread: deque[tuple[Timing, torch.cuda.Event, list[tuple[int, torch.cuda.Event]]]] = deque()
+        self.previous_busy_s = 0.0
+
+    def mark(self, part: int) -> None:
+        """The time since the last mark went into `part`."""
+        if self.device.type == "cuda":
+            self._events.append((part, self._event()))
+            return
+        now = time.perf_counter()
+        self.current.parts_s[part] += now - self._last
+        self._last = now
+
+    def restart(self) -> None:
+        """Forget the time since the last mark: what happened there (an evaluation, a pause) belongs to no step."""
+        self._last = self._agreed = time.perf_counter()
+        self.current.parts_s = [0.0] * len(PARTS)
+        if self.device.type == "cuda":
+            self._events.clear()
+            self._start = self._event()
+
+    def busy_s(self) -> float:
+        """Seconds this rank needed before it could communicate: since the last agreement; on CUDA those of the step before."""
+        return self.previous_busy_s if self.device.type == "cuda" else self._last - self._agreed
+
+    def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
+        """Divide the time booked as communication: waiting for the slowest rank is imbalance, the rest is exposed communication.
+
+        All ranks leave an all-reduce at about the same moment, so the times that they were busy since then tell when each came to the
+        next one, and no two hosts' clocks are compared.
+        """
+        self._agreed = self._last
+        imbalance_s = max(slowest_busy_s - own_busy_s, 0.0)
+        if self.device.type == "cuda":
+            self.current.parts_s[IMBALANCE] = imbalance_s  # held against the wait when that has been read
+            return
+        moved = min(imbalance_s, self.current.parts_s[COMM])
+        self.current.parts_s[IMBALANCE] += moved
+        self.current.parts_s[COMM] -= moved
+
+    def finish(self, step: int) -> Timing | None:
+        """End the step; returns the newest step whose times are known: this one, on CUDA the one before (None at the first)."""
+        done = self.current
+        done.step = step
+        self.current = Timing(step + 1)
+        if self.device.type != "cuda":
+            return done
+        if self._start is not None:
+            self._unread.append((done, self._start, self._events))
+        self._start = self._events[-1][1] if self._events else self._event()
+        self._events = []
+        return self._read_events() if len(self._unread) > 1 else None
+
+    def _event(self) -> torch.cuda.Event:
+        import torch  # the launcher reads PARTS from here and has no torch loaded
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _read_events(self) -> Timing:
+        timing, previous, events = self._unread.popleft()
+        for part, event in events:
+            event.synchronize()
+            timing.parts_s[part] += previous.elapsed_time(event) / 1e3
+            previous = event
+        moved = min(timing.parts_s[IMBALANCE], timing.parts_s[COMM])
+        timing.parts_s[IMBALANCE] = moved
+        timing.parts_s[COMM] -= moved
+        self.previous_busy_s = timing.busy_s
+        return timing

@@ -1,0 +1,41 @@
+"""What happens when NaN or Inf appears: find out where it came from, say so on every rank, and follow the job's policy."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from paceline.comm import Group
+from paceline.errors import NonFiniteError
+from paceline.train.batch import Batch, nonfinite_rows
+
+Policy = Literal["stop", "skip", "rewind"]
+PATIENCE = 20  # updates left out in a row before the run is called broken
+
+
+def explain(group: Group, batch: Batch | None, indices: list[int] | None, *, step: int, loss: float, norm: float) -> str:
+    """One sentence that names the step, the quantity, and the rank and samples where it started. Every rank must call this."""
+    bad = nonfinite_rows(batch)
+    names = [indices[row] for row in bad] if indices else bad
+    findings = group.gather_json(names[:8])
+    sources = [f"rank {rank}'s share of the batch has it in samples {found}" for rank, found in enumerate(findings) if found]
+    what = "loss" if not math.isfinite(loss) else "gradient"
+    value = loss if what == "loss" else norm
+    where = "; ".join(sources) if sources else "the data of the batch is finite, so the model or the learning rate made it"
+    return f"the {what} of step {step} is {value} ({where})"
+
+
+def stop(problem: str) -> NonFiniteError:
+    """The error of the `stop` policy."""
+    return NonFiniteError(
+        f"{problem}. Nothing was updated. Clean the data, lower the learning rate or set clip_norm; "
+        "or let the job go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last checkpoint, without that batch)."
+    )
+
+
+def gave_up(problem: str, skipped: int) -> NonFiniteError:
+    """The error when leaving updates out does not help."""
+    return NonFiniteError(
+        f"{problem}, and {skipped} updates in a row were not finite: the model does not recover. "
+        "Lower the learning rate, set clip_norm, or resume from an earlier checkpoint."
+    )

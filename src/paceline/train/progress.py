@@ -1,0 +1,180 @@
+"""What a person sees of a run while it goes: loss, throughput, time left, and where the time goes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from paceline.train.meter import PARTS
+
+if TYPE_CHECKING:
+    from paceline.train.engine import StepResult
+
+LINE_EVERY_S = 5.0  # where the output is no terminal
+
+
+@dataclass
+class Recent:
+    """The newest steps of a run, and the sentence about them."""
+
+    total_steps: int | None
+    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in the record of a step."""
+        self.steps.append(record)
+
+    @property
+    def step(self) -> int:
+        """The newest step."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def sentence(self) -> str:
+        """`epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · compute 71 % comm 18 % · 0:12 left`."""
+        if not self.steps:
+            return "starting"
+        newest = self.steps[-1]
+        timed = [s for s in self.steps if s["step_s"] > 0]
+        losses = [s["loss"] for s in self.steps if s["loss"] is not None]
+        words = [f"epoch {newest['epoch'] + 1}", f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
+        words.append(f"loss {statistics.fmean(losses[-10:]):.4f}" if losses else "loss not finite")
+        if timed:
+            step_s = statistics.median(s["step_s"] for s in timed)
+            words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
+            words.append(_where_time_goes(timed))
+            if self.total_steps:
+                words.append(f"{_clock(step_s * (self.total_steps - self.step))} left")
+        return " · ".join(words)
+
+
+class PlainProgress:
+    """A line every few seconds, for rank 0 under a launcher that is not ours."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.recent = Recent(total_steps)
+        self._printed_at = time.monotonic()
+
+    def step(self, result: StepResult, epoch: int) -> None:
+        """Take in a step; print when it is time."""
+        timing = result.timing
+        parts = dict(zip((f"{p}_s" for p in PARTS), timing.parts_s, strict=True)) if timing else {}
+        loss = result.loss if result.problem is None else None
+        self.recent.add(
+            {"step": result.step, "epoch": epoch, "loss": loss, "samples": result.samples, "step_s": timing.step_s if timing else 0.0, **parts}
+        )
+        if time.monotonic() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = time.monotonic()
+            print(self.recent.sentence(), file=sys.stderr, flush=True)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Print held-out metrics."""
+        print(evaluation_sentence(step, metrics), file=sys.stderr, flush=True)
+
+
+class LiveProgress:
+    """Follows the files of a run and shows one live line; where the output is no terminal, a plain line every few seconds.
+
+    Runs in the launcher, so that drawing takes no time from a rank.
+    """
+
+    def __init__(self, run: Path, console: Console) -> None:
+        self.console = console
+        self.steps = Tail(run / "steps" / "rank-0.jsonl")
+        self.events = Tail(run / "events.jsonl")
+        self.recent = Recent(None)
+        self._printed_at = time.monotonic()
+        self._live = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=console, auto_refresh=False, transient=True)
+        self._task = self._live.add_task("starting", total=None)
+
+    def __enter__(self) -> LiveProgress:
+        self.steps.skip()
+        self.events.skip()
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tick()
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def tick(self) -> None:
+        """Read what is new and show it. Called a few times a second."""
+        for event in self.events:
+            self._event(event)
+        for step in self.steps:
+            self.recent.add(step)
+        if self.console.is_terminal:
+            self._live.update(self._task, description=self.recent.sentence(), completed=self.recent.step, total=self.recent.total_steps)
+            self._live.refresh()
+        elif self.recent.steps and time.monotonic() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = time.monotonic()
+            self.console.print(self.recent.sentence(), highlight=False)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        if event["event"] in ("start", "resume"):
+            self.recent.total_steps = event["total_steps"]
+            if event["event"] == "resume":
+                self.console.print(f"resumed at step {event['step']}", highlight=False)
+        elif event["event"] == "evaluation":
+            self.console.print(evaluation_sentence(event["step"], event["metrics"]), highlight=False)
+        elif event["event"] == "checkpoint_damaged":
+            self.console.print(f"[yellow]{event.get('reason', 'a checkpoint is damaged')}[/]; falling back to the one before", highlight=False)
+        elif event["event"] == "nonfinite":
+            self.console.print(f"[yellow]{event['problem']}[/]; policy: {event['policy']}", highlight=False)
+        elif event["event"] == "rewind":
+            self.console.print(f"went back from step {event['from_step']} to step {event['to_step']}", highlight=False)
+
+
+class Tail:
+    """The lines that were added to a JSON-lines file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place = 0
+
+    def skip(self) -> None:
+        """Leave out what is there already (the steps of an earlier attempt)."""
+        self._place = self.path.stat().st_size if self.path.exists() else 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self._place += len(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:  # the line that a crash cut short
+                    continue
+
+
+def evaluation_sentence(step: int, metrics: dict[str, float]) -> str:
+    """`step 120: held-out loss 0.1021, accuracy 0.9722`."""
+    return f"step {step}: held-out " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _where_time_goes(steps: list[dict[str, Any]]) -> str:
+    totals = {name: sum(s.get(f"{name}_s", 0.0) for s in steps) for name in PARTS}
+    whole = sum(totals.values()) or 1.0
+    shares = {name: round(100 * t / whole) for name, t in totals.items()}
+    return " ".join(f"{name} {share} %" for name, share in sorted(shares.items(), key=lambda x: -x[1]) if share)
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"

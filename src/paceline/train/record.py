@@ -1,0 +1,148 @@
+"""What a rank writes down while it trains: a line per step, what it uses of the machine, and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from paceline.train.meter import PARTS, Timing
+from paceline.train.run import Lines
+
+if TYPE_CHECKING:
+    from paceline.train.engine import Engine, StepResult
+
+USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
+
+
+class Recorder:
+    """Writes `steps/rank-R.jsonl`. Times of a step stand in the line of that step, also where they are known one step later."""
+
+    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
+        self.engine = engine
+        self.lines = Lines(run / "steps" / f"rank-{engine.group.rank}.jsonl")
+        self.epoch_steps = epoch_steps
+        self.use = Use(engine)
+        self.board = _tensorboard(run) if engine.group.rank == 0 else None
+        self._waiting: dict[int, str] = {}
+
+    def step(self, result: StepResult, local_samples: int, lr: float) -> None:
+        """Write down a step."""
+        self._waiting[result.step] = (
+            f'"step":{result.step},"epoch":{(result.step - 1) // self.epoch_steps},"time":{time.time():.3f},'
+            f'"loss":{_json(result.loss)},"samples":{result.samples},"local_samples":{local_samples},'
+            f'"lr":{lr:.6g},"grad_norm":{_json(result.grad_norm)}'
+        )
+        if result.timing is not None:
+            self._write(result.timing)
+        if self.board is not None and self.use.fresh:
+            self._to_tensorboard(result, lr)
+
+    def close(self) -> None:
+        """Write what still waits for its times, and end the files."""
+        for step in sorted(self._waiting):
+            self._write(Timing(step))
+        self.lines.close()
+        if self.board is not None:
+            self.board.close()
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Held-out metrics for TensorBoard (the run's own record of them is an event)."""
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(f"held_out/{name}", value, step)
+
+    def _write(self, timing: Timing) -> None:
+        start = self._waiting.pop(timing.step, None)
+        if start is None:
+            return
+        parts = ",".join(f'"{name}_s":{seconds:.6f}' for name, seconds in zip(PARTS, timing.parts_s, strict=True))
+        use = self.use.read()
+        self.lines.write(f'{{{start},"step_s":{timing.step_s:.6f},{parts}{"," + use if use else ""}}}')
+
+    def _to_tensorboard(self, result: StepResult, lr: float) -> None:
+        assert self.board is not None
+        self.use.fresh = False
+        self.board.add_scalar("train/loss", result.loss, result.step)
+        self.board.add_scalar("train/lr", lr, result.step)
+        self.board.add_scalar("train/grad_norm", result.grad_norm, result.step)
+        if result.timing is not None and result.timing.step_s > 0:
+            self.board.add_scalar("speed/samples_per_s", result.samples / result.timing.step_s, result.step)
+            for name, seconds in zip(PARTS, result.timing.parts_s, strict=True):
+                self.board.add_scalar(f"step_s/{name}", seconds, result.step)
+
+
+class Use:
+    """What this rank uses: CPU (cores), memory, GPU, bytes over the network."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.group, self.device = engine.group, engine.device
+        self.process = psutil.Process()
+        self.fresh = False
+        self._read_at = time.monotonic()
+        self._cpu_s = _cpu_seconds(self.process)
+        self._network = psutil.net_io_counters()
+        self._reduced = 0
+        self._gpu = _gpu_counters(self.device)
+
+    def read(self) -> str:
+        """JSON members (without braces), or nothing when the last reading is younger than a second."""
+        now = time.monotonic()
+        passed = now - self._read_at
+        if passed < USE_EVERY_S:
+            return ""
+        self._read_at, self.fresh = now, True
+        cpu_s, network = _cpu_seconds(self.process), psutil.net_io_counters()
+        use: dict[str, Any] = {
+            "cpu_cores": round((cpu_s - self._cpu_s) / passed, 3),
+            "memory_bytes": self.process.memory_info().rss,
+            "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
+            "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
+            "reduced_bytes": self.group.bytes_reduced - self._reduced,
+        }
+        if self._gpu is not None:
+            use |= self._gpu()
+        self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
+        return f'"use":{json.dumps(use)}'
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _gpu_counters(device: torch.device) -> Any:
+    """A function that reads memory and use of this rank's GPU; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+
+    def read() -> dict[str, Any]:
+        return {
+            "gpu_percent": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "gpu_memory_bytes": torch.cuda.memory_allocated(device),
+            "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+        }
+
+    return read
+
+
+def _tensorboard(run: Path) -> Any:
+    """A writer of TensorBoard events, or None where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(run / "tensorboard"), flush_secs=5)
+
+
+def _json(x: float) -> str:
+    """A JSON number that reads back to the same float; JSON has no NaN or Infinity, so those become null."""
+    return repr(x) if x - x == 0.0 else "null"

@@ -1,0 +1,200 @@
+"""The record of a run: a directory of plain files, append-only, readable without paceline."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import environment
+from paceline.errors import JobError, RunError
+from paceline.job.job import Job
+from paceline.plan.plan import Plan
+
+# What may differ between a run and the job that resumes it: none of these changes what a step computes.
+FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s"}
+WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
+
+
+class Run:
+    """A run directory.
+
+    `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step), `events.jsonl` and
+    `checkpoints/` are written while it runs. A step that was trained again after a crash stands there twice; the later line counts.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "job.yaml").is_file():
+            raise RunError(f"{self.path} is no run directory: it has no job.yaml")
+
+    @classmethod
+    def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:
+        """Make the directory and write what is known before the first step.
+
+        Raises:
+            RunError: it exists already, or cannot be written.
+        """
+        if (path / "job.yaml").exists():
+            raise RunError(f"{path} holds a run already. Continue it with --resume, or name another directory.")
+        try:
+            (path / "steps").mkdir(parents=True, exist_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+            write_whole(path / "cluster.yaml", cluster.to_yaml())
+            write_whole(path / "plan.txt", f"{plan}\n")
+            write_whole(path / "environment.json", json.dumps(environment(), indent=1))
+            write_whole(path / "job.yaml", job.to_yaml())
+        except OSError as error:
+            raise RunError(f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be written with --run.") from error
+        return cls(path)
+
+    @classmethod
+    def newest(cls, root: Path, name: str) -> Run | None:
+        """The newest run of the job `name` under `root`, or None."""
+        found = [d for d in root.glob(f"{name}-*") if (d / "job.yaml").is_file()] if root.is_dir() else []
+        return cls(max(found, key=lambda d: (d / "environment.json").stat().st_mtime)) if found else None
+
+    def continue_with(self, job: Job, plan: Plan) -> None:
+        """Let `job` go on where this run stopped; its stop rule and cadence may differ, its work may not.
+
+        Raises:
+            JobError: the job would train something else. Names every key that differs.
+        """
+        differing = list(_differences(_work(self.job), _work(job)))
+        if differing:
+            raise JobError(f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a new run without --resume.")
+        write_whole(self.path / "job.yaml", job.to_yaml())
+        write_whole(self.path / "plan.txt", f"{plan}\n")
+        for cached in ("job", "plan"):
+            self.__dict__.pop(cached, None)
+
+    @cached_property
+    def job(self) -> Job:
+        """What was trained."""
+        return Job.load(self.path / "job.yaml")
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How it was trained."""
+        return Plan.parse((self.path / "plan.txt").read_text().strip())
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
+        """The records of a rank's steps, each step once, in order."""
+        newest = {line["step"]: line for line in read_lines(self.path / "steps" / f"rank-{rank}.jsonl")}
+        return [newest[step] for step in sorted(newest)]
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order: start, resume, evaluation, checkpoint, damage, restart, end, …"""
+        return list(read_lines(self.path / "events.jsonl"))
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return [line["loss"] for line in self.steps()]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest held-out metrics; empty before the first evaluation."""
+        return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "evaluation"), {})
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run ended: the stop rule that came true, or the signal; None while it runs or after a crash."""
+        last = next((e for e in reversed(self.events()) if e["event"] in ("start", "resume", "end")), {})
+        return last.get("reason")
+
+    @property
+    def training_time_s(self) -> float:
+        """Wall-clock from the first step to the end, over all attempts, evaluations and checkpoints included."""
+        return sum(e["elapsed_s"] for e in self.events()[-1:] if e["event"] == "end")
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second: global batch / median step time, warm-up excluded; 0 where too few steps were made."""
+        steps = self.steps()
+        timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0] or steps
+        return statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed) if timed else 0.0
+
+
+class Lines:
+    """An append-only file of JSON lines. Each line is one write, so a crash at any moment loses at most the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if _ends_inside_a_line(path):
+                os.write(self._fd, b"\n")
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}") from error
+
+    def write(self, line: str) -> None:
+        """Append one line of JSON text.
+
+        Raises:
+            RunError: the disk is full or gone. What was written before stays readable.
+        """
+        try:
+            os.write(self._fd, line.encode() + b"\n")
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume.") from error
+
+    def event(self, event: str, details: dict[str, Any] | None = None) -> None:
+        """Append an event with its wall-clock time (Unix seconds)."""
+        self.write(json.dumps({"event": event, "time": round(time.time(), 3), **(details or {})}))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; a last line that a crash cut short is left out. Nothing if the file is not there."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:  # cut short by a crash; the lines after it are whole again
+                continue
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves either the old or the new text."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
+
+
+def _work(job: Job) -> dict[str, Any]:
+    return {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE_KEYS}
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{where}{key}.")
+        elif before != after:
+            yield f"{where}{key} was {before}, is {after}"

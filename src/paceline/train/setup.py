@@ -1,0 +1,121 @@
+"""`paceline.setup`: make an engine from the four things that every training script has."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from paceline.comm import Group
+from paceline.comm.backend import join, leave
+from paceline.errors import DataError, JobError, PlanError
+from paceline.job.loss import Loss
+from paceline.job.partition import Partition, PartitionSpec
+from paceline.plan.plan import Plan
+from paceline.train.engine import Engine, Settings
+from paceline.train.loader import Loader
+from paceline.train.nonfinite import Policy
+
+
+def setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss | Callable[[Any, Any], torch.Tensor],
+    loader: DataLoader[Any],
+    *,
+    plan: Plan | str = "auto",
+    precision: str = "fp32",
+    clip_norm: float | None = None,
+    nonfinite: Policy = "stop",
+    batch_norm: str = "local",
+    seed: int = 0,
+    deadline_s: float = 300.0,
+) -> Engine:
+    """Prepare a training loop of one's own for any number of ranks; alone it trains in this process, under torchrun on all ranks.
+
+    Args:
+        model: any `nn.Module`. It is moved to this rank's device and stays the same object.
+        optimizer: any optimizer over its parameters.
+        loss: `loss(output, target)`, the mean over the samples of a batch. `paceline.job.loss.Loss` tells how to weigh other items.
+        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every batch to the
+            replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order.
+        plan: `"auto"` (one replica per rank), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32) or `fp64`.
+        clip_norm: largest L2 norm of the gradient.
+        nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use `paceline.train`.)
+        batch_norm: `local` statistics per replica, or `sync` over the global batch.
+        seed: of the order of the data and the dropout masks.
+        deadline_s: the longest that a rank may keep the others waiting, in seconds.
+
+    Raises:
+        JobError, DataError, PlanError: an argument that cannot work, with what to do.
+        LaunchError: the other ranks cannot be met.
+    """
+    if not isinstance(model, nn.Module):
+        raise JobError(f"setup needs an nn.Module as model, got {type(model).__name__}")
+    if nonfinite not in ("stop", "skip"):
+        raise JobError(f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see paceline.train")
+    _check_optimizer(model, optimizer)
+    group = join(deadline_s=deadline_s)
+    atexit.register(leave, group)
+    chosen = _plan(plan, group)
+    if chosen.fused:
+        _fuse(optimizer)
+    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
+    return Engine(model, optimizer, loss, _deal(loader, group, seed), chosen, group, settings)
+
+
+def _plan(plan: Plan | str, group: Group) -> Plan:
+    if plan == "auto":
+        return Plan(dp=group.size)
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    if chosen.ranks != group.size:
+        how = f"torchrun --nproc-per-node {chosen.ranks}" if chosen.ranks > 1 else "plain python"
+        raise PlanError(f"plan {chosen} needs {chosen.ranks} ranks, but {group.size} were started. Start it with {how}, or use dp={group.size}.")
+    return chosen
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = set(model.parameters())
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    if not any(p in own for p in held):
+        raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    if "fused" not in optimizer.defaults:
+        raise PlanError(f"fused=on: {type(optimizer).__name__} has no fused step in torch; leave fused out")
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+
+
+def _deal(loader: DataLoader[Any], group: Group, seed: int) -> Loader:
+    """The same data, batch size and order rule as the user's loader, dealt to the replicas."""
+    if not isinstance(loader, DataLoader):
+        raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise DataError("an IterableDataset has no length, so its samples cannot be dealt once each; give a dataset with __len__ and __getitem__")
+    if loader.batch_size is None:
+        raise DataError("setup deals whole batches: give the DataLoader a batch_size (the global batch), not a batch_sampler")
+    spec = PartitionSpec(shuffle=not isinstance(loader.sampler, SequentialSampler))
+    partition = Partition(
+        spec,
+        samples=len(loader.dataset),  # type: ignore[arg-type]
+        global_batch=loader.batch_size,
+        seed=seed,
+        replica=group.rank,
+        replicas=group.size,
+        hosts=group.hosts,
+        drop_last=loader.drop_last,
+    )
+    return Loader(
+        loader.dataset,
+        partition,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory or group.device.type == "cuda",
+    )

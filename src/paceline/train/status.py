@@ -1,0 +1,103 @@
+"""What each rank is doing right now: a small file in memory that the ranks write and their launcher reads.
+
+A mark costs three 8-byte stores, so ranks may mark every phase of every step. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint", "evaluate", "done"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+_CODES = {phase: code for code, phase in enumerate(PHASES)}
+_SLOT_BYTES = 64  # a cache line each, so that ranks do not slow each other's marks
+_PID, _ATTEMPT, _PHASE, _STEP, _CHANGED = range(5)  # 8-byte fields of a slot
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank as its slot shows it. `changed_ns` is CLOCK_MONOTONIC, which all processes of a machine share."""
+
+    rank: int
+    pid: int
+    attempt: int
+    phase: Phase
+    step: int
+    changed_ns: int
+
+    def idle_s(self, now_ns: int) -> float:
+        """Seconds since the last mark."""
+        return (now_ns - self.changed_ns) / 1e9
+
+
+class StatusBoard:
+    """One fixed slot per rank in a shared memory map.
+
+    The launcher calls `create` and `read`; a rank calls `of_this_rank` and `mark`.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int = 0) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("q")  # aligned 8-byte stores: a reader never sees half a number
+        first = rank * _SLOT_BYTES // 8
+        self._slot = self._words[first : first + _SLOT_BYTES // 8]
+
+    @classmethod
+    def create(cls, path: Path, ranks: int, attempt: int = 0) -> StatusBoard:
+        """Make the file for `ranks` ranks, readable by its owner only; every rank is `starting` from now on."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, ranks * _SLOT_BYTES)
+            board = cls(mmap.mmap(fd, ranks * _SLOT_BYTES))
+        finally:
+            os.close(fd)
+        for first in range(0, len(board._words), _SLOT_BYTES // 8):
+            board._words[first + _ATTEMPT] = attempt
+            board._words[first + _CHANGED] = time.monotonic_ns()
+        return board
+
+    @classmethod
+    def of_this_rank(cls) -> StatusBoard:
+        """The board that PACELINE_STATUS names, for marks by rank RANK; without a launcher of ours, one that nobody reads."""
+        path = os.environ.get("PACELINE_STATUS")
+        if path is None:
+            return cls(mmap.mmap(-1, _SLOT_BYTES))
+        with open(path, "r+b") as file:
+            board = cls(mmap.mmap(file.fileno(), 0), rank=int(os.environ["RANK"]))
+        board._slot[_PID] = os.getpid()
+        return board
+
+    def mark(self, phase: Phase, step: int) -> None:
+        """Say that this rank is now in `phase` of `step`. Takes well under a microsecond."""
+        slot = self._slot
+        slot[_PHASE] = _CODES[phase]
+        slot[_STEP] = step
+        slot[_CHANGED] = time.monotonic_ns()
+
+    def read(self) -> list[RankStatus]:
+        """What every rank is doing, in rank order."""
+        words = self._settled()
+        width = _SLOT_BYTES // 8
+        slots = [words[first : first + width] for first in range(0, len(words), width)]
+        return [RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED]) for rank, s in enumerate(slots)]
+
+    def close(self) -> None:
+        """Unmap the memory. Does not remove the file, which belongs to who created it."""
+        self._slot.release()
+        self._words.release()
+        self._memory.close()
+
+    def _settled(self) -> list[int]:
+        """All words, read until two readings agree, so that a phase is not paired with another mark's step."""
+        words = self._words.tolist()
+        for _ in range(10):  # ranks that mark faster than this reads are alive anyway
+            words, before = self._words.tolist(), words
+            if words == before:
+                break
+        return words

@@ -1,0 +1,78 @@
+"""Small numbers that ride along with the gradients, so that ranks agree on them without a collective of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.train.meter import Meter
+
+VOTES = ("out_of_time", "interrupted", "checkpoint")
+LOSS, ITEMS, FIRST_VOTE = 0, 1, 2
+FIRST_BUSY = FIRST_VOTE + len(VOTES)
+
+
+@dataclass
+class Agreed:
+    """What came back: sums over the replicas."""
+
+    loss: float
+    rescale: float
+    votes: dict[str, int]
+    slowest_busy_s: float
+
+
+class Notes:
+    """The layout of `Replica.notes`: loss, items, one number per vote, then the busy time of every replica in its own place."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, device=group.device)
+        self._asked: set[str] = set()
+
+    def vote(self, what: str) -> None:
+        """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step."""
+        self._asked.add(what)
+
+    def begin(self) -> None:
+        """Start the notes of a step."""
+        self._loss: float | Tensor = 0.0
+        self._items: float | Tensor = 0.0
+
+    def add_loss(self, share: float | Tensor, items: float | Tensor) -> None:
+        """Add a microbatch's part of the global mean loss, and the share of the global batch that it stands for."""
+        self._loss = self._loss + share
+        self._items = self._items + items
+
+    def seal(self, meter: Meter) -> float:
+        """Write the notes of this rank before the agreement; returns the busy seconds noted."""
+        busy_s = meter.busy_s()
+        if self.group.size == 1:
+            return busy_s
+        staged = [0.0] * len(self.tensor)
+        for i, what in enumerate(VOTES):
+            staged[FIRST_VOTE + i] = float(what in self._asked)
+        staged[FIRST_BUSY + self.group.rank] = busy_s
+        self._asked.clear()
+        self.tensor.copy_(torch.tensor(staged, dtype=self.tensor.dtype))
+        self.tensor[LOSS] = self._loss
+        self.tensor[ITEMS] = self._items
+        return busy_s
+
+    def read(self) -> Agreed:
+        """The sums over all replicas, after the agreement."""
+        if self.group.size == 1:
+            votes = {what: 1 for what in self._asked}
+            self._asked.clear()
+            loss, items = float(self._loss), float(self._items)
+            slowest_s = 0.0
+        else:
+            loss, items, *rest = self.tensor.tolist()
+            votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
+            slowest_s = max(rest[len(VOTES) :])
+        rounding = 16 * torch.finfo(self.tensor.dtype).eps
+        rescale = 1.0 if abs(items - 1.0) < rounding or items <= 0.0 else 1.0 / items
+        return Agreed(loss * rescale, rescale, votes, slowest_s)

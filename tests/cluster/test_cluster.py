@@ -1,0 +1,102 @@
+"""A cluster's counts decide how many ranks start, and its YAML is a run's only record of where it ran."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from paceline.cluster.cluster import Cluster, Device, Host, Link
+
+GIB = 2**30
+H200 = Device(index=0, name="NVIDIA H200", memory_bytes=140 * GIB, bf16=True)
+LAPTOP = Host(name="laptop", cores=2, memory_bytes=24 * GIB, cpu="AMD EPYC")
+SERVER = Host(name="server", cores=16, memory_bytes=128 * GIB, cpu="Xeon", gpus=(H200, H200.model_copy(update={"index": 1})))
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1)
+sizes, perhaps = st.integers(1, 2**50), st.sampled_from([None, True, False])
+devices = st.builds(Device, index=st.integers(0, 64), name=text, memory_bytes=sizes, bf16=perhaps)
+links = st.builds(
+    Link,
+    name=text,
+    kind=st.sampled_from(["loopback", "ethernet", "nvlink", "pcie"]),
+    bandwidth_gbps=st.none() | st.floats(min_value=1e-3, max_value=1e4),
+)
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> Host:
+    affinity = tuple(tuple(group) for group in draw(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=2), max_size=4)))
+    return Host(
+        name=draw(text),
+        cores=draw(st.integers(1, sum(map(len, affinity)) or 512)),
+        memory_bytes=draw(sizes),
+        cpu=draw(text),
+        cpu_bf16=draw(perhaps),
+        affinity=affinity,
+        gpus=tuple(draw(st.lists(devices, max_size=3))),
+        links=tuple(draw(st.lists(links, max_size=3))),
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(hosts(), min_size=1, max_size=3, unique_by=lambda host: host.name), text)
+def test_a_cluster_survives_its_yaml(tmp_path_factory: pytest.TempPathFactory, hosts: list[Host], name: str) -> None:
+    cluster = Cluster(name=name, hosts=tuple(hosts))
+    file = tmp_path_factory.getbasetemp() / "cluster.yaml"
+    file.write_text(cluster.to_yaml(), encoding="utf-8")
+    assert Cluster.load(file) == cluster
+
+
+def test_three_lines_by_hand_are_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("hosts:\n- {name: a, cores: 2, memory_bytes: 8000}\n- {name: b, cores: 4, memory_bytes: 8000}\n")
+    assert Cluster.load(tmp_path / "c.yaml").devices == 6
+
+
+def test_every_usable_core_of_a_cpu_host_is_a_device() -> None:
+    assert [(d.kind, d.index, d.memory_bytes) for d in LAPTOP.devices] == [("cpu", 0, 12 * GIB), ("cpu", 1, 12 * GIB)]
+    assert (Cluster(hosts=(LAPTOP,)).devices, Cluster(hosts=(LAPTOP,)).kind) == (2, "cpu")
+
+
+def test_where_there_are_gpus_no_rank_is_put_on_cores() -> None:
+    cluster = Cluster(hosts=(LAPTOP, SERVER))
+    assert (cluster.kind, cluster.devices, cluster.devices_per_host) == ("cuda", 2, (0, 2))
+
+
+def test_hyper_threads_are_no_physical_cores() -> None:
+    assert Host(name="a", cores=4, memory_bytes=GIB, affinity=((0, 2), (1, 3))).physical_cores == 2
+    assert Host(name="a", cores=1, memory_bytes=GIB, affinity=((0, 2), (1, 3))).physical_cores == 1
+    assert LAPTOP.physical_cores == 2
+
+
+@pytest.mark.parametrize(
+    ("cluster", "line"),
+    [
+        (Cluster(name="this machine", hosts=(LAPTOP,)), "this machine: 2 cores (AMD EPYC), 24 GiB memory, no GPU"),
+        (
+            Cluster(hosts=(LAPTOP, SERVER)),
+            "this cluster: 2 hosts, 18 cores (AMD EPYC, Xeon), 152 GiB memory, 2 × NVIDIA H200 (140 GiB)",
+        ),
+        (Cluster(hosts=(Host(name="a", cores=1, memory_bytes=GIB // 2),)), "this cluster: 1 core (CPU), 0.5 GiB memory, no GPU"),
+    ],
+)
+def test_a_cluster_describes_itself_in_one_line(cluster: Cluster, line: str) -> None:
+    assert cluster.describe() == line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Cluster(hosts=()), "at least one host"),
+        (lambda: Cluster(hosts=(LAPTOP, LAPTOP)), "two hosts are named 'laptop'"),
+        (lambda: Host(name="a", cores=3, memory_bytes=1, affinity=((0,), (1,))), "host a has 3 cores, but its affinity names only 2"),
+        (lambda: Host(name="a", cores=1, memory_bytes=1, affinity=((0,), ())), "empty list"),
+        (lambda: Host(name="a", cores=1, memory_bytes=1, gpus=LAPTOP.devices), "kind cpu among its GPUs"),
+        (lambda: Host(name="a", cores=0, memory_bytes=1), "cores"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        wrong()

@@ -1,0 +1,71 @@
+"""A wrong cluster file says where and what to do; the user has nothing else to go by."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import ClusterError
+
+GOOD = """\
+name: lab
+hosts:
+- name: a
+  cores: 2
+  memory_bytes: 8000000000
+  gpus:
+  - {index: 0, name: T4, memory_bytes: 16000000000}
+- name: b
+  cores: 2
+  memory_bytes: 8000000000
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "message"),
+    [
+        (
+            "  cores: 2\n  memory_bytes: 8000000000\n  gpus",
+            "  core: 2\n  memory_bytes: 8000000000\n  gpus",
+            'line 4: unknown key "core" in a host. Did you mean "cores"?',
+        ),
+        ("name: lab", "colour: red", 'line 1: unknown key "colour" in the cluster. It has: name, hosts'),
+        ("name: T4", "name: T4, indx: 1", 'line 7: unknown key "indx" in a device. Did you mean "index"?'),
+        ("- name: b\n  cores: 2", '- name: b\n  cores: "2"', "line 9: \"cores\" of a host: Input should be a valid integer, not '2'"),
+        ("- name: b", "- cpu: b", 'line 8: a host needs "name"'),
+        ("name: b", "name: a", "two hosts are named 'a'"),
+        ("index: 0", "index: -1", 'line 7: "index" of a device: Input should be greater than or equal to 0, not -1'),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
+    assert change in GOOD
+    file = tmp_path / "cluster.yaml"
+    file.write_text(GOOD.replace(change, to))
+    with pytest.raises(ClusterError) as caught:
+        Cluster.load(file)
+    assert str(file) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(GOOD.replace("name: lab", "nam: lab").replace("cores: 2", "cores: two"))
+    with pytest.raises(ClusterError) as caught:
+        Cluster.load(file)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "a cluster is a mapping"), ("- a", "a cluster is a mapping"), ("a: [", "is no valid YAML"), ("\xff", "cannot be read")],
+)
+def test_a_file_that_is_no_cluster_at_all_is_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(ClusterError, match=message):
+        Cluster.load(file)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"nowhere\.yaml: cannot be read"):
+        Cluster.load(tmp_path / "nowhere.yaml")

@@ -1,0 +1,86 @@
+"""What every test gets: a check that it left nothing behind, real ranks, and a word on what cannot run on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from leaks import Snapshot, adopt_orphans
+from ranks import Ranks, run_on_ranks, start_fork_server
+
+NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
+    "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),
+    "needs_iproute2": ("the command `ip` (package iproute2)", lambda: shutil.which("ip") is not None),
+    "needs_chromium": ("the command `chromium` (package chromium)", lambda: shutil.which("chromium") is not None),
+}
+MUST_RUN_ALL = os.environ.get("CI") == "true"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, port, file in memory, temporary file or changed setting behind."""
+    before = Snapshot()
+    yield
+    if found := before.left_over():
+        pytest.fail("the test left something behind: " + "; ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def ranks(_fork_server: None) -> Ranks:
+    """`ranks(4, function, *args, deadline_s=60)`: call a top-level function of the test file on 4 real ranks over gloo."""
+    return run_on_ranks
+
+
+@pytest.fixture(scope="session")
+def _fork_server(_own_temporary_folder: None) -> None:
+    start_fork_server()
+
+
+@pytest.fixture(scope="session")
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A temporary folder that only this session uses, so that whatever stays in it was left by a test."""
+    tmp_path_factory.getbasetemp()  # stays where pytest keeps it
+    multiprocessing.util.get_temp_dir()  # lives as long as this process
+    adopt_orphans()
+    before = os.environ.get("TMPDIR")
+    folder = tempfile.mkdtemp(prefix="paceline-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    yield
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR")
+    if before is not None:
+        os.environ["TMPDIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker, (what, _) in NEEDS.items():
+        config.addinivalue_line("markers", f"{marker}: needs {what}; fails where CI=true and skips elsewhere without it")
+
+
+def pytest_report_header() -> list[str]:
+    absent = [what for what, there in NEEDS.values() if not there()]
+    return [f"cannot be tested here, for want of: {', '.join(absent)}"] if absent else []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, (what, there) in NEEDS.items():
+        if item.get_closest_marker(marker) and not there():
+            (pytest.fail if MUST_RUN_ALL else pytest.skip)(f"needs {what}")

@@ -1,0 +1,180 @@
+"""Losses. What is averaged over the wrong number of items makes plans of one job disagree."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.errors import DataError, JobError
+from paceline.job.loss import Loss, LossSpec
+from paceline.job.zoo.losses import check_labels
+
+
+def loss(name: str, **args: Any) -> Any:
+    return LossSpec(name=name, args=args).build()
+
+
+class Output:
+    """Like transformers' ModelOutput: the logits are one of its parts."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, Output])
+def test_classes_tokens_and_pixels_have_torchs_cross_entropy(wrap: Any) -> None:
+    ce = loss("cross_entropy")
+    logits, labels = torch.randn(6, 5), torch.randint(0, 5, (6,))
+    assert torch.equal(ce(wrap(logits), labels), F.cross_entropy(logits, labels))
+    assert torch.equal(ce(wrap(logits), labels.int()), F.cross_entropy(logits, labels))
+    tokens, targets = torch.randn(2, 7, 5), torch.randint(0, 5, (2, 7))
+    assert torch.allclose(ce(wrap(tokens), targets), F.cross_entropy(tokens.transpose(1, 2), targets))
+    pixels, classes = torch.randn(2, 5, 3, 4), torch.randint(0, 5, (2, 3, 4))
+    assert torch.equal(ce(wrap(pixels), classes), F.cross_entropy(pixels, classes))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    labels=st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=2, max_size=12),
+    cut=st.integers(0, 12),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    weight=st.sampled_from([None, [0.2, 1.0, 3.0]]),
+)
+def test_parts_weighted_by_their_items_make_up_the_whole(labels: list[int], cut: int, smoothing: float, weight: list[float] | None) -> None:
+    ce = loss("cross_entropy", label_smoothing=smoothing, **({"weight": weight} if weight else {}))
+    torch.manual_seed(0)
+    logits, target = torch.randn(len(labels), 3, dtype=torch.float64), torch.tensor(labels)
+    parts = [(logits[:cut], target[:cut]), (logits[cut:], target[cut:])]
+    items = [float(ce.items(t)) for _, t in parts]
+    assert float(ce.items(target)) == pytest.approx(sum(items))
+    if sum(items):
+        weighted = sum(float(ce(*part)) * n for part, n in zip(parts, items, strict=True) if len(part[1])) / sum(items)
+        assert float(ce(logits, target)) == pytest.approx(weighted)
+
+
+def test_a_batch_whose_labels_are_all_ignored_adds_nothing() -> None:
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    value = loss("cross_entropy")(logits, torch.full((2, 3), -100))
+    value.backward()
+    assert value.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_a_model_that_went_wrong_is_not_hidden() -> None:
+    assert loss("cross_entropy")(torch.full((2, 3), math.nan), torch.tensor([0, 1])).isnan()
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "words"),
+    [
+        (torch.zeros(4, 10), torch.tensor([0, 9, 11, 3]), r"expected labels in 0\.\.9, found 11 in a batch \(at 2, 1 of 4 labels\)"),
+        (torch.zeros(2, 10), torch.tensor([-1, 10]), r"expected labels in 0\.\.9, found -1 in a batch \(at 0, 2 of 2 labels\)"),
+        (torch.zeros(2, 3, 10), torch.tensor([[0, 1, 2], [3, 10, 4]]), r"expected labels in 0\.\.9, found 10 in a batch"),
+        (torch.zeros(4, 10), torch.zeros(4), r"labels should be whole numbers, got float32 \[4\]"),
+        (torch.zeros(4, 10), torch.zeros(3, dtype=torch.int64), r"logits float32 \[4, 10\] for labels int64 \[3\]; .* one label per sample"),
+        (torch.zeros(4, 10), torch.zeros(4, 1, dtype=torch.int64), r"for labels int64 \[4, 1\]; .* one label per sample"),
+        (torch.zeros(2, 3, 10), torch.zeros(2, dtype=torch.int64), r"for labels int64 \[2\]; there should be one label per token"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(logits: Tensor, labels: Tensor, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        loss("cross_entropy")(logits, labels)
+
+
+def test_labels_can_be_checked_before_they_reach_a_gpu() -> None:
+    check_labels(torch.tensor([0, 9, -100]), 10, "in batch 37")
+    with pytest.raises(DataError, match=r"expected labels in 0\.\.9, found 10 in batch 37 \(at \(1, 0\), 1 of 4 labels\)"):
+        check_labels(torch.tensor([[0, 9], [10, 3]]), 10, "in batch 37")
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("mse", F.mse_loss), ("mae", F.l1_loss), ("bce", F.binary_cross_entropy_with_logits)]
+)
+def test_fitted_numbers_have_torchs_losses_in_full_precision(name: str, reference: Any) -> None:
+    output, target = torch.randn(5, 1), torch.rand(5)
+    expected = reference(output.squeeze(1), target)
+    assert torch.equal(loss(name)(output, target), expected)
+    assert torch.equal(loss(name)(Output(output.squeeze(1)), target.unsqueeze(1)), expected)
+    assert loss(name)(output.bfloat16(), target).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 5), (4,)])
+def test_shapes_that_torch_would_broadcast_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=r"mse needs an output and a target of the same shape; the model returned float32 \[5\]"):
+        loss("mse")(torch.zeros(5), torch.zeros(shape))
+
+
+def test_the_contrastive_loss_is_nt_xent() -> None:
+    views = F.normalize(torch.randn(4, 2, 6, dtype=torch.float64), dim=-1)
+    flat = [views[i, j] for i in range(4) for j in range(2)]
+    total = 0.0
+    for a in range(8):
+        partner = a + 1 if a % 2 == 0 else a - 1
+        others = sum(math.exp(float(flat[a] @ flat[b]) / 0.2) for b in range(8) if b != a)
+        total -= math.log(math.exp(float(flat[a] @ flat[partner]) / 0.2) / others)
+    contrastive = loss("contrastive", temperature=0.2)
+    assert float(contrastive(views, None)) == pytest.approx(total / 8)
+    assert contrastive.whole_batch
+    with pytest.raises(DataError, match=r"needs two views of each sample, \(n, 2, d\), but the model returned float32 \[3, 4\]"):
+        contrastive(torch.zeros(3, 4), None)
+
+
+def test_a_model_may_bring_its_own_loss() -> None:
+    value = torch.tensor(1.5)
+    own = loss("model")
+    output = Output(torch.zeros(1))
+    output.loss = value  # type: ignore[attr-defined]
+    assert own(output, None) is value
+    assert own({"loss": value, "logits": None}, None) is value
+    for without in (torch.zeros(3), {"logits": value}, Output(value)):
+        with pytest.raises(JobError, match="without a loss"):
+            own(without, None)
+
+
+def test_an_output_without_logits_is_named() -> None:
+    with pytest.raises(JobError, match=r"needs a tensor or an object with \.logits, but the model returned a tuple"):
+        loss("mse")((torch.zeros(3),), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("cros_entropy", {}, r'there is no loss "cros_entropy"\. Did you mean "cross_entropy"\?'),
+        ("cross_entropy", {"label_smothing": 0.1}, r'loss cross_entropy has no argument "label_smothing"\. Did you mean "label_smoothing"\?'),
+        ("cross_entropy", {"label_smoothing": 2}, r"loss cross_entropy: label_smoothing should be less than 1, got 2|at most 1, got 2"),
+        ("mse", {"reduction": "sum"}, r'loss mse has no argument "reduction"\. It takes none\.'),
+        ("math:pi", {}, r"math:pi is a float and cannot be called"),
+        ("torch.nn.functional:mse_loss", {"reductoin": "sum"}, r"does not fit the job's args \(reductoin\)"),
+    ],
+)
+def test_a_loss_that_cannot_be_built_says_what_would_do(name: str, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        loss(name, **args)
+
+
+def test_class_weights_of_another_number_than_the_classes_are_named() -> None:
+    with pytest.raises(JobError, match="weight has 2 numbers, but the model has 10 classes"):
+        loss("cross_entropy", weight=[1, 2])(torch.zeros(4, 10), torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_loss_of_ones_own_is_found_and_keeps_what_it_says_of_itself(tmp_path: Path) -> None:
+    file = tmp_path / "own_loss.py"
+    file.write_text(
+        "def scaled(output, target, by=1.0):\n    return by * (output - target).abs().mean()\n"
+        "scaled.items = lambda target: 7\nscaled.whole_batch = True\n"
+    )
+    own = loss(f"{file}:scaled", by=3.0)
+    assert float(own(torch.zeros(2), torch.ones(2))) == 3.0
+    assert (own.items(None), own.whole_batch) == (7, True)
+    module: Loss = loss("torch.nn:SmoothL1Loss", beta=0.5)
+    assert isinstance(module, nn.SmoothL1Loss)
+    assert module.beta == 0.5

@@ -1,0 +1,140 @@
+"""Functions for ranks to run in tests/launch/test_local.py. Without torch where it is not the point: ranks then start in no time."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from paceline.errors import JobError
+from paceline.train.status import Phase, StatusBoard
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+def tell(arguments: list[str]) -> None:
+    """Write what this rank was given: its environment and its cores."""
+    told = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "torch": "torch" in sys.modules,
+    }
+    Path(arguments[0], f"rank-{RANK}.json").write_text(json.dumps(told))
+
+
+def raise_on_rank_1(_: list[str]) -> None:
+    if RANK == 1:
+        raise ValueError("expected labels in 0..9, found 11")
+    time.sleep(60)
+
+
+def raise_a_job_error(arguments: list[str]) -> None:
+    Path(arguments[0], f"attempt-{os.environ['PACELINE_ATTEMPT']}-{RANK}").touch()
+    raise JobError("the data has 0 samples: name another folder")
+
+
+def raise_while_a_thread_runs(_: list[str]) -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("first")
+
+
+def lose_rank_1_in_an_all_reduce(_: list[str]) -> None:
+    import torch
+
+    from paceline.comm.backend import joined
+
+    with joined(deadline_s=60) as group:
+        group.all_reduce(torch.ones(4))
+        if RANK == 1:
+            raise ValueError("bad sample")
+        group.all_reduce(torch.ones(4))
+
+
+def list_listeners(arguments: list[str]) -> None:
+    """Write the addresses that this rank listens on while all are joined."""
+    import psutil
+
+    from paceline.comm.backend import joined
+
+    with joined(deadline_s=60) as group:
+        group.barrier()
+        connections = psutil.Process().net_connections("inet")
+        addresses = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+        Path(arguments[0], f"rank-{RANK}.json").write_text(json.dumps(addresses))
+        group.barrier()
+
+
+def leave_with_code_3(_: list[str]) -> None:
+    if RANK == 1:
+        sys.exit(3)
+    time.sleep(60)
+
+
+def vanish_with_code_5(_: list[str]) -> None:
+    os._exit(5)
+
+
+def leave_early(_: list[str]) -> None:
+    if RANK == 1:
+        sys.exit()
+    time.sleep(0.5)
+    raise ConnectionError("Connection closed by peer")
+
+
+def be_killed_on_rank_1(_: list[str]) -> None:
+    StatusBoard.of_this_rank().mark("compute", 37)
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def crash(_: list[str]) -> None:
+    ctypes.string_at(0)
+
+
+def stand_still(arguments: list[str]) -> None:
+    """Be in the phase that the arguments name for this rank, and go on no further; `stopped` is a compute phase that gets SIGSTOP."""
+    phase: Phase | str = arguments[RANK]
+    if phase == "stopped":
+        StatusBoard.of_this_rank().mark("compute", 37)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif phase != "starting":
+        StatusBoard.of_this_rank().mark(phase, 37)  # type: ignore[arg-type]
+    time.sleep(60)
+
+
+def save_on_sigterm(arguments: list[str]) -> None:
+    """What a rank that trains does: end well on SIGTERM, after it has saved."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    Path(arguments[0], f"ready-{RANK}").write_text(str(os.getpid()))
+    asked.wait(60)
+    Path(arguments[0], f"saved-{RANK}").touch()
+
+
+def ignore_sigterm(arguments: list[str]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(arguments[0], f"ready-{RANK}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def never_be_ready(arguments: list[str]) -> None:
+    Path(arguments[0], f"ready-{RANK}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def fail_in_the_first_attempt(arguments: list[str]) -> None:
+    attempt = os.environ["PACELINE_ATTEMPT"]
+    Path(arguments[0], f"port-{attempt}").write_text(os.environ["MASTER_PORT"])
+    if attempt == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_a_child_behind(arguments: list[str]) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    Path(arguments[0], "child").write_text(str(child.pid))

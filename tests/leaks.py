@@ -1,0 +1,184 @@
+"""What a test may leave behind: nothing. Each kind of left-over is one small function that names those there are now."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_GRACE_S = 3.0  # for threads and processes that are about to end
+_SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
+_PR_SET_CHILD_SUBREAPER = 36
+_ENVIRONMENT_OF_OTHERS = {  # set by whoever imports or runs them, once
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
+    "TRITON_CACHE_DIR",
+}
+_TORCH_SETTINGS = {  # what reads it: what sets it
+    "get_default_dtype": "set_default_dtype",
+    "get_num_threads": "set_num_threads",
+    "is_grad_enabled": "set_grad_enabled",
+    "are_deterministic_algorithms_enabled": "use_deterministic_algorithms",
+}
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parent died become children of this one, where `children` sees them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Snapshot:
+    """What there was before a test."""
+
+    def __init__(self) -> None:
+        self.pids = {child.pid for child in _descendants()}
+        self.named = {kind: find() for kind, find in _KINDS.items()}
+        self.environment = _environment()
+        self.folder = os.getcwd()
+        self.torch = _torch_settings()
+
+    def left_over(self) -> list[str]:
+        """What is there now and was not before, in words. Left-over processes are killed, and settings are put back."""
+        found = [f"{kind}: {', '.join(names)}" for kind, names in self._settled().items() if names]
+        found += self._settings()
+        for child in _descendants():
+            if child.pid not in self.pids:
+                child.kill()
+        return found
+
+    def _settled(self) -> dict[str, list[str]]:
+        """The new names of each kind, after a grace for what is about to end."""
+        until = time.monotonic() + _GRACE_S
+        while True:
+            _reap()
+            new = {kind: sorted(find() - self.named[kind]) for kind, find in _KINDS.items()}
+            if not any(new.values()) or time.monotonic() > until:
+                return new
+            time.sleep(0.02)
+
+    def _settings(self) -> Iterator[str]:
+        environment = _environment()
+        for name in sorted({name for name, _ in environment.items() ^ self.environment.items()}):
+            yield f"environment variable {name}: {self.environment.get(name)!r} became {environment.get(name)!r}"
+            os.environ.pop(name, None)
+        os.environ.update(self.environment)
+        if os.getcwd() != self.folder:
+            yield f"current folder: {self.folder} became {os.getcwd()}"
+            os.chdir(self.folder)
+        yield from self._settings_of_torch()
+
+    def _settings_of_torch(self) -> Iterator[str]:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            yield "an initialised process group"
+            torch.distributed.destroy_process_group()
+        now = _torch_settings()
+        for name, before in self.torch.items():
+            if now[name] != before:
+                yield f"torch.{name}: {before} became {now[name]}"
+                getattr(torch, _TORCH_SETTINGS[name])(before)
+
+
+def _children() -> set[str]:
+    named = set()
+    for child in _descendants():
+        with suppress(psutil.NoSuchProcess):
+            named.add(f"pid {child.pid} ({' '.join(child.cmdline())[:100] or child.name()})")
+    return named
+
+
+def _descendants() -> list[psutil.Process]:
+    """Living processes that this one started, or adopted. Python's resource tracker is one a process, and stays."""
+    living = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and not any("resource_tracker" in word for word in child.cmdline()):
+                living.append(child)
+    return living
+
+
+def _threads() -> set[str]:
+    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+
+
+def _listening() -> set[str]:
+    connections = psutil.Process().net_connections("inet")
+    return {f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def _shared_memory() -> set[str]:
+    """Segments in /dev/shm, without those of processes that are not ours: other users of the machine have some, too."""
+    names = {name for name in _entries(Path("/dev/shm")) if name.startswith(_SEGMENT_PREFIXES)}
+    new = names - _seen_segments
+    if new:
+        ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        _seen_segments.update(name for name in new if _used_by_others(name, ours))
+    return names - _seen_segments
+
+
+def _used_by_others(segment: str, ours: set[int]) -> bool:
+    needle = f"/dev/shm/{segment}"
+    for pid in set(psutil.pids()) - ours:
+        with suppress(OSError):
+            if needle in Path(f"/proc/{pid}/maps").read_text():
+                return True
+    return False
+
+
+def _network_namespaces() -> set[str]:
+    return _entries(Path("/run/netns"))
+
+
+def _temporary_files() -> set[str]:
+    """Entries of this session's own temporary folder."""
+    return _entries(Path(tempfile.gettempdir()))
+
+
+def _entries(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
+
+
+_KINDS: dict[str, Callable[[], set[str]]] = {
+    "processes": _children,
+    "threads": _threads,
+    "listening ports": _listening,
+    "shared memory": _shared_memory,
+    "network namespaces": _network_namespaces,
+    "temporary files": _temporary_files,
+}
+_seen_segments: set[str] = set()  # of other processes
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT_OF_OTHERS}
+
+
+def _torch_settings() -> dict[str, object]:
+    """torch's global settings, or nothing while it is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {name: getattr(torch, name)() for name in _TORCH_SETTINGS}
+
+
+def _reap() -> None:
+    """Take the exit codes of adopted orphans; nobody else will."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, ChildProcessError):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)

@@ -1,0 +1,71 @@
+"""The check that every test gets does see what a test leaves behind."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from leaks import Snapshot
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Snapshot:
+    monkeypatch.setattr("leaks._GRACE_S", 0.1)
+    return Snapshot()
+
+
+def test_a_process_is_seen_and_killed_also_when_its_parent_is_gone(before: Snapshot) -> None:
+    orphan = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    pid = int(subprocess.run([sys.executable, "-c", orphan], check=True, capture_output=True).stdout)
+    assert before.left_over() == [f"processes: pid {pid} (sleep 60)"]
+    psutil.Process(pid).wait(5)
+
+
+def test_a_thread_is_seen(before: Snapshot) -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="forgotten", daemon=True)
+    thread.start()
+    assert before.left_over() == [f"threads: forgotten ({thread.ident})"]
+    done.set()
+    thread.join()
+
+
+def test_a_listening_port_is_seen(before: Snapshot) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert before.left_over() == [f"listening ports: 127.0.0.1:{server.getsockname()[1]}"]
+
+
+def test_shared_memory_is_seen(before: Snapshot) -> None:
+    segment = SharedMemory(create=True, size=64)
+    segment.close()
+    assert before.left_over() == [f"shared memory: {segment.name}"]
+    segment.unlink()
+
+
+def test_a_temporary_file_is_seen(before: Snapshot) -> None:
+    folder = Path(tempfile.mkdtemp())
+    assert before.left_over() == [f"temporary files: {folder.name}"]
+    folder.rmdir()
+
+
+def test_changed_settings_are_seen_and_put_back(before: Snapshot) -> None:
+    folder = os.getcwd()
+    os.environ["PACELINE_NEW"] = "1"
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    assert before.left_over() == [
+        "environment variable PACELINE_NEW: None became '1'",
+        f"current folder: {folder} became /",
+        "torch.get_default_dtype: torch.float32 became torch.float64",
+    ]
+    assert "PACELINE_NEW" not in os.environ
+    assert os.getcwd() == folder
+    assert torch.get_default_dtype() == torch.float32
