@@ -24,7 +24,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Snapshot:
 
 def test_a_process_is_seen_and_killed_also_when_its_parent_is_gone(before: Snapshot) -> None:
     orphan = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
-    pid = int(subprocess.run([sys.executable, "-c", orphan], check=True, capture_output=True).stdout)
+    pid = int(subprocess.run([sys.executable, "-c", orphan], check=True, stdout=subprocess.PIPE).stdout)
     assert before.left_over() == [f"processes: pid {pid} (sleep 60)"]
     psutil.Process(pid).wait(5)
 

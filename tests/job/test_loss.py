@@ -80,7 +80,11 @@ def test_a_model_that_went_wrong_is_not_hidden() -> None:
         (torch.zeros(2, 10), torch.tensor([-1, 10]), r"expected labels in 0\.\.9, found -1 in a batch \(at 0, 2 of 2 labels\)"),
         (torch.zeros(2, 3, 10), torch.tensor([[0, 1, 2], [3, 10, 4]]), r"expected labels in 0\.\.9, found 10 in a batch"),
         (torch.zeros(4, 10), torch.zeros(4), r"labels should be whole numbers, got float32 \[4\]"),
-        (torch.zeros(4, 10), torch.zeros(3, dtype=torch.int64), r"logits float32 \[4, 10\] for labels int64 \[3\]; .* one label per sample"),
+        (
+            torch.zeros(4, 10),
+            torch.zeros(3, dtype=torch.int64),
+            r"logits float32 \[4, 10\] for labels int64 \[3\]; .* one label per sample",
+        ),
         (torch.zeros(4, 10), torch.zeros(4, 1, dtype=torch.int64), r"for labels int64 \[4, 1\]; .* one label per sample"),
         (torch.zeros(2, 3, 10), torch.zeros(2, dtype=torch.int64), r"for labels int64 \[2\]; there should be one label per token"),
     ],
@@ -96,9 +100,7 @@ def test_labels_can_be_checked_before_they_reach_a_gpu() -> None:
         check_labels(torch.tensor([[0, 9], [10, 3]]), 10, "in batch 37")
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"), [("mse", F.mse_loss), ("mae", F.l1_loss), ("bce", F.binary_cross_entropy_with_logits)]
-)
+@pytest.mark.parametrize(("name", "reference"), [("mse", F.mse_loss), ("mae", F.l1_loss), ("bce", F.binary_cross_entropy_with_logits)])
 def test_fitted_numbers_have_torchs_losses_in_full_precision(name: str, reference: Any) -> None:
     output, target = torch.randn(5, 1), torch.rand(5)
     expected = reference(output.squeeze(1), target)
@@ -149,8 +151,12 @@ def test_an_output_without_logits_is_named() -> None:
     ("name", "args", "words"),
     [
         ("cros_entropy", {}, r'there is no loss "cros_entropy"\. Did you mean "cross_entropy"\?'),
-        ("cross_entropy", {"label_smothing": 0.1}, r'loss cross_entropy has no argument "label_smothing"\. Did you mean "label_smoothing"\?'),
-        ("cross_entropy", {"label_smoothing": 2}, r"loss cross_entropy: label_smoothing should be less than 1, got 2|at most 1, got 2"),
+        (
+            "cross_entropy",
+            {"label_smothing": 0.1},
+            r'loss cross_entropy has no argument "label_smothing"\. Did you mean "label_smoothing"\?',
+        ),
+        ("cross_entropy", {"label_smoothing": 2}, r"loss cross_entropy: label_smoothing should be at most 1\.0, got 2"),
         ("mse", {"reduction": "sum"}, r'loss mse has no argument "reduction"\. It takes none\.'),
         ("math:pi", {}, r"math:pi is a float and cannot be called"),
         ("torch.nn.functional:mse_loss", {"reductoin": "sum"}, r"does not fit the job's args \(reductoin\)"),

@@ -49,7 +49,9 @@ def test_batches_of_any_size_add_up_to_the_whole(name: str) -> None:
 
 
 def test_each_metric_is_what_its_name_says() -> None:
-    assert value(metric("accuracy"), (CLASSES, LABELS)) == pytest.approx(sum(int(c.argmax()) == int(y) for c, y in zip(CLASSES, LABELS, strict=True)) / 30)
+    assert value(metric("accuracy"), (CLASSES, LABELS)) == pytest.approx(
+        sum(int(c.argmax()) == int(y) for c, y in zip(CLASSES, LABELS, strict=True)) / 30
+    )
     top5 = sum(int(y) in c.topk(5).indices.tolist() for c, y in zip(CLASSES, LABELS, strict=True)) / 30
     assert value(metric("top5"), (CLASSES, LABELS)) == pytest.approx(top5)
     mean = float(F.cross_entropy(TOKENS.flatten(0, 1), NEXT.flatten()))

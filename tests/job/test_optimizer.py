@@ -17,11 +17,11 @@ from paceline.errors import JobError
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 
 
-def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def net(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3)).to(dtype)
-    nn.init.zeros_(model[4].weight)  # a layer without a norm to scale by
-    return model
+    last = nn.Linear(3, 3)
+    nn.init.zeros_(last.weight)  # a layer without a norm to scale by
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 3), last).to(dtype)
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, seed: int = 0) -> list[Tensor]:
@@ -47,7 +47,11 @@ def close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-12) ->
     ("values", "torch_optimizer", "torch_values"),
     [
         ({"name": "sgd", "lr": 0.1}, torch.optim.SGD, {}),
-        ({"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (
+            {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+            torch.optim.SGD,
+            {"momentum": 0.9, "nesterov": True},
+        ),
         ({"name": "adam", "lr": 0.1, "weight_decay": 0.1, "betas": [0.8, 0.9]}, torch.optim.Adam, {"betas": (0.8, 0.9)}),
         ({"name": "adamw", "lr": 0.1, "weight_decay": 0.1, "eps": 1e-4}, torch.optim.AdamW, {"eps": 1e-4}),
     ],
@@ -85,7 +89,7 @@ class ByHandLARS:
             assert w.grad is not None
             direction, local = w.grad.clone(), 1.0
             if w.dim() > 1:
-                w_norm, g_norm = math.sqrt(float((w * w).sum())), math.sqrt(float((w.grad * w.grad).sum()))
+                w_norm, g_norm = float(w.detach().norm()), float(w.grad.norm())
                 if w_norm > 0 and g_norm > 0:
                     local = trust * w_norm / (g_norm + decay * w_norm)
                 direction = direction + decay * w.detach()
@@ -136,7 +140,9 @@ def test_lamb_is_the_papers_algorithm(weight_decay: float) -> None:
     ours, by_hand = net(), net()
     optimizer = spec(name="lamb", lr=0.05, betas=[0.8, 0.95], eps=1e-6, weight_decay=weight_decay).build(ours)
     reference: Any = ByHandLAMB(by_hand, 0.05, (0.8, 0.95), 1e-6, weight_decay)
-    assert close(trained(ours, optimizer), trained(by_hand, reference))
+    assert close(
+        trained(ours, optimizer), trained(by_hand, reference), tolerance=1e-9
+    )  # Adam enlarges the rounding of gradients that are 0
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
@@ -148,7 +154,8 @@ def test_large_batch_optimizers_train_in_bfloat16_and_with_closures(name: str) -
         optimizer.zero_grad()
         loss = model(torch.ones(2, 1, 4, 4, dtype=torch.bfloat16)).square().mean()
         loss.backward()
-        return float(loss)
+        value: float = loss.item()
+        return value
 
     losses = [optimizer.step(closure) for _ in range(3)]
     assert all(math.isfinite(loss) for loss in losses)
@@ -223,7 +230,9 @@ _schedules = st.one_of(
         st.integers(0, 50),
         st.floats(0, 1),
     ),
-    st.builds(lambda m, factor: {"name": "step", "milestones": m, "factor": factor}, st.lists(st.integers(0, 99), min_size=1), st.floats(0.1, 0.9)),
+    st.builds(
+        lambda m, factor: {"name": "step", "milestones": m, "factor": factor}, st.lists(st.integers(0, 99), min_size=1), st.floats(0.1, 0.9)
+    ),
 )
 
 

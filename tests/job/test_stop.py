@@ -59,13 +59,13 @@ def test_a_plateau_is_found_when_the_loss_stops_falling_and_not_before() -> None
 
 
 def test_a_noisy_loss_that_still_falls_is_no_plateau() -> None:
-    losses = [100 - step + (5 if step % 2 else -5) for step in range(90)]
+    losses = [100.0 - step + (5 if step % 2 else -5) for step in range(90)]
     assert stopped_at(rule(plateau={"less_than": 1.0, "over": 10}), losses) is None
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=60), st.integers(0, 59), st.integers(1, 6))
 def test_a_resumed_run_stops_where_an_undisturbed_one_would_have(losses: list[float], cut: int, over: int) -> None:
-    values = {"plateau": {"less_than": 0.5, "over": over}}
+    values: dict[str, Any] = {"plateau": {"less_than": 0.5, "over": over}}
     undisturbed = stopped_at(rule(**values), losses)
     first, second = rule(**values), rule(**values)
     before = stopped_at(first, losses[:cut])

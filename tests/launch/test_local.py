@@ -211,6 +211,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_its_stack_and_who_waits() -> N
     assert text.startswith("rank 1 ")
     assert "has been in compute of step 37 for 1 s while rank 0 waits for it" in text
     assert "in stand_still" in text
+    assert "launch/rank.py" not in text
 
 
 def test_a_stopped_rank_is_named_as_stopped() -> None:

@@ -195,6 +195,18 @@ def test_a_second_iteration_takes_over_from_one_that_is_still_referred_to(num_wo
     assert seen + rows(taken_over) == list(partition().batches(0))
 
 
+def test_loading_a_state_ends_the_running_iteration_and_the_next_one_begins_there(num_workers: int) -> None:
+    """A rewind in the middle of the loop; going on with batches that were read ahead would skip what is to be done again."""
+    loader = load(Rows(), num_workers)
+    start, seen = loader.state_dict(), []
+    for batch in loader:
+        seen += rows([batch])
+        if len(seen) == 2:
+            loader.load_state_dict(start)
+    assert seen == list(partition().batches(0))[:2]
+    assert rows(loader) == list(partition().batches(0))
+
+
 def test_closing_ends_the_loader_processes_and_loses_no_batch(num_workers: int) -> None:
     loader = load(Rows(), num_workers)
     list(loader)
@@ -306,8 +318,9 @@ def test_a_dataset_that_changed_its_length_is_refused_at_the_next_epoch(num_work
 
 
 def test_a_killed_loader_process_is_an_error_that_says_so_and_not_a_hang() -> None:
+    loader = load(Killed(), num_workers=2)
     with pytest.raises(DataError, match=r"its 2 loader processes failed at step 0 of epoch 0: .*(killed by signal|exited unexpectedly)"):
-        next(iter(load(Killed(), num_workers=2)))
+        next(iter(loader))
     assert not multiprocessing.active_children()
 
 

@@ -9,7 +9,7 @@ import typer
 from paceline.cli import export, train
 from paceline.errors import PacelineError
 
-app = typer.Typer(name="paceline", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="paceline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("train")(train.command)
 app.command("export")(export.command)
 

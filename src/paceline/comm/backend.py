@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.group import Group
 from paceline.errors import ClusterError, LaunchError
@@ -74,7 +75,7 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def _store(deadline_s: float) -> dist.Store:
+def _store(deadline_s: float) -> Store:
     """The rendezvous' store, scoped by attempt so that a restarted run never reads the keys of the one before."""
     absent = [k for k in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
     if absent:
@@ -86,17 +87,17 @@ def _store(deadline_s: float) -> dist.Store:
     try:
         if "PACELINE_STORE_FD" in os.environ:  # rank 0 serves on the socket that the launcher bound: no other interface, no race for the port
             fd = int(os.environ.pop("PACELINE_STORE_FD"))
-            store: dist.Store = dist.TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+            store: Store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=fd)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
-            store = dist.TCPStore(address, port, world, False, timeout, wait_for_workers=False)
+            store = TCPStore(address, port, world, False, timeout, wait_for_workers=False)
         else:
-            store = dist.TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=_listen(address, port))
+            store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=_listen(address, port))
     except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
         raise LaunchError(
             f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or rank 0 not started? "
             "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
         ) from error
-    return dist.PrefixStore(f"paceline/{attempt}", store)
+    return PrefixStore(f"paceline/{attempt}", store)
 
 
 def _listen(address: str, port: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.errors import SyncError
 
@@ -35,7 +36,7 @@ class Group:
     rank: int = 0
     size: int = 1
     backend: dist.ProcessGroup | None = None
-    store: dist.Store | None = None
+    store: Store | None = None
     deadline_s: float = 300.0
     hosts: tuple[int, ...] = (0,)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

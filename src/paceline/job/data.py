@@ -26,9 +26,9 @@ class DataSets(NamedTuple):
 
 
 class _Data(Spec):
-    held_out: float = Field(0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
-    num_workers: int = Field(0, ge=0)  # loader processes per rank
-    limit: int | None = Field(None, ge=1)  # use only the first samples (also of a held-out set with files of its own)
+    held_out: float = Field(default=0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
+    num_workers: int = Field(default=0, ge=0)  # loader processes per rank
+    limit: int | None = Field(default=None, ge=1)  # use only the first samples (also of a held-out set with files of its own)
 
     @field_validator("path", "held_out_path", "factory", "held_out_factory", mode="after", check_fields=False)
     @classmethod
@@ -56,7 +56,7 @@ class Digits(_Data):
     """scikit-learn's bundled 1,797 real images of handwritten digits (8 x 8, grey, 10 classes)."""
 
     kind: Literal["digits"]
-    held_out: float = Field(0.2, ge=0, lt=1)
+    held_out: float = Field(default=0.2, ge=0, lt=1)
     shape: ImageShape | None = None  # else what the model wants, else 1 x 8 x 8
 
 
@@ -90,7 +90,7 @@ class Text(_Data):
 
     kind: Literal["text"]
     path: Annotated[tuple[Path, ...], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))]
-    context: int = Field(128, ge=1)
+    context: int = Field(default=128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # which files of a folder
 
@@ -124,10 +124,10 @@ class Synthetic(_Data):
     """Invented data for benchmarks, labelled as such in every figure. `classes` for images and vectors, `vocab` for token sequences."""
 
     kind: Literal["synthetic"]
-    samples: int = Field(10_000, ge=1)
+    samples: int = Field(default=10_000, ge=1)
     shape: tuple[PositiveInt, ...] | None = None  # of one sample; with `vocab`, (sequence length,)
-    classes: int = Field(10, ge=2)
-    vocab: int | None = Field(None, ge=2)
+    classes: int = Field(default=10, ge=2)
+    vocab: int | None = Field(default=None, ge=2)
 
 
 def _expand_short_form(value: Any) -> Any:

@@ -35,7 +35,10 @@ class ModelSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _a_colon_means_an_import_path(cls, value: Any) -> Any:
-        return {"factory": value} if isinstance(value, str) and ":" in value else value
+        value = {"zoo": value} if isinstance(value, str) else value
+        if isinstance(value, dict) and ":" in str(value.get("zoo")) and "factory" not in value:
+            return {"factory" if key == "zoo" else key: entry for key, entry in value.items()}
+        return value
 
     @field_validator("factory")
     @classmethod

@@ -140,7 +140,7 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failu
         head = f"{_who(first)} has been in {_where(first.status)} {idle}{tail}"
     more = "".join(f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:])
     stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{_shortened(e.stack)}" for e in hung if e.stack)
-    advice = "" if first.stopped else ". If it is only slow, raise the deadline"
+    advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
     return Failure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
 
 
@@ -194,10 +194,11 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def _shortened(stack: str) -> str:
-    """faulthandler's output with the main thread first, cut to a length that leaves the message on the screen."""
-    threads = stack.strip().split("\n\n")
-    threads.sort(key=lambda t: "Current thread" not in t)
-    lines = "\n\n".join(threads).splitlines()
+    """faulthandler's output, the main thread first, without the frames around the rank's function, cut to leave the message on the screen."""
+    threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
+    threads.sort(key=lambda thread: "Current thread" not in thread)
+    around = ("launch/rank.py", "<frozen runpy>")
+    lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])
 
 

@@ -37,8 +37,8 @@ class AllReduce(SyncRule):
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
         self.overlap = replica.dp.device.type == "cuda" or replica.dp.spans_hosts
         self.buckets = _bucketize(replica, BUCKET_BYTES if self.overlap else None)
-        self.place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.parameters)}
-        self.hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self.place]
+        self.place: dict[Tensor, tuple[Bucket, int]] = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.parameters)}
+        self.hooks = [p.register_post_accumulate_grad_hook(self._collect) for b in self.buckets for p in b.parameters]
         replica.gradients = [b.flat[: b.gradient_size] for b in self.buckets if b.gradient_size]
 
     def after_backward(self) -> None:

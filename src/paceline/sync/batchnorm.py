@@ -19,7 +19,8 @@ def synchronise(model: nn.Module, dp: Group) -> nn.Module:
     if dp.size == 1:
         return model
     if dp.device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model, dp.backend)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, dp.backend)
+        return converted
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         return GlobalBatchNorm(model, dp)
     for name, child in model.named_children():

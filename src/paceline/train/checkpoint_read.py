@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -106,11 +107,13 @@ def export(run_or_folder: Path, out: Path) -> None:
     state |= {alias: state[name] for alias, name in loaded.aliases.items() if name in state}
     model = {name.partition("/")[2]: tensor for name, tensor in state.items() if name.startswith(("model/", "buffer/"))}
     temporary = out.with_name(f".{out.name}.partial")
+    hurry = threading.Event()
+    hurry.set()
     shard = Shard()
     shard.begin(model, {})
     shard.gather()
     try:
-        shard.write(temporary)
+        shard.write(temporary, hurry)
         os.replace(temporary, out)
         sync_folder(out.parent)
     except OSError as error:

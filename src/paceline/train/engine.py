@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
-from paceline.errors import PlanError
+from paceline.errors import DataError, PlanError
 from paceline.job.loss import Loss, Metric
 from paceline.plan.plan import Plan
 from paceline.sync import RULES, Replica, SyncRule
@@ -102,7 +102,7 @@ class Engine:
         Raises:
             NonFiniteError: NaN or Inf in the loss or the gradients, and the policy is to stop. Nothing was updated.
             SyncError: another rank is gone or did not come in time.
-            DataError: the batch has no target, or a label is out of range.
+            DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
         """
         step = self.step_count + 1
         position = self._position(batch)
@@ -185,13 +185,14 @@ class Engine:
             )
 
     def _position(self, batch: Batch | None) -> Position:
-        """Where in the data the batch stands; a batch that is not the loader's own is counted over the replicas."""
-        if batch is self.loader.last_batch and self.loader.position is not None:
-            return self.loader.position
-        local = rows(batch)
-        total = torch.tensor([float(local)], device=self.device)
-        self.group.all_reduce(total)
-        return Position(epoch=-1, step=self.step_count, local=local, total=int(total.item()))
+        """Where in the data the batch stands, and how much of the global batch it is."""
+        position = self.loader.position
+        if position is None or rows(batch) != position.local:
+            raise DataError(
+                f"step takes the batches of engine.loader: the newest has {position.local if position else 0} samples on rank "
+                f"{self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep its samples: they are weighed by what every replica was dealt."
+            )
+        return position
 
     # Forward and backward
 
@@ -209,7 +210,7 @@ class Engine:
                 output = self._call(part)
                 loss, items = self._loss(output, part, position)
             scaled = loss * items
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
             self.notes.add_loss(scaled.detach(), items)
 
     def _loss(self, output: Any, part: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
@@ -286,8 +287,7 @@ class Engine:
 
     def _refuse(self, batch: Batch | None, backup: list[tuple[Tensor, Tensor]], *, step: int, loss: float, norm: float) -> str:
         """Leave the update out and undo what the forward pass left in the buffers; raise where the policy is to stop."""
-        indices = self.loader.indices if batch is self.loader.last_batch else None
-        problem = explain(self.group, batch, indices, step=step, loss=loss, norm=norm)
+        problem = explain(self.group, batch, self.loader.indices, step=step, loss=loss, norm=norm)
         self._skipped_in_a_row += 1
         if self.settings.nonfinite == "stop":
             raise stop(problem)

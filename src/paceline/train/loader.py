@@ -38,7 +38,6 @@ class Loader:
 
     Attributes:
         position: of the batch yielded last; None before the first.
-        last_batch: the batch yielded last.
         indices: the dataset indices in that batch.
 
     Raises (while iterating):
@@ -57,7 +56,6 @@ class Loader:
     ) -> None:
         self.partition, self.num_workers, self.pin_memory = partition, num_workers, pin_memory
         self.position: Position | None = None
-        self.last_batch: Any = None
         self.indices: list[int] = []
         self._samples = Samples(dataset, collate_fn, partition.replica, partition.seed)
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
@@ -80,7 +78,9 @@ class Loader:
                 with self._named_if_processes_fail():
                     batch = next(batches)
                 yield self._receive(batch, epoch, step)
-            self._resume_from, self._batches = self._loader.state_dict(), None
+                if self._batches is not batches:  # a state was loaded, or another iteration took over
+                    return
+            self._resume_from, self._batches = self._reader_state(), None
         finally:
             if self._batches is batches:
                 self.close()
@@ -91,21 +91,20 @@ class Loader:
         A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as well.
         """
         epoch, step = self._next
-        reader = self._resume_from if self._batches is None else self._loader.state_dict()
-        return {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": reader}
+        return {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes.
+        """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes. Ends an iteration that runs.
 
         A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the same.
         """
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
-        self.position, self.last_batch, self.indices = None, None, []
+        self.position, self.indices = None, []
 
     def close(self) -> None:
         """End the loader processes. The next iteration starts new ones and continues with the batch to come."""
-        reader = self.state_dict()["reader"]
+        reader = self._reader_state()
         self._end_processes()
         self._open(self._next, reader)
 
@@ -123,6 +122,7 @@ class Loader:
                 num_workers=self.num_workers,
                 persistent_workers=self.num_workers > 0,
                 pin_memory=self.pin_memory,
+                snapshot_every_n_steps=int(self._samples.stateful),  # a dataset's own state, sent with each batch
                 generator=torch.Generator(),  # otherwise each epoch draws a number from the rank's own random state
             )
         if reader is not None:
@@ -132,7 +132,7 @@ class Loader:
         """Take note of a batch that is to be yielded."""
         if isinstance(batch, Failure):
             raise DataError(batch.message) from batch.cause
-        self.indices, self.last_batch = self._requests.popleft().indices, batch
+        self.indices = self._requests.popleft().indices
         self.position = Position(epoch, step, len(self.indices), self.partition.size(step))
         self._next = _following(self.partition, epoch, step)
         return batch
@@ -145,10 +145,15 @@ class Loader:
             if not self.num_workers:
                 raise
             epoch, step = self._next
+            self.close()
             raise DataError(
                 f"replica {self.partition.replica}: its {self.num_workers} loader processes failed at step {step} of epoch {epoch}: "
                 f"{error}. Those that were killed often lacked memory: try a smaller num_workers"
             ) from error
+
+    def _reader_state(self) -> dict[str, Any] | None:
+        """torchdata's own state at the batch to come; None where only the position matters, and before the first iteration."""
+        return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
     def _end_processes(self) -> None:
         # torchdata ends them when its iterator is collected, which an exception's traceback may put off for long.

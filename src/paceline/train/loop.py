@@ -20,7 +20,8 @@ from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.train.batch import Batch
-from paceline.train.checkpoint import Checkpointer, load_latest
+from paceline.train.checkpoint import Checkpointer
+from paceline.train.checkpoint_read import load_latest
 from paceline.train.engine import Engine, Settings, StepResult
 from paceline.train.loader import Loader, held_out_batches
 from paceline.train.progress import PlainProgress
@@ -114,6 +115,7 @@ class Loop:
                     reason = self._epoch()
                 self._finish(reason)
         finally:
+            self.engine.loader.close()
             self.recorder.close()
             if self.events is not None:
                 self.events.close()
@@ -145,6 +147,7 @@ class Loop:
         self._ask()
         result = engine.step(batch)
         position = engine.loader.position
+        assert position is not None
         self.recorder.step(result, position.local, lr)
         if self.progress:
             self.progress.step(result, position.epoch)

@@ -13,10 +13,10 @@ Policy = Literal["stop", "skip", "rewind"]
 PATIENCE = 20  # updates left out in a row before the run is called broken
 
 
-def explain(group: Group, batch: Batch | None, indices: list[int] | None, *, step: int, loss: float, norm: float) -> str:
+def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int, loss: float, norm: float) -> str:
     """One sentence that names the step, the quantity, and the rank and samples where it started. Every rank must call this."""
     bad = nonfinite_rows(batch)
-    names = [indices[row] for row in bad] if indices else bad
+    names = [indices[row] for row in bad]
     findings = group.gather_json(names[:8])
     sources = [f"rank {rank}'s share of the batch has it in samples {found}" for rank, found in enumerate(findings) if found]
     what = "loss" if not math.isfinite(loss) else "gradient"

@@ -111,13 +111,14 @@ class Run:
     @property
     def reason(self) -> str | None:
         """Why the run ended: the stop rule that came true, or the signal; None while it runs or after a crash."""
-        last = next((e for e in reversed(self.events()) if e["event"] in ("start", "resume", "end")), {})
-        return last.get("reason")
+        ends = [e for e in self.events() if e["event"] in ("start", "resume", "end")]
+        return ends[-1].get("reason") if ends else None
 
     @property
     def training_time_s(self) -> float:
-        """Wall-clock from the first step to the end, over all attempts, evaluations and checkpoints included."""
-        return sum(e["elapsed_s"] for e in self.events()[-1:] if e["event"] == "end")
+        """Seconds from the first step to the end, over all attempts, evaluations and checkpoints included; 0 while it runs."""
+        ends = [e for e in self.events() if e["event"] == "end"]
+        return float(ends[-1]["elapsed_s"]) if ends else 0.0
 
     @property
     def throughput(self) -> float:

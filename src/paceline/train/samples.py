@@ -37,6 +37,7 @@ class Samples(Dataset[Any]):
         self.collate = collate_fn or default_collate
         self.read_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.epoch: int | None = None
+        self.stateful = isinstance(dataset, Stateful)
         if isinstance(dataset, Stateful):  # torchdata asks for a state wherever it finds these two
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 

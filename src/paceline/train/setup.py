@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def setup(
     if chosen.fused:
         _fuse(optimizer)
     settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
-    return Engine(model, optimizer, loss, _deal(loader, group, seed), chosen, group, settings)
+    return Engine(model, optimizer, cast(Loss, loss), _deal(loader, group, seed), chosen, group, settings)
 
 
 def _plan(plan: Plan | str, group: Group) -> Plan:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint import Loaded, Snapshot
+from paceline.train.checkpoint import Snapshot
+from paceline.train.checkpoint_read import Loaded
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
     """The engine's state as named tensors and JSON values; `values` are the loop's own, added under "loop"."""
     model, optimizer = engine.model, engine.optimizer
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     shared: dict[str, Tensor] = {f"model/{name}": p.detach() for p, name in names.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -82,7 +83,7 @@ def _persistent(model: torch.nn.Module) -> set[str]:
     return set(model.state_dict(keep_vars=True).keys())
 
 
-def _groups(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> list[dict[str, Any]]:
+def _groups(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
     """The optimizer's hyper-parameters, its parameters by name."""
     return [{**{k: v for k, v in g.items() if k != "params"}, "params": [names.get(p, "") for p in g["params"]]} for g in optimizer.param_groups]
 

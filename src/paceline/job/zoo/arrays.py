@@ -43,11 +43,11 @@ def build_arrays(spec: Arrays, seed: int) -> DataSets:
 def _read(path: Path, names: list[str]) -> dict[str, Array]:
     if path.is_dir():
         return _read_npy(path, names)
+    path.open("rb").close()  # what is missing or locked is told alike for every format
     if path.suffix == ".npz":
         return _read_npz(path, names)
     if path.suffix == ".parquet":
         return _read_parquet(path, names)
-    path.stat()  # a path that does not exist is told as such
     raise DataError(f"{path.absolute()}: this kind of file is not read. Expected: {_EXPECTED}")
 
 

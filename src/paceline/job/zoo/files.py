@@ -43,10 +43,11 @@ def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
     def fail(error: OSError) -> None:
         raise error
 
+    endings = tuple(suffix.lower() for suffix in suffixes)
     found = []
     for place, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [f for f in folders if f not in _NOT_DATA and not f.startswith(".")]
-        found += [os.path.join(place, f) for f in files if f.lower().endswith(suffixes) and not f.startswith(".")]
+        found += [os.path.join(place, f) for f in files if f.lower().endswith(endings) and not f.startswith(".")]
     return sorted(found)
 
 

@@ -128,7 +128,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
         raise JobError("\n".join(f"model args for {file}: {text}" for text in unknown))
     try:
         config: PretrainedConfig = transformers.AutoConfig.for_model(kind, **_overridden(values, args, known.attribute_map))
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # each kind of configuration has its own for values that it refuses
         raise JobError(f"{file}: {' '.join(str(error).split())}") from error
     return config
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # for which torch has fused steps; elsewhere the first step would raise
+
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
     """The optimizer over the model's trainable parameters, a shared one once. Weight decay is on all of them, but for LARS and LAMB.
@@ -28,10 +30,8 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = Fals
         return LARS(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, trust=spec.trust)
     if spec.name == "lamb":
         return LAMB(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
-    try:
-        return _torch_optimizer(spec, parameters, fused=fused or None)
-    except RuntimeError:  # torch has no fused step for such parameters
-        return _torch_optimizer(spec, parameters, fused=None)
+    has_fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+    return _torch_optimizer(spec, parameters, fused=True if fused and has_fused else None)
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> float:

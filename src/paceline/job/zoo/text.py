@@ -36,12 +36,13 @@ def build_text(spec: Text, seed: int) -> DataSets:
     with reading(spec.path[0], _EXPECTED):
         corpus = Corpus(_files(spec))
     overlap = 1 if spec.objective == "causal" else 0  # the byte after a window, which is the target of its last position
-    samples = (corpus.size - overlap) // spec.context
-    if samples < 1:
+    available = (corpus.size - overlap) // spec.context
+    if available < 1:
         raise DataError(f"{_named(spec)}: {corpus.size} bytes of text; one sample of context {spec.context} needs {spec.context + overlap}")
-    samples = min(samples, spec.limit or samples)
+    samples = min(available, spec.limit or available)
     kept = held_out_samples(samples, spec.held_out)
-    end = min(corpus.size, samples * spec.context + overlap * (2 if kept else 1))  # one overlap for each side
+    one_each = overlap * (2 if kept else 1)  # each side has an overlap of its own
+    end = corpus.size if samples == available else samples * spec.context + one_each
     if not kept:
         return DataSets(Windows(corpus, 0, end, spec, seed), None)
     cut = end - kept * spec.context - overlap

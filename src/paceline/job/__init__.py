@@ -1,0 +1,1 @@
+"""What to train: the job, its parts, and how each is built."""

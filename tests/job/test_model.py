@@ -1,0 +1,300 @@
+"""Models. A model that is built wrongly, or is no model, must be found before ranks are started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import DataError, JobError
+from paceline.job.loss import LossSpec, build_metrics
+from paceline.job.model import ModelSpec
+from paceline.job.zoo.simclr import random_view
+
+SMALL_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 20, "context": 16}
+SMALL_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 20, "n_positions": 16, "dtype": "bfloat16"}
+
+
+def spec(zoo: str | None = None, **values: Any) -> ModelSpec:
+    return ModelSpec.model_validate(values | ({"zoo": zoo} if zoo else {}))
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def logits(output: Any) -> Tensor:
+    result: Tensor = output if isinstance(output, Tensor) else output.logits
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "count", "shape"),
+    [
+        ("mlp", {}, 784 * 1024 + 1024 + 1024 * 10 + 10, (1, 28, 28)),
+        ("cifar_cnn", {}, 268_650, (3, 32, 32)),
+        ("resnet50", {}, 25_557_032, (3, 224, 224)),
+        ("resnet50", {"image_size": 64, "classes": 10}, 23_528_522, (3, 64, 64)),
+    ],
+)
+def test_an_image_model_has_its_papers_size_and_fits_the_images_it_asks_for(
+    name: str, args: dict[str, Any], count: int, shape: tuple[int, ...]
+) -> None:
+    model_spec = spec(name, args=args)
+    model = model_spec.build()
+    assert parameters(model) == count
+    assert model_spec.input_shape() == shape
+    assert logits(model(torch.randn(2, *shape))).shape == (2, args.get("classes", 1000 if name == "resnet50" else 10))
+
+
+def test_the_seed_decides_the_weights() -> None:
+    def build(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return list(spec("gpt", args=SMALL_GPT).build().parameters())
+
+    assert all(torch.equal(a, b) for a, b in zip(build(1), build(1), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(build(1), build(2), strict=True))
+
+
+def test_the_gpt_sees_no_token_before_its_time() -> None:
+    model = spec("gpt", args=SMALL_GPT).build().eval()
+    tokens = torch.randint(0, 20, (3, 16))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 20
+    before, after = model(tokens), model(changed)
+    assert before.shape == (3, 16, 20)
+    assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
+
+
+def test_the_gpts_attention_is_what_the_formula_says() -> None:
+    model: Any = spec("gpt", args=SMALL_GPT).build().eval().double()
+    attention = model.blocks[0].attention
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    query, key, value = attention.query_key_value(x).chunk(3, dim=-1)
+    heads = []
+    for part in (slice(0, 16), slice(16, 32)):
+        scores = query[..., part] @ key[..., part].transpose(1, 2) / 4
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+        heads.append(scores.softmax(dim=-1) @ value[..., part])
+    assert torch.allclose(attention(x), attention.out(torch.cat(heads, dim=-1)))
+
+
+def test_the_gpt_is_small_by_default_and_shares_its_embedding_with_its_head() -> None:
+    model: Any = spec("gpt").build()
+    assert 3_200_000 < parameters(model) < 3_300_000
+    assert model.head.weight is model.tokens.weight
+    assert isinstance(model.blocks, nn.ModuleList)
+    tokens, following = torch.randint(0, 256, (4, 128)), torch.randint(0, 256, (512,))
+    assert F.cross_entropy(model(tokens).flatten(0, 1), following).item() < 6.0  # a sound initialisation is near ln 256
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    model = spec("gpt", args=SMALL_GPT).build()
+    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 20)
+    with pytest.raises(DataError, match="a sequence of 17 tokens is longer than the gpt's context of 16; give the model context: 17"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_bert_restores_bytes_and_trains_every_one_of_them() -> None:
+    args = {"layers": 1, "hidden": 32, "heads": 2, "context": 16}
+    model = spec("bert", args=args).build()
+    output = model(torch.zeros(2, 16, dtype=torch.int64))
+    assert logits(output).shape == (2, 16, 257)
+    LossSpec(name="cross_entropy").build()(output, torch.zeros(2, 16, dtype=torch.int64)).backward()
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    assert embedding.weight.grad[0].any()  # transformers pads with token 0 unless told otherwise
+    assert spec("bert", args=args).input_shape() is None
+
+
+def test_simclr_makes_two_views_of_length_1_and_can_be_trained_on_them() -> None:
+    torch.manual_seed(0)
+    model_spec = spec("simclr", args={"dim": 24})
+    model = model_spec.build()
+    assert model_spec.input_shape() == (3, 32, 32)
+    images = F.interpolate(torch.rand(16, 3, 4, 4), (32, 32), mode="bilinear")  # patches of colour; in noise no view is like another
+    contrastive = LossSpec(name="contrastive").build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(12):
+        output = model(images)
+        losses.append(contrastive(output, None))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert output.shape == (16, 2, 24)
+    assert torch.allclose(output.norm(dim=-1), torch.ones(16, 2), atol=1e-5)
+    assert losses[-1] < losses[0] - 0.2
+    assert model.eval()(images).shape == (16, 2, 24)
+    (found,) = build_metrics(("contrastive_accuracy",))
+    assert found(output, None)[1] == 32
+
+
+def test_simclr_takes_resnet50_as_its_encoder() -> None:
+    model_spec = spec("simclr", args={"encoder": "resnet50", "image_size": 32})
+    assert model_spec.input_shape() == (3, 32, 32)
+    assert spec("simclr", args={"encoder": "resnet50"}).input_shape() == (3, 224, 224)
+    assert model_spec.build()(torch.rand(2, 3, 32, 32)).shape == (2, 2, 128)
+
+
+def test_a_view_stays_within_its_own_image() -> None:
+    torch.manual_seed(0)
+    images = torch.stack([torch.full((3, 8, 8), float(i)) for i in range(4)])
+    assert torch.allclose(random_view(images), images, atol=1e-5)  # whatever is cut out of one colour is that colour
+    picture = torch.rand(1, 3, 32, 32).expand(8, 3, 32, 32)
+    views = random_view(picture)
+    assert views.shape == picture.shape
+    assert not any(torch.allclose(views[i], views[j]) for i in range(8) for j in range(i))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "complaint"),
+    [
+        ("gtp", {}, 'the zoo has no model "gtp". Did you mean "gpt"?'),
+        (
+            "gpt",
+            {"layer": 3, "hidden": "wide"},
+            'model gpt has no argument "layer". Did you mean "layers"?\nmodel gpt: hidden should be a whole',
+        ),
+        ("gpt", {"hidden": 30, "heads": 4}, "model gpt: hidden (30) should be a multiple of heads (4), such as 32"),
+        ("bert", {"hidden": 30, "heads": 4}, "model bert: hidden (30) should be a multiple of heads (4), such as 32"),
+        ("gpt", {"dropout": 1}, "model gpt: dropout should be less than 1.0, got 1"),
+        ("mlp", {"hidden": 0}, "model mlp: hidden should be more than 0, got 0"),
+        (
+            "simclr",
+            {"encoder": "resnet"},
+            "model simclr: encoder should be one of cifar_cnn, resnet50, got 'resnet'. Did you mean \"resnet50\"?",
+        ),
+        ("simclr", {"image_size": 64}, "model simclr: the encoder cifar_cnn takes images of 32 x 32, not 64"),
+    ],
+)
+def test_a_zoo_model_that_cannot_be_built_says_what_would_do(name: str, args: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(JobError) as caught:
+        spec(name, args=args).build()
+    assert str(caught.value).startswith(complaint)
+
+
+@pytest.fixture
+def own_code(tmp_path: Path) -> Path:
+    file = tmp_path / "own_models.py"
+    file.write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, width: int, depth: int = 1) -> None:\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(width, depth)\n"
+        "def make(width): return Net(width, depth=2)\n"
+        "def forgot(): Net(1)\n"
+        "def uncalled(): return Net\n"
+        "def text(): return 'net'\n"
+        "built = Net(1)\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("name", ["Net", "make"])
+def test_a_class_or_a_function_of_ones_own_makes_the_model(own_code: Path, name: str) -> None:
+    model: Any = spec(factory=f"{own_code}:{name}", args={"width": 5}).build()
+    assert model.layer.weight.shape == (2 if name == "make" else 1, 5)
+    assert spec(factory=f"{own_code}:{name}").input_shape() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("Net", {}, "own_models.py:Net(width: int, depth: int = 1) -> None does not fit the job's args (none): missing a required"),
+        ("make", {"widht": 1}, "own_models.py:make(width) does not fit the job's args (widht): "),
+        ("forgot", {}, "own_models.py:forgot returned None (is a return missing?); a model is a torch.nn.Module"),
+        ("uncalled", {}, "own_models.py:uncalled returned the class Net itself, not an instance of it; a model is a torch.nn.Module"),
+        ("text", {}, "own_models.py:text returned a builtins.str; a model is a torch.nn.Module"),
+        ("built", {}, "own_models.py:built is a Net; name a function or class that makes the model"),
+        ("nett", {}, "has no 'nett'. Did you mean \"Net\"?"),
+    ],
+)
+def test_a_factory_that_makes_no_model_is_named_with_the_reason(own_code: Path, name: str, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError) as caught:
+        spec(factory=f"{own_code}:{name}", args=args).build()
+    assert words in str(caught.value)
+
+
+def config(tmp_path: Path, **values: Any) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    return file
+
+
+def test_a_hugging_face_config_becomes_a_model_in_full_precision(tmp_path: Path) -> None:
+    model = spec(hf=config(tmp_path, **SMALL_GPT2), task="causal_lm").build()
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert logits(model(torch.zeros(1, 4, dtype=torch.int64))).shape == (1, 4, 20)
+
+
+@pytest.mark.parametrize("key", ["n_layer", "num_hidden_layers"])
+def test_args_override_the_config_under_any_of_a_keys_names(tmp_path: Path, key: str) -> None:
+    model: Any = spec(hf=config(tmp_path, **SMALL_GPT2), task="causal_lm", args={key: 3}).build()
+    assert len(model.transformer.h) == 3
+
+
+def test_the_number_of_classes_can_be_overridden(tmp_path: Path) -> None:
+    file = config(tmp_path, model_type="vit", image_size=[16, 24], patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  num_channels=1, id2label={"0": "a", "1": "b", "2": "c"})  # fmt: skip
+    assert spec(hf=file, task="image_classification").input_shape() == (1, 16, 24)
+    model_spec = spec(hf=file, task="image_classification", args={"image_size": 32, "num_labels": 5})
+    assert model_spec.input_shape() == (1, 32, 32)
+    assert logits(model_spec.build()(torch.rand(2, 1, 32, 32))).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "args", "task", "words"),
+    [
+        (SMALL_GPT2, {"n_layers": 3}, "causal_lm", 'a gpt2 configuration has no "n_layers". Did you mean "n_layer"?'),
+        (SMALL_GPT2, {"n_layer": "three"}, "causal_lm", "expected int, got str"),
+        (
+            SMALL_GPT2,
+            {},
+            "image_classification",
+            "a gpt2 is not made for image_classification. Tasks that it has: causal_lm, sequence_class",
+        ),
+        ({"n_layer": 3}, {}, "causal_lm", 'has no "model_type", so it is no Hugging Face model configuration'),
+        ({"model_type": "gpt9000"}, {}, "causal_lm", 'has no model_type "gpt9000"'),
+    ],
+)
+def test_a_config_that_does_not_fit_is_named_with_the_reason(
+    tmp_path: Path, values: dict[str, Any], args: dict[str, Any], task: str, words: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        spec(hf=config(tmp_path, **values), task=task, args=args).build()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"{", "is no JSON: "), (b"\xff", "is no JSON: "), (b"[1]", "it holds a list, not keys")])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(JobError, match=words):
+        spec(hf=file, task="causal_lm").build()
+
+
+def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # what Python does where it is not installed
+    with pytest.raises(JobError, match=r"needs the transformers library: pip install 'paceline\[hf\]'"):
+        spec("bert").build()
+
+
+@pytest.mark.parametrize("values", [{}, {"zoo": "mlp", "factory": "a:b"}, {"hf": __file__}, {"zoo": "mlp", "task": "causal_lm"}])
+def test_a_model_has_exactly_one_source(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"name exactly one of zoo, factory, hf|hf needs a task"):
+        spec(**values)
+
+
+@pytest.mark.parametrize("args", [{}, {"width": 3}])
+def test_an_import_path_may_stand_in_the_place_of_a_zoo_name(args: dict[str, Any]) -> None:
+    assert ModelSpec.model_validate("pkg.mod:make") == ModelSpec(factory="pkg.mod:make")
+    assert spec(zoo="pkg.mod:make", args=args) == ModelSpec(factory="pkg.mod:make", args=args)

@@ -1,0 +1,100 @@
+"""A user's own data set by import path, and what is refused with a word on what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from paceline.errors import DataError, JobError
+from paceline.job.data import DataSets, DataSpec
+
+CODE = """
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+def points(samples=10):
+    return TensorDataset(torch.arange(samples).float().unsqueeze(1), torch.arange(samples) % 2)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(1), 0
+
+class NoLength(Dataset):
+    def __getitem__(self, index):
+        return torch.zeros(1), 0
+
+class Broken(Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        raise KeyError("pixels")
+
+def of(sample):
+    return [sample, sample, sample]
+
+def lone_tensors():
+    return [torch.zeros(2)] * 3
+
+def dicts():
+    return [{"input_ids": torch.arange(3), "labels": torch.arange(3)}] * 5
+
+def one_part():
+    return [(torch.zeros(1),)] * 3
+
+not_callable = 5
+"""
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Any:
+    file = tmp_path / f"own_data_{tmp_path.name}.py"
+    file.write_text(CODE)
+
+    def build(name: str, **values: Any) -> DataSets:
+        spec = TypeAdapter(DataSpec).validate_python({"kind": "dataset", "factory": f"{file}:{name}", **values}, context={"base": tmp_path})
+        return spec.build(input_shape=None, seed=0)
+
+    return build
+
+
+def test_a_users_data_set_is_split_like_any_other(build: Any) -> None:
+    train, held_out, synthetic = build("points", args={"samples": 20})
+    assert (len(train), len(held_out), synthetic) == (18, 2, False)
+    assert sorted(int(s[i][0]) for s in (train, held_out) for i in range(len(s))) == list(range(20))
+
+
+def test_a_users_held_out_set_leaves_all_samples_to_train_on(build: Any, tmp_path: Path) -> None:
+    file = tmp_path / f"own_data_{tmp_path.name}.py"
+    train, held_out, _ = build("points", held_out_factory=f"{file}:points", args={"samples": 8})
+    assert (len(train), len(held_out)) == (8, 8)
+
+
+def test_samples_may_be_dicts(build: Any) -> None:
+    assert set(build("dicts").train[0]) == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("Stream", {}, "is an IterableDataset.*needs a length and access by index.*__len__ and __getitem__"),
+        ("NoLength", {}, "NoLength without __len__"),
+        ("points", {"args": {"samples": 0}}, "empty TensorDataset"),
+        ("points", {"args": {"sample": 3}}, r"points\(sample=3\) raised TypeError.*sample"),
+        ("Broken", {}, r"Broken\[0\]\) raised KeyError: 'pixels'"),
+        ("of", {"args": {"sample": "text"}}, r"a tuple \(input, …, target\) or a dict; list\[0\] is a str"),
+        ("lone_tensors", {}, r"list\[0\] is a Tensor"),
+        ("one_part", {}, r"list\[0\] is a tuple of 1"),
+        ("not_callable", {}, "not callable"),
+    ],
+)
+def test_what_is_no_usable_data_set_is_refused_with_its_reason(build: Any, name: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build(name, **values)
+
+
+def test_an_import_that_fails_names_what_there_is(build: Any) -> None:
+    with pytest.raises(JobError, match="points"):
+        build("poins")
