@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -193,6 +194,16 @@ def test_a_crash_in_native_code_shows_the_python_stack() -> None:
 
 def test_an_unknown_function_is_named() -> None:
     assert "has no 'no_such_function'" in failure("no_such_function", ranks=1)
+
+
+def test_too_few_open_files_for_all_ranks_is_an_error_and_ends_those_started() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 12, limits[1]))
+    try:
+        text = failure("stand_still", *["compute"] * 30, ranks=30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert re.match(r"rank \d+ of 30 could not be started: .*Too many open files", text)
 
 
 def test_an_error_of_the_caller_s_own_ends_the_ranks(tmp_path: Path) -> None:

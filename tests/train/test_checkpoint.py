@@ -45,7 +45,7 @@ def no_report(event: str, facts: dict[str, Any]) -> None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     def as_bytes(t: Tensor) -> Tensor:
-        return t.detach().contiguous().reshape(-1).view(torch.uint8)
+        return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
 
@@ -131,7 +131,7 @@ def write_three(folder: Path, rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_processes_of_their_own_write_one_checkpoint_together(tmp_path: Path, world: int) -> None:
-    spawned = [get_context("fork").Process(target=write_three, args=(tmp_path, rank, world)) for rank in range(world)]
+    spawned = [get_context("fork").Process(target=write_three, args=(tmp_path, rank, world), daemon=True) for rank in range(world)]
     for process in spawned:
         process.start()
     for process in spawned:
@@ -179,6 +179,16 @@ def test_a_rank_that_changes_a_loaded_tensor_does_not_change_the_file(tmp_path: 
     path = save(tmp_path, 1, state_of(0))
     load(path, rank=0, world=1).shared["model/5"].zero_()
     assert load(path, rank=0, world=1).shared["model/5"].any()
+
+
+def test_a_checkpoint_is_completed_beside_training_though_nobody_waits_for_it(tmp_path: Path) -> None:
+    written = threading.Event()
+    saving = Checkpointer(tmp_path, rank=0, world=1, keep=1, deadline_s=DEADLINE_S, report=lambda event, facts: written.set())
+    saving.save(1, Snapshot({"model/w": torch.ones(3_000_000)}))
+    saving.release()
+    assert written.wait(60)
+    assert load(tmp_path / "step-00000001", rank=0, world=1).shared["model/w"].all()
+    saving.close()
 
 
 def test_release_does_nothing_when_nothing_is_being_copied(tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ def join(*, deadline_s: float = 300.0) -> Group:
 def leave(group: Group) -> None:
     """End the process group that `join` made."""
     if group.store is not None:
+        # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends aborts the process.
+        group.backend = group.store = None
         dist.destroy_process_group()
-        group.store = None
 
 
 def _device() -> torch.device:
@@ -85,7 +86,9 @@ def _store(deadline_s: float) -> Store:
     attempt = os.environ.get("PACELINE_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     timeout = timedelta(seconds=deadline_s)
     try:
-        if "PACELINE_STORE_FD" in os.environ:  # rank 0 serves on the socket that the launcher bound: no other interface, no race for the port
+        if (
+            "PACELINE_STORE_FD" in os.environ
+        ):  # rank 0 serves on the socket that the launcher bound: no other interface, no race for the port
             fd = int(os.environ.pop("PACELINE_STORE_FD"))
             store: Store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=fd)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
@@ -112,7 +115,9 @@ def _listen(address: str, port: int) -> int:
 
 def _hosts(group: Group) -> tuple[int, ...]:
     """The host index of each rank: ranks that share a kernel boot and a network namespace share a host."""
-    identity = f"{os.stat('/proc/self/ns/net').st_ino}@{socket.gethostname()}" if os.path.exists("/proc/self/ns/net") else socket.gethostname()
+    identity = (
+        f"{os.stat('/proc/self/ns/net').st_ino}@{socket.gethostname()}" if os.path.exists("/proc/self/ns/net") else socket.gethostname()
+    )
     names = group.gather_json(identity)
     order = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return tuple(order[name] for name in names)

@@ -194,7 +194,7 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def _shortened(stack: str) -> str:
-    """faulthandler's output, the main thread first, without the frames around the rank's function, cut to leave the message on the screen."""
+    """faulthandler's output, the main thread first, without the frames around the rank's function, and short enough for one screen."""
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
     around = ("launch/rank.py", "<frozen runpy>")

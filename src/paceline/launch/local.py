@@ -197,6 +197,7 @@ class _Attempt:
         environment = {**os.environ, **self._environment(number, record, listener), **self.setting.env}
         if serves:
             environment["PACELINE_STORE_FD"] = str(listener.fileno())
+        process = None
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.launch.rank", *self.setting.module_args],
@@ -205,9 +206,12 @@ class _Attempt:
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
                 pass_fds=(listener.fileno(),) if serves else (),
             )
+            pidfd = os.pidfd_open(process.pid)
         except OSError as error:
+            if process:
+                process.kill()
+                process.wait()
             raise LaunchError(f"rank {number} of {self.setting.ranks} could not be started: {error}") from error
-        pidfd = os.pidfd_open(process.pid)
         self.ranks.append(_Rank(number, process, pidfd, record))
         self.poll.register(pidfd, select.POLLIN)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
-from paceline.errors import PlanError, RunError
+from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.plan.auto import auto_plan
@@ -55,9 +55,11 @@ def train(
     Raises:
         PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and what to do.
     """
+    if "PACELINE_STATUS" in os.environ:
+        raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
     job = job if isinstance(job, Job) else Job.load(job)
     cluster = cluster or discover()
-    if "RANK" in os.environ and "PACELINE_STATUS" not in os.environ:
+    if "RANK" in os.environ:
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     chosen = choose_plan(job, cluster, plan)
     record = _run(job, cluster, chosen, run=run, resume=resume)

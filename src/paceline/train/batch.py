@@ -45,7 +45,9 @@ def target_of(batch: Batch) -> Any:
             raise DataError(f'a dict sample needs its target under "labels"; this one has {", ".join(map(str, batch))}')
         return batch["labels"]
     if len(batch) < 2:
-        raise DataError("a sample is (input, target) or (input, …, target); this one has a single part. Without a target, repeat the input.")
+        raise DataError(
+            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, repeat the input."
+        )
     return batch[-1]
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from paceline.train.shard import Shard, describe
 
 Report = Callable[[str, dict[str, Any]], None]
 
+_REST = 4.0  # of the time that a piece took: training meets the writing, which wants memory and a core, in a fifth of its time
 _LOOK_EVERY_S = 0.02
 _AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits no longer than this for the others
 
@@ -76,7 +77,7 @@ class Checkpointer:
         rank, world: this rank, and how many there are.
         keep: how many of the newest checkpoints stay, at least 1.
         deadline_s: how long rank 0 waits for the others while not one byte arrives.
-        report: told of `checkpoint_saved` (step, path, bytes, write_s) on rank 0, from the writing thread.
+        report: told of `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing thread.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -87,6 +88,7 @@ class Checkpointer:
         self.deadline_s, self.report = deadline_s, report
         self._shard = Shard()
         self._thread: threading.Thread | None = None
+        self._work: Iterator[None] = iter(())  # what is left of the checkpoint under way
         self._error: CheckpointError | None = None
         self._copied = threading.Event()
         self._hurry = threading.Event()  # someone waits until all is written
@@ -104,23 +106,25 @@ class Checkpointer:
         self._finish()
         self.poll()
         values, own_values = plain(snapshot.values, "values"), plain(snapshot.own_values, "own values")
+        described = {name: describe(name, tensor) for name, tensor in (*snapshot.shared.items(), *snapshot.own.items())}
         division = divide(snapshot.shared, self.world)
         manifest = Manifest(
             step=step,
             world=self.world,
             shards=[],
-            tensors={name: _entry(name, tensor, division[name]) for name, tensor in snapshot.shared.items()},
+            tensors={name: TensorEntry(**described[name], shard=rank) for name, rank in division.items()},
             aliases=dict(snapshot.aliases),
             values=values,
         )
-        own = {name: _entry(name, tensor, self.rank) for name, tensor in snapshot.own.items()}
+        own = {name: TensorEntry(**described[name], shard=self.rank) for name in snapshot.own}
         self._shard.begin({n: t for n, t in snapshot.shared.items() if division[n] == self.rank}, snapshot.own)
         self._copied.clear()
         self._hurry.clear()
         entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", own=own, own_values=own_values)
+        self._work = self._pieces(manifest, entry)
         # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back. It is
         # no daemon: an interpreter that ends waits for the bytes that are on their way.
-        self._thread = threading.Thread(target=self._run, args=(manifest, entry), name=f"checkpoint-{step}")
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
         self._thread.start()
         self._copying = True
 
@@ -157,10 +161,13 @@ class Checkpointer:
         self.poll()
 
     def _finish(self) -> None:
+        """Complete the checkpoint under way on the calling thread, which has nothing better to do and the priority to do it."""
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
             self._thread = None
+            for _ in self._work:
+                pass
         self._copying = False
 
     def _claim_folder(self) -> None:
@@ -176,16 +183,33 @@ class Checkpointer:
             text = f"no checkpoint can be written in {self.folder}: {error.strerror or error}"
             raise CheckpointError(f"{text}. Make it writable, or name another run directory.") from error
 
-    # On the writing thread
+    # The writing
 
-    def _run(self, manifest: Manifest, entry: ShardEntry) -> None:
-        """Write one checkpoint; whatever fails is kept for `poll`."""
+    def _run(self) -> None:
+        """Write beside the training, until done or until `_finish` takes over."""
+        # At the usual priority: `release` waits for this copy, and a thread that gives way to every other process would let
+        # training wait for all of them.
+        next(self._work, None)
+        # The lowest from here: where every core is busy, it still gets 1.5 % of one (with SCHED_IDLE 0.3 %, by which a large
+        # state would never be written).
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        started = time.perf_counter()
+        for _ in self._work:
+            if self._hurry.wait(_REST * (time.perf_counter() - started)):
+                return
+            started = time.perf_counter()
+
+    def _pieces(self, manifest: Manifest, entry: ShardEntry) -> Iterator[None]:
+        """Write one checkpoint, a piece at a time, the copying of the state first; whatever fails is kept for `poll`."""
         started = time.perf_counter()
         partial = self.folder / partial_name(manifest.step)
         try:
-            self._write(partial, entry)
+            self._shard.gather()
+            self._copied.set()
+            yield
+            yield from self._write(partial, entry)
             if self.rank == 0:
-                self._publish(partial, manifest)
+                yield from self._publish(partial, manifest)
                 facts = {"bytes": sum(s.bytes for s in manifest.shards), "write_s": time.perf_counter() - started}
                 self.report("checkpoint_saved", {"step": manifest.step, "path": step_name(manifest.step), **facts})
         except Exception as error:  # noqa: BLE001 - raised again by poll, on the training thread
@@ -197,22 +221,16 @@ class Checkpointer:
         finally:
             self._copied.set()
 
-    def _write(self, partial: Path, entry: ShardEntry) -> None:
-        """Copy this rank's share, write it, and leave the receipt."""
-        # At the usual priority until here: `release` waits for this copy, and a thread that yields to every other process would
-        # let training wait for all of them. From then on the lowest: where every core is busy, it still gets 1.5 % of one
-        # (with SCHED_IDLE 0.3 %, so that a large state could miss every deadline).
-        self._shard.gather()
-        self._copied.set()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    def _write(self, partial: Path, entry: ShardEntry) -> Iterator[None]:
+        """Write this rank's shard, then its receipt."""
         partial.mkdir(exist_ok=True)
         (partial / receipt_name(self.rank)).unlink(missing_ok=True)
-        entry.sha256 = self._shard.write(partial / shard_name(self.rank), self._hurry)
+        entry.sha256 = yield from self._shard.write(partial / shard_name(self.rank))
         write_durably(partial / receipt_name(self.rank), entry.model_dump())
 
-    def _publish(self, partial: Path, manifest: Manifest) -> None:
+    def _publish(self, partial: Path, manifest: Manifest) -> Iterator[None]:
         """Make the folder a checkpoint once every rank's shard is in it."""
-        manifest.shards = self._await_shards(partial)
+        manifest.shards = yield from self._await_shards(partial)
         for rank in range(self.world):
             (partial / receipt_name(rank)).unlink()
         manifest.write(partial)
@@ -227,7 +245,7 @@ class Checkpointer:
         _remove(replaced)
         self._remove_old(manifest.step)
 
-    def _await_shards(self, partial: Path) -> list[ShardEntry]:
+    def _await_shards(self, partial: Path) -> Generator[None, None, list[ShardEntry]]:
         """What the ranks' receipts say, in the order of the ranks."""
         entries: dict[int, ShardEntry] = {}
         arrived, since = -1, time.monotonic()
@@ -251,6 +269,7 @@ class Checkpointer:
                     f"{names} of {self.world} delivered nothing for {deadline_s:g} s. See what held them up, or raise deadline_s"
                 )
             time.sleep(_LOOK_EVERY_S)
+            yield
 
     def _remove_old(self, step: int) -> None:
         """Keep this checkpoint and the newest before it. Later ones, which a resume passed over, are replaced when training gets there."""
@@ -279,10 +298,6 @@ class Checkpointer:
         if isinstance(error, OSError):
             return f"{error.strerror or error} ({error.filename or self.folder})"
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _entry(name: str, tensor: Tensor, shard: int) -> TensorEntry:
-    return TensorEntry.model_validate({**describe(name, tensor), "shard": shard})
 
 
 def _size(path: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -107,13 +106,12 @@ def export(run_or_folder: Path, out: Path) -> None:
     state |= {alias: state[name] for alias, name in loaded.aliases.items() if name in state}
     model = {name.partition("/")[2]: tensor for name, tensor in state.items() if name.startswith(("model/", "buffer/"))}
     temporary = out.with_name(f".{out.name}.partial")
-    hurry = threading.Event()
-    hurry.set()
     shard = Shard()
     shard.begin(model, {})
     shard.gather()
     try:
-        shard.write(temporary, hurry)
+        for _ in shard.write(temporary):
+            pass
         os.replace(temporary, out)
         sync_folder(out.parent)
     except OSError as error:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.loss import Loss, Metric
+from paceline.job.zoo.losses import ModelsOwn
 from paceline.plan.plan import Plan
 from paceline.sync import RULES, Replica, SyncRule
 from paceline.sync.batchnorm import has_batch_norm, synchronise
@@ -140,6 +141,7 @@ class Engine:
         with torch.random.fork_rng(devices), torch.inference_mode(), self._averaged_buffers(), self._autocast():
             torch.manual_seed(self.settings.seed)
             for batch in batches:
+                self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
                 placed = self._place(batch)
                 output = self._call(placed)
                 target = target_of(placed)
@@ -243,7 +245,7 @@ class Engine:
     def _call(self, batch: Batch) -> Any:
         if isinstance(batch, (tuple, list)):
             return self._forward(*batch[:-1])
-        if getattr(self.loss, "from_model", False):
+        if isinstance(self.loss, ModelsOwn):
             return self._forward(**batch)
         return self._forward(**{k: v for k, v in batch.items() if k != "labels"})
 

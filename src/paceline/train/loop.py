@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.errors import DataError, NonFiniteError
+from paceline.errors import ClusterError, DataError, NonFiniteError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
@@ -42,6 +42,11 @@ def run_rank(arguments: list[str]) -> None:
 def train_in(run: Run, group: Group) -> None:
     """Train a run as one rank of `group`. Every rank of the group calls this."""
     job = run.job
+    if run.cluster.kind != group.device.type:
+        raise ClusterError(
+            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. Install a build of torch for the GPUs, "
+            "or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
     torch.manual_seed(job.seed)
     model = job.model.build()
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
@@ -75,7 +80,7 @@ class Loop:
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group) -> None:
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
-        self.metrics = build_metrics(("loss", *self.job.metrics))
+        self.metrics = build_metrics(self.job.metrics, engine.loss)
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)
         self.total_steps = self.job.stop.total_steps(self.epoch_steps)
@@ -222,7 +227,11 @@ class Loop:
             self.saved_at = loaded.step
             self._saved_clock_s = self.stop.elapsed_s
         details = {"step": self.engine.step_count, "plan": str(self.run_directory.plan), "replicas": self.group.size}
-        details |= {"samples_per_epoch": self.engine.loader.partition.samples, "steps_per_epoch": self.epoch_steps, "total_steps": self.total_steps}
+        details |= {
+            "samples_per_epoch": self.engine.loader.partition.samples,
+            "steps_per_epoch": self.epoch_steps,
+            "total_steps": self.total_steps,
+        }
         details |= {"parameters": sum(p.numel() for p in self.engine.model.parameters()), "synthetic": self.data.synthetic}
         self._event("resume" if loaded is not None else "start", details)
 
@@ -294,4 +303,3 @@ def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
         if len(found) > 1:
             raise DataError(f"the ranks of host {host} see training sets of different lengths: {sorted(found)}")
     return [of_host[host].pop() for host in sorted(of_host)]
-

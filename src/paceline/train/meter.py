@@ -5,8 +5,6 @@ The clock is read at the boundaries between the parts and each part ends where t
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field

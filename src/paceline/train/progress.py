@@ -70,7 +70,14 @@ class PlainProgress:
         parts = dict(zip((f"{p}_s" for p in PARTS), timing.parts_s, strict=True)) if timing else {}
         loss = result.loss if result.problem is None else None
         self.recent.add(
-            {"step": result.step, "epoch": epoch, "loss": loss, "samples": result.samples, "step_s": timing.step_s if timing else 0.0, **parts}
+            {
+                "step": result.step,
+                "epoch": epoch,
+                "loss": loss,
+                "samples": result.samples,
+                "step_s": timing.step_s if timing else 0.0,
+                **parts,
+            }
         )
         if time.monotonic() - self._printed_at >= LINE_EVERY_S:
             self._printed_at = time.monotonic()
@@ -93,7 +100,9 @@ class LiveProgress:
         self.events = Tail(run / "events.jsonl")
         self.recent = Recent(None)
         self._printed_at = time.monotonic()
-        self._live = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=console, auto_refresh=False, transient=True)
+        self._live = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=20), console=console, auto_refresh=False, transient=True
+        )
         self._task = self._live.add_task("starting", total=None)
 
     def __enter__(self) -> LiveProgress:
@@ -129,7 +138,9 @@ class LiveProgress:
         elif event["event"] == "evaluation":
             self.console.print(evaluation_sentence(event["step"], event["metrics"]), highlight=False)
         elif event["event"] == "checkpoint_damaged":
-            self.console.print(f"[yellow]{event.get('reason', 'a checkpoint is damaged')}[/]; falling back to the one before", highlight=False)
+            self.console.print(
+                f"[yellow]{event.get('reason', 'a checkpoint is damaged')}[/]; falling back to the one before", highlight=False
+            )
         elif event["event"] == "nonfinite":
             self.console.print(f"[yellow]{event['problem']}[/]; policy: {event['policy']}", highlight=False)
         elif event["event"] == "rewind":

@@ -51,7 +51,9 @@ class Run:
             write_whole(path / "environment.json", json.dumps(environment(), indent=1))
             write_whole(path / "job.yaml", job.to_yaml())
         except OSError as error:
-            raise RunError(f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be written with --run.") from error
+            raise RunError(
+                f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be written with --run."
+            ) from error
         return cls(path)
 
     @classmethod
@@ -68,7 +70,9 @@ class Run:
         """
         differing = list(_differences(_work(self.job), _work(job)))
         if differing:
-            raise JobError(f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a new run without --resume.")
+            raise JobError(
+                f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a new run without --resume."
+            )
         write_whole(self.path / "job.yaml", job.to_yaml())
         write_whole(self.path / "plan.txt", f"{plan}\n")
         for cached in ("job", "plan"):
@@ -83,6 +87,11 @@ class Run:
     def plan(self) -> Plan:
         """How it was trained."""
         return Plan.parse((self.path / "plan.txt").read_text().strip())
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Where it was trained."""
+        return Cluster.load(self.path / "cluster.yaml")
 
     @property
     def checkpoints(self) -> Path:
@@ -158,6 +167,7 @@ class Lines:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+        self._fd = -1  # a thread that still writes gets an error, never another file that took the number
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

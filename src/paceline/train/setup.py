@@ -75,7 +75,9 @@ def _plan(plan: Plan | str, group: Group) -> Plan:
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     if chosen.ranks != group.size:
         how = f"torchrun --nproc-per-node {chosen.ranks}" if chosen.ranks > 1 else "plain python"
-        raise PlanError(f"plan {chosen} needs {chosen.ranks} ranks, but {group.size} were started. Start it with {how}, or use dp={group.size}.")
+        raise PlanError(
+            f"plan {chosen} needs {chosen.ranks} ranks, but {group.size} were started. Start it with {how}, or use dp={group.size}."
+        )
     return chosen
 
 
@@ -98,7 +100,9 @@ def _deal(loader: DataLoader[Any], group: Group, seed: int) -> Loader:
     if not isinstance(loader, DataLoader):
         raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
-        raise DataError("an IterableDataset has no length, so its samples cannot be dealt once each; give a dataset with __len__ and __getitem__")
+        raise DataError(
+            "an IterableDataset has no length, so its samples cannot be dealt once each; give a dataset with __len__ and __getitem__"
+        )
     if loader.batch_size is None:
         raise DataError("setup deals whole batches: give the DataLoader a batch_size (the global batch), not a batch_sampler")
     spec = PartitionSpec(shuffle=not isinstance(loader.sampler, SequentialSampler))

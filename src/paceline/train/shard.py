@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20  # hashed and written at a time: small enough that the write finds in the cache what the hash has read
-REST = 4.0  # of the time that a piece took: training is slowed in one fifth of the time, by what two cores take from each other
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -99,10 +97,8 @@ class Shard:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def write(self, path: Path, hurry: threading.Event) -> str:
-        """Write the file, flushed to the disk; returns its SHA-256 in hexadecimal.
-
-        Rests after each piece, so that training keeps the caches and the memory to itself most of the time, until `hurry` is set.
+    def write(self, path: Path) -> Generator[None, None, str]:
+        """Write the file, flushed to the disk; pauses after every piece, returns its SHA-256 in hexadecimal.
 
         Raises:
             OSError: it cannot be written (disk full, folder gone, file too large).
@@ -115,14 +111,13 @@ class Shard:
         with path.open("wb") as file:
             file.write(self._header)
             for begin in range(0, self._bytes, PIECE_BYTES):
-                started = time.perf_counter()
                 piece = content[begin : begin + PIECE_BYTES]
                 digest.update(piece)
                 file.write(piece)
                 # Starts the write-back of what is there, so that the disk works all along and the last flush is short, and
                 # gives the memory back, so that a checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                hurry.wait(REST * (time.perf_counter() - started))
+                yield
             file.flush()
             os.fsync(file.fileno())
         return digest.hexdigest()
@@ -168,7 +163,7 @@ class Shard:
         return copied
 
 
-def describe(name: str, tensor: Tensor) -> dict[str, object]:
+def describe(name: str, tensor: Tensor) -> dict[str, Any]:
     """`{"dtype": code of safetensors, "shape": [...]}` of a tensor.
 
     Raises:

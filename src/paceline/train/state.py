@@ -85,7 +85,9 @@ def _persistent(model: torch.nn.Module) -> set[str]:
 
 def _groups(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
     """The optimizer's hyper-parameters, its parameters by name."""
-    return [{**{k: v for k, v in g.items() if k != "params"}, "params": [names.get(p, "") for p in g["params"]]} for g in optimizer.param_groups]
+    return [
+        {**{k: v for k, v in g.items() if k != "params"}, "params": [names.get(p, "") for p in g["params"]]} for g in optimizer.param_groups
+    ]
 
 
 def _restore_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded) -> None:
@@ -100,7 +102,9 @@ def _restore_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
         if full.startswith("optimizer/"):
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
             if name not in index:
-                raise CheckpointError(f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer does not hold")
+                raise CheckpointError(
+                    f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer does not hold"
+                )
             state.setdefault(index[name], {})[key] = tensor
     for name, scalars in saved["scalars"].items():
         state.setdefault(index[name], {}).update(scalars)

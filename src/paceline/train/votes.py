@@ -65,7 +65,7 @@ class Notes:
     def read(self) -> Agreed:
         """The sums over all replicas, after the agreement."""
         if self.group.size == 1:
-            votes = {what: 1 for what in self._asked}
+            votes = dict.fromkeys(self._asked, 1)
             self._asked.clear()
             loss, items = float(self._loss), float(self._items)
             slowest_s = 0.0
