@@ -142,8 +142,8 @@ def _network_namespaces() -> set[str]:
 
 
 def _temporary_files() -> set[str]:
-    """Entries of this session's own temporary folder."""
-    return _entries(Path(tempfile.gettempdir()))
+    """Entries of this session's own temporary folder, without torch.compile's cache, which the first optimizer makes."""
+    return {name for name in _entries(Path(tempfile.gettempdir())) if not name.startswith("torchinductor_")}
 
 
 def _entries(folder: Path) -> set[str]:

@@ -168,5 +168,5 @@ def start_fork_server() -> None:
     """Start the process that ranks are forked from, with what they import already there."""
     from multiprocessing import forkserver
 
-    _fork_server.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "paceline.launch.failure"])
+    _fork_server.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "torch._dynamo", "paceline.train.loop"])
     forkserver.ensure_running()

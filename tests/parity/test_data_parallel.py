@@ -57,7 +57,9 @@ def normalised() -> nn.Module:
 
 
 def images() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES))
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES)
+    )
 
 
 def frozen() -> nn.Module:

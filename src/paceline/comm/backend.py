@@ -10,6 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the default group of the moment when they are imported, which torch.optim does at its first step. Imported before
+# there is a group, they hold none; else its threads outlive `leave`, and now and then one of them aborts the process at Python's end.
+import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.group import Group

@@ -31,6 +31,7 @@ class AllReduce(SyncRule):
         self.replica = replica
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.parameters = list(_trainable(replica.model))
         _broadcast(replica)
         if replica.dp.size == 1:
             return
@@ -44,7 +45,7 @@ class AllReduce(SyncRule):
     def after_backward(self) -> None:
         replica = self.replica
         if replica.dp.size == 1:
-            replica.gradients = [p.grad for p in replica.model.parameters() if p.grad is not None]
+            replica.gradients = [p.grad for p in self.parameters if p.grad is not None]
             return
         for bucket in self.buckets:
             bucket.finish_local()

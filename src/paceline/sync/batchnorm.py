@@ -1,4 +1,4 @@
-"""Batch normalisation whose statistics come from the global batch, so that a layer sees the same mean and variance at any number of replicas."""
+"""Batch normalisation over the global batch: a layer sees the same mean and variance at any number of replicas."""
 
 from __future__ import annotations
 

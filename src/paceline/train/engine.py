@@ -192,7 +192,8 @@ class Engine:
         if position is None or rows(batch) != position.local:
             raise DataError(
                 f"step takes the batches of engine.loader: the newest has {position.local if position else 0} samples on rank "
-                f"{self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep its samples: they are weighed by what every replica was dealt."
+                f"{self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep its samples: "
+                "they are weighed by what every replica was dealt."
             )
         return position
 
@@ -211,7 +212,7 @@ class Engine:
             with self._autocast():
                 output = self._call(part)
                 loss, items = self._loss(output, part, position)
-            scaled = loss * items
+            scaled = loss if items == 1.0 else loss * items
             scaled.backward()
             self.notes.add_loss(scaled.detach(), items)
 

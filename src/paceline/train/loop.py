@@ -44,8 +44,8 @@ def train_in(run: Run, group: Group) -> None:
     job = run.job
     if run.cluster.kind != group.device.type:
         raise ClusterError(
-            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. Install a build of torch for the GPUs, "
-            "or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
+            "Install a build of torch for the GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     torch.manual_seed(job.seed)
     model = job.model.build()
@@ -113,7 +113,7 @@ class Loop:
             with self._signals():
                 self._resume()
                 if self.job.nonfinite == "rewind" and self.saved_at < 0:
-                    self._save()
+                    self.save()
                 self.engine.meter.restart()
                 reason = None
                 while reason is None:
@@ -133,7 +133,7 @@ class Loop:
                 continue
             if result.problem is not None and self._rewound(result):
                 return None
-            reason = self._after_step(result)
+            reason = self.after_step(result)
             if reason is not None:
                 return reason
         every = self.job.evaluate.every_epochs
@@ -159,7 +159,7 @@ class Loop:
         self._phase("data", step + 1)
         return result
 
-    def _after_step(self, result: StepResult) -> str | None:
+    def after_step(self, result: StepResult) -> str | None:
         """Whether the step ends the run; evaluations and checkpoints that are due are made."""
         self.checkpointer.poll()
         votes = result.votes
@@ -174,7 +174,7 @@ class Loop:
         rule = self.job.checkpoint
         due = result.step % rule.every_steps == 0 if rule.every_steps else "checkpoint" in votes
         if reason is None and due:
-            self._save()
+            self.save()
         return reason
 
     def _finish(self, reason: str) -> None:
@@ -184,7 +184,7 @@ class Loop:
             self._evaluate()
         elapsed_s = self.stop.elapsed_s
         if self.saved_at != self.engine.step_count:
-            self._save()
+            self.save()
         self.checkpointer.close()
         reasons = self.group.gather_json(reason)
         named = next((r for r in reasons if r != "interrupted"), reason)
@@ -209,7 +209,8 @@ class Loop:
 
     # State
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Begin a checkpoint of this moment; it is written while the next steps run."""
         self._phase("checkpoint", self.engine.step_count)
         values = {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
         self.checkpointer.save(self.engine.step_count, snapshot(self.engine, values))

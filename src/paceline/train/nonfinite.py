@@ -28,8 +28,8 @@ def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int,
 def stop(problem: str) -> NonFiniteError:
     """The error of the `stop` policy."""
     return NonFiniteError(
-        f"{problem}. Nothing was updated. Clean the data, lower the learning rate or set clip_norm; "
-        "or let the job go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last checkpoint, without that batch)."
+        f"{problem}. Nothing was updated. Clean the data, lower the learning rate or set clip_norm; or let the job "
+        "go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last checkpoint, without that batch)."
     )
 
 
