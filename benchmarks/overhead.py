@@ -36,7 +36,7 @@ from paceline.plan.plan import Plan
 from paceline.train.loop import Loop, build_engine
 from paceline.train.run import Run
 
-BLOCK_STEPS, PAIRS = 40, 60
+BLOCK_STEPS, PAIRS = 5, 600  # short blocks: what else the machine does falls on both alike
 CHECKPOINTS = 8
 CNN: dict[str, Any] = {
     "model": "cifar_cnn",
@@ -126,7 +126,8 @@ def plain_steps(loop: Loop) -> Iterator[float]:
     model.load_state_dict(loop.engine.model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     for epoch in count():
-        for images, labels in DataLoader(dataset, batch_sampler=list(partition.batches(epoch)), collate_fn=lambda batch: batch):
+        order = [index for batch in partition.batches(epoch) for index in batch]
+        for images, labels in DataLoader(dataset, batch_size=partition.global_batch, sampler=order, collate_fn=lambda batch: batch):
             optimizer.zero_grad(set_to_none=True)
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
@@ -151,7 +152,9 @@ def our_loop(folder: Path, job: dict[str, Any]) -> Loop:
     model = run.job.model.build()
     data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=0)
     group = Group()
-    return Loop(run, build_engine(run.job, run, model, data, group), data, group)
+    loop = Loop(run, build_engine(run.job, run, model, data, group), data, group)
+    loop.progress = None  # under `paceline train` the launcher shows it, from another process
+    return loop
 
 
 def finish(loop: Loop) -> None:

@@ -13,6 +13,8 @@ import pytest
 from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_fork_server
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models in tests are too small to share among threads
+
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),
     "needs_iproute2": ("the command `ip` (package iproute2)", lambda: shutil.which("ip") is not None),

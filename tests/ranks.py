@@ -168,5 +168,6 @@ def start_fork_server() -> None:
     """Start the process that ranks are forked from, with what they import already there."""
     from multiprocessing import forkserver
 
-    _fork_server.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "torch._dynamo", "paceline.train.loop"])
+    imports = ["torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline.train.loop"]  # the first optimizer wants _dynamo
+    _fork_server.set_forkserver_preload(imports)
     forkserver.ensure_running()

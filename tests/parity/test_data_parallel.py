@@ -76,7 +76,6 @@ def ignored(target: Tensor) -> Tensor:
 def trained(make: Callable[[], nn.Module], plan: str, batch: int, *, ignore: bool = False, **settings: Any) -> dict[str, Any]:
     """Losses, gradient norms and weights of some steps; `make` builds the model from a fixed seed."""
     torch.manual_seed(3)
-    torch.set_num_threads(1)
     model = make()
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)

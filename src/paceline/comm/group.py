@@ -113,17 +113,20 @@ class Group:
 
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> SyncError:
         missing = self._missing_ranks()
-        who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
+        if missing is None:
+            who = "some rank did not come, or a connection failed"
+        else:
+            who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return SyncError(
             f"rank {self.rank} waited {waited_s:.1f} s in {what} and {who} (deadline {self.deadline_s:g} s). Look for the first error of "
             f"those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
         )
 
-    def _missing_ranks(self, patience_s: float = 2.0) -> list[int]:
-        """The ranks that do not report the same failure within `patience_s`."""
+    def _missing_ranks(self, patience_s: float = 2.0) -> list[int] | None:
+        """The ranks that do not report the same failure within `patience_s`; None where there is no store to ask."""
         if self.store is None:
-            return []
+            return None
         self._failures += 1
         key = f"waiting/{self._failures}/"
         missing = [r for r in range(self.size) if r != self.rank]

@@ -130,8 +130,10 @@ class _Uniform:
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
         part, order = self.partition, self.order(epoch)
         for step in range(start_step, part.steps_per_epoch):
-            first, cuts = step * part.global_batch, _cuts(self.bounds, part.size(step))
-            yield order[first + cuts[part.replica] : first + cuts[part.replica + 1]].tolist()
+            if step == start_step or part.size(step) != part.global_batch:  # the cuts of all full steps are the same
+                begin, end = _cuts(self.bounds, part.size(step))[part.replica : part.replica + 2].tolist()
+            first = step * part.global_batch
+            yield order[first + begin : first + end].tolist()
 
 
 class _Stratified(_Uniform):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -49,6 +51,8 @@ class StopRule:
     elapsed_before_s: float = 0.0
     _started: float = field(default_factory=time.monotonic)
     _losses: deque[float] = field(default_factory=deque)
+    _newest_loss: float | None = None
+    _newest_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def elapsed_s(self) -> float:
@@ -60,14 +64,18 @@ class StopRule:
 
         Decided from values that every rank shares, but for the wall-clock (`out_of_time`), which one rank decides for all.
         """
-        spec = self.spec
-        if spec.steps and step >= spec.steps:
-            return f"steps: {spec.steps} done"
-        if spec.epochs and step >= spec.epochs * self.steps_per_epoch:
-            return f"epochs: {spec.epochs} done"
-        if spec.loss_below is not None and loss < spec.loss_below:
-            return f"loss_below: {loss:.6g} < {spec.loss_below:g} at step {step}"
-        return self._plateau(loss, step)
+        self._newest_loss = loss
+        if self.spec.plateau:
+            self._losses.append(loss)
+            while len(self._losses) > 2 * self.spec.plateau.over:
+                self._losses.popleft()
+        return self._bound(step) or self._loss_below(step) or self._plateau(step)
+
+    def ended(self, step: int) -> str | None:
+        """The reason not to go on after optimizer step `step`, from what is known of the run: it may have been resumed after its end."""
+        reason = self._bound(step) or self._loss_below(step) or self._plateau(step) or self._metric_above()
+        was_out_of_time = self.elapsed_before_s >= (self.spec.seconds or math.inf)  # by a clock that all ranks share
+        return reason or (self.out_of_time() if was_out_of_time else None)
 
     def out_of_time(self) -> str | None:
         """The reason to stop when the wall-clock is used up, or None. Differs between ranks: let rank 0 decide."""
@@ -77,32 +85,55 @@ class StopRule:
 
     def after_evaluation(self, metrics: dict[str, float]) -> str | None:
         """The reason to stop after held-out metrics were measured, or None."""
-        for name, target in self.spec.metric_above.items():
-            if metrics.get(name, float("-inf")) > target:
-                return f"metric_above: {name} {metrics[name]:.4f} > {target:g}"
-        return None
+        self._newest_metrics = metrics
+        return self._metric_above()
 
     def state_dict(self) -> dict[str, object]:
         """What a resumed run needs to stop where an undisturbed one would have."""
-        return {"elapsed_s": self.elapsed_s, "losses": list(self._losses)}
+        return {
+            "elapsed_s": self.elapsed_s,
+            "losses": list(self._losses),
+            "newest_loss": self._newest_loss,
+            "newest_metrics": self._newest_metrics,
+        }
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take over the losses of the plateau window and the time already spent."""
-        self.elapsed_before_s = float(state["elapsed_s"])  # type: ignore[arg-type]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an earlier run saw, and the time that it spent."""
+        self.rewind(state)
+        self.elapsed_before_s = state["elapsed_s"]
         self._started = time.monotonic()
-        self._losses = deque(state["losses"])  # type: ignore[call-overload]
 
-    def _plateau(self, loss: float, step: int) -> str | None:
-        rule = self.spec.plateau
-        if rule is None:
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Forget what was seen since `state` was taken, but not the time that it took."""
+        self._losses = deque(state["losses"])
+        self._newest_loss, self._newest_metrics = state["newest_loss"], state["newest_metrics"]
+
+    def _bound(self, step: int) -> str | None:
+        if self.spec.steps and step >= self.spec.steps:
+            return f"steps: {self.spec.steps} done"
+        if self.spec.epochs and step >= self.spec.epochs * self.steps_per_epoch:
+            return f"epochs: {self.spec.epochs} done"
+        return None
+
+    def _loss_below(self, step: int) -> str | None:
+        limit, loss = self.spec.loss_below, self._newest_loss
+        if limit is not None and loss is not None and loss < limit:
+            return f"loss_below: {loss:.6g} < {limit:g} at step {step}"
+        return None
+
+    def _metric_above(self) -> str | None:
+        for name, target in self.spec.metric_above.items():
+            value = self._newest_metrics.get(name, -math.inf)
+            if value > target:
+                return f"metric_above: {name} {value:.4f} > {target:g}"
+        return None
+
+    def _plateau(self, step: int) -> str | None:
+        rule, losses = self.spec.plateau, list(self._losses)
+        if rule is None or len(losses) < 2 * rule.over:
             return None
-        self._losses.append(loss)
-        if len(self._losses) > 2 * rule.over:
-            self._losses.popleft()
-        if len(self._losses) < 2 * rule.over:
-            return None
-        losses = list(self._losses)
-        gain = (sum(losses[: rule.over]) - sum(losses[rule.over :])) / rule.over
+        older, newer = losses[-2 * rule.over : -rule.over], losses[-rule.over :]
+        gain = (sum(older) - sum(newer)) / rule.over
         if gain <= rule.less_than:
             return f"plateau: the loss fell by {gain:.3g} over {rule.over} steps, not by more than {rule.less_than:g}, at step {step}"
         return None

@@ -103,7 +103,7 @@ def _run(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, resu
     if resume:
         found = Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
         if found is not None:
-            found.continue_with(job, plan)
+            found.continue_with(job, cluster, plan)
             return found
     return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan)
 

@@ -181,8 +181,7 @@ def _bucket(parameters: list[nn.Parameter], notes: Tensor | None) -> Bucket:
 
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A view of `piece` with the shape and strides of `parameter`, so that a channels-last weight gets a channels-last gradient."""
-    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last) if parameter.dim() == 4 else True
-    return piece.as_strided(parameter.shape, parameter.stride()) if dense and not parameter.is_contiguous() else piece.view(parameter.shape)
+    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())  # the same order, without gaps
 
 
 def _trainable(model: nn.Module) -> Iterable[nn.Parameter]:

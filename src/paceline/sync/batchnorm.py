@@ -49,8 +49,9 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.dp = dp
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training and self.track_running_stats:
-            return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        if not self.training:  # replicas may measure different numbers of batches, so nothing is exchanged
+            own_statistics = self.running_mean is None
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, own_statistics, 0.0, self.eps)
         axes = [d for d in range(x.dim()) if d != 1]
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         sums = torch.cat([wide.sum(axes), wide.new_full((1,), x.numel() / x.shape[1])])

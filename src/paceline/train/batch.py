@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +18,15 @@ def rows(batch: Batch | None) -> int:
     """Samples in the batch (dim 0); 0 for None, which is an empty share."""
     if batch is None:
         return 0
-    first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[-1]
-    return int(first.shape[0])
+    whole = _parts(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
+    *_, last = whole or [None]
+    if not isinstance(last, Tensor):
+        inside = f" that ends with a {type(last).__name__}" if whole else ""
+        raise DataError(
+            f'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a {type(batch).__name__}{inside}. '
+            "Have the dataset return such samples, or the collate_fn such batches."
+        )
+    return len(last)
 
 
 def split(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -69,9 +76,12 @@ def nonfinite_rows(batch: Batch | None) -> list[int]:
     """The rows of the batch that hold NaN or Inf in any floating-point part."""
     if batch is None:
         return []
-    parts = batch.values() if isinstance(batch, Mapping) else batch
     bad: set[int] = set()
-    for part in parts:
+    for part in _parts(batch):
         if part.is_floating_point():
             bad.update((~part.reshape(len(part), -1).isfinite().all(dim=1)).nonzero().flatten().tolist())
     return sorted(bad)
+
+
+def _parts(batch: Batch) -> Iterable[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
 from paceline.train.status import Phase, StatusBoard
 from paceline.train.votes import Notes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class Engine:
         self.notes.tensor = self.replica.notes
         self._forward: Callable[..., Any] = torch.compile(model) if plan.compile else model
         self.items_per_sample: float | None = None
+        self._parameters = [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
         self._skipped_in_a_row = 0
         # From here on every replica draws its own dropout masks.
         torch.manual_seed(settings.seed * 1_000_003 + 1 + group.rank)
@@ -112,7 +114,7 @@ class Engine:
         if self.items_per_sample is None:
             self.items_per_sample = self._agree_on_items(batch)
         backup = self._buffers() if self.settings.nonfinite != "stop" else []
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self._backward(batch, position)
         self.meter.mark(COMPUTE)
         self.on_phase("sync", step)
@@ -135,7 +137,7 @@ class Engine:
         Every rank must call this. Batch-norm statistics are averaged over the replicas for the measurement.
         """
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
-        was_training = self.model.training
+        training = [module for module in self.model.modules() if module.training]  # a user may keep some layers in eval mode
         self.model.eval()
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(), self._averaged_buffers(), self._autocast():
@@ -147,7 +149,8 @@ class Engine:
                 target = target_of(placed)
                 for i, metric in enumerate(metrics):
                     sums[i] += torch.tensor(metric(output, target), dtype=torch.float64)
-        self.model.train(was_training)
+        for module in training:
+            module.training = True
         sums = sums.to(self.device)
         self.group.all_reduce(sums)
         self.meter.restart()
@@ -199,6 +202,11 @@ class Engine:
 
     # Forward and backward
 
+    def _clear_gradients(self) -> None:
+        """As `optimizer.zero_grad`, and also for parameters that the optimizer does not hold: theirs would add up from step to step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _backward(self, batch: Batch | None, position: Position) -> None:
         """Accumulate the gradient of this replica's part of the global mean loss."""
         self.notes.begin()
@@ -207,6 +215,7 @@ class Engine:
             return
         placed = self._place(batch)
         parts = list(split(placed, self.plan.microbatches))
+        computed_by = self.group.size if getattr(self.loss, "whole_batch", False) else 1  # replicas that have the same part of the loss
         for i, part in enumerate(parts):
             self.replica.last_backward = i == len(parts) - 1
             with self._autocast():
@@ -214,7 +223,7 @@ class Engine:
                 loss, items = self._loss(output, part, position)
             scaled = loss if items == 1.0 else loss * items
             scaled.backward()
-            self.notes.add_loss(scaled.detach(), items)
+            self.notes.add_loss(scaled.detach() / computed_by, items / computed_by)
 
     def _loss(self, output: Any, part: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """The mean loss of a microbatch, and the share of the global batch that it stands for."""
@@ -224,16 +233,18 @@ class Engine:
             outputs = self.group.gather_rows(_tensor(output), counts)
             targets = self.group.gather_rows(target, counts)
             return self.loss(torch.cat(outputs), torch.cat(targets)), 1.0
+        loss = self.loss(output, target)
+        if self.group.size == self.plan.microbatches == 1:
+            return loss, 1.0  # a mean over the whole batch already, whatever its items are
         assert self.items_per_sample is not None
-        items = self._items(part)
-        return self.loss(output, target), items / (position.total * self.items_per_sample)
+        return loss, self._items(part) / (position.total * self.items_per_sample)
 
     def _items(self, batch: Batch) -> float | Tensor:
         """What the loss's mean over this batch is taken over: the items that the loss counts, else the samples."""
-        count = getattr(self.loss, "items", None)
+        target, count = target_of(batch), getattr(self.loss, "items", None)
         if count is None:
             return float(rows(batch))
-        items = count(target_of(batch))
+        items = count(target)
         return items.double() if isinstance(items, Tensor) and items.is_cuda else float(items)
 
     def _agree_on_items(self, batch: Batch | None) -> float:
@@ -255,7 +266,7 @@ class Engine:
         return place(batch, self.device, dtype=wide, channels_last=self._channels_last)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else _AS_IT_IS
 
     # Agreement and update
 
@@ -267,16 +278,14 @@ class Engine:
             torch._foreach_mul_(self.replica.gradients, agreed.rescale)
         self.meter.mark(COMM if self.group.size > 1 else COMPUTE)
         self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
-        if getattr(self.loss, "whole_batch", False):
-            agreed.loss /= self.group.size
         return agreed.loss, agreed.votes
 
     def _gradient_norm(self) -> float:
         gradients = self.replica.gradients
-        if not gradients:
-            return 0.0
-        norms = torch._foreach_norm(gradients)
-        return float(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+        norms = torch._foreach_norm(gradients) if gradients else ()
+        if self.device.type == "cuda" and norms:
+            return float(torch.linalg.vector_norm(torch.stack(norms)))  # one wait for the device, not one per tensor
+        return math.hypot(*[norm.item() for norm in norms])
 
     def _update(self, step: int, norm: float) -> None:
         clip = self.settings.clip_norm

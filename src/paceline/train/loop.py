@@ -24,6 +24,7 @@ from paceline.train.checkpoint import Checkpointer
 from paceline.train.checkpoint_read import load_latest
 from paceline.train.engine import Engine, Settings, StepResult
 from paceline.train.loader import Loader, held_out_batches
+from paceline.train.meter import CHECKPOINT
 from paceline.train.progress import PlainProgress
 from paceline.train.record import Recorder
 from paceline.train.run import Lines, Run
@@ -115,7 +116,7 @@ class Loop:
                 if self.job.nonfinite == "rewind" and self.saved_at < 0:
                     self.save()
                 self.engine.meter.restart()
-                reason = None
+                reason = self.stop.ended(self.engine.step_count)
                 while reason is None:
                     reason = self._epoch()
                 self._finish(reason)
@@ -129,11 +130,9 @@ class Loop:
         """Train to the end of the epoch, or to a reason to stop, or to a rewind."""
         for batch in self.engine.loader:
             result = self.advance(batch)
-            if result is None:
-                continue
-            if result.problem is not None and self._rewound(result):
+            if result is not None and result.problem is not None and self._rewound(result):
                 return None
-            reason = self.after_step(result)
+            reason = self.stop.ended(self.engine.step_count) if result is None else self.after_step(result)
             if reason is not None:
                 return reason
         every = self.job.evaluate.every_epochs
@@ -217,6 +216,7 @@ class Loop:
         self.saved_at = self.engine.step_count
         self._saved_clock_s = self.stop.elapsed_s
         self.rewinds = 0
+        self.engine.meter.mark(CHECKPOINT)
 
     def _resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is any."""
@@ -249,8 +249,9 @@ class Loop:
         loaded = load_latest(self.run_directory.checkpoints, rank=self.group.rank, world=self.group.size, report=self._event)
         assert loaded is not None, "a run with this policy saves a checkpoint before its first step"
         rejected = [*self.rejected, result.step]
-        restore(self.engine, loaded)
+        self.stop.rewind(restore(self.engine, loaded)["stop"])
         self.rejected = rejected
+        self.saved_at, self.evaluated_at = loaded.step, -1
         self.engine.meter.restart()
         self._event("rewind", {"from_step": result.step, "to_step": loaded.step})
         return True

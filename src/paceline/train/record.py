@@ -16,6 +16,10 @@ from paceline.train.run import Lines
 if TYPE_CHECKING:
     from paceline.train.engine import Engine, StepResult
 
+# A line costs a step of a few milliseconds less this way than through a JSON encoder.
+_STEP = '"step":%d,"epoch":%d,"time":%.3f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
+_TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
+
 USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
 
 
@@ -32,11 +36,9 @@ class Recorder:
 
     def step(self, result: StepResult, local_samples: int, lr: float) -> None:
         """Write down a step."""
-        self._waiting[result.step] = (
-            f'"step":{result.step},"epoch":{(result.step - 1) // self.epoch_steps},"time":{time.time():.3f},'
-            f'"loss":{_json(result.loss)},"samples":{result.samples},"local_samples":{local_samples},'
-            f'"lr":{lr:.6g},"grad_norm":{_json(result.grad_norm)}'
-        )
+        epoch = (result.step - 1) // self.epoch_steps
+        loss, norm = _json(result.loss), _json(result.grad_norm)
+        self._waiting[result.step] = _STEP % (result.step, epoch, time.time(), loss, result.samples, local_samples, lr, norm)
         if result.timing is not None:
             self._write(result.timing)
         if self.board is not None and self.use.fresh:
@@ -60,9 +62,7 @@ class Recorder:
         start = self._waiting.pop(timing.step, None)
         if start is None:
             return
-        parts = ",".join(f'"{name}_s":{seconds:.6f}' for name, seconds in zip(PARTS, timing.parts_s, strict=True))
-        use = self.use.read()
-        self.lines.write(f'{{{start},"step_s":{timing.step_s:.6f},{parts}{"," + use if use else ""}}}')
+        self.lines.write("{" + start + _TIMES % (timing.step_s, *timing.parts_s) + self.use.read() + "}")
 
     def _to_tensorboard(self, result: StepResult, lr: float) -> None:
         assert self.board is not None
@@ -90,7 +90,7 @@ class Use:
         self._gpu = _gpu_counters(self.device)
 
     def read(self) -> str:
-        """JSON members (without braces), or nothing when the last reading is younger than a second."""
+        """A JSON member to append, or nothing when the last reading is younger than a second."""
         now = time.monotonic()
         passed = now - self._read_at
         if passed < USE_EVERY_S:
@@ -107,7 +107,7 @@ class Use:
         if self._gpu is not None:
             use |= self._gpu()
         self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
-        return f'"use":{json.dumps(use)}'
+        return f',"use":{json.dumps(use)}'
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

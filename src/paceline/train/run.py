@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -11,13 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment
 from paceline.errors import JobError, RunError
 from paceline.job.job import Job
 from paceline.plan.plan import Plan
 
-# What may differ between a run and the job that resumes it: none of these changes what a step computes.
+# What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and only under a
+# schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s"}
 WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
 
@@ -39,43 +43,33 @@ class Run:
         """Make the directory and write what is known before the first step.
 
         Raises:
-            RunError: it exists already, or cannot be written.
+            RunError: it holds a run already, or cannot be written.
         """
         if (path / "job.yaml").exists():
             raise RunError(f"{path} holds a run already. Continue it with --resume, or name another directory.")
-        try:
-            (path / "steps").mkdir(parents=True, exist_ok=True)
-            (path / "checkpoints").mkdir(exist_ok=True)
-            write_whole(path / "cluster.yaml", cluster.to_yaml())
-            write_whole(path / "plan.txt", f"{plan}\n")
-            write_whole(path / "environment.json", json.dumps(environment(), indent=1))
-            write_whole(path / "job.yaml", job.to_yaml())
-        except OSError as error:
-            raise RunError(
-                f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be written with --run."
-            ) from error
+        _describe(path, job, cluster, plan)
         return cls(path)
 
     @classmethod
     def newest(cls, root: Path, name: str) -> Run | None:
         """The newest run of the job `name` under `root`, or None."""
-        found = [d for d in root.glob(f"{name}-*") if (d / "job.yaml").is_file()] if root.is_dir() else []
+        found = [d for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]  # not those of a job called name-something
         return cls(max(found, key=lambda d: (d / "environment.json").stat().st_mtime)) if found else None
 
-    def continue_with(self, job: Job, plan: Plan) -> None:
-        """Let `job` go on where this run stopped; its stop rule and cadence may differ, its work may not.
+    def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
+        """Let `job` go on where this run stopped; its stop rule and cadence, the cluster and the plan may differ, its work may not.
 
         Raises:
             JobError: the job would train something else. Names every key that differs.
+            RunError: the directory cannot be written.
         """
         differing = list(_differences(_work(self.job), _work(job)))
         if differing:
             raise JobError(
                 f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a new run without --resume."
             )
-        write_whole(self.path / "job.yaml", job.to_yaml())
-        write_whole(self.path / "plan.txt", f"{plan}\n")
-        for cached in ("job", "plan"):
+        _describe(self.path, job, cluster, plan)
+        for cached in ("job", "cluster", "plan"):
             self.__dict__.pop(cached, None)
 
     @cached_property
@@ -109,8 +103,8 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step."""
-        return [line["loss"] for line in self.steps()]
+        """The training loss of every step; NaN where it was not finite."""
+        return [math.nan if line["loss"] is None else line["loss"] for line in self.steps()]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -133,7 +127,7 @@ class Run:
     def throughput(self) -> float:
         """Samples per second: global batch / median step time, warm-up excluded; 0 where too few steps were made."""
         steps = self.steps()
-        timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0] or steps
+        timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]  # on CUDA an attempt's last step has no times
         return statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed) if timed else 0.0
 
 
@@ -187,6 +181,26 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
+    """Write what is to be trained, where and how, with `job.yaml` last: it makes a directory a run."""
+    try:
+        for folder in ("steps", "checkpoints"):
+            (path / folder).mkdir(parents=True, exist_ok=True)
+        write_whole(path / "cluster.yaml", cluster.to_yaml())
+        write_whole(path / "plan.txt", f"{plan}\n")
+        write_whole(path / "environment.json", json.dumps(environment(), indent=1))
+        write_whole(path / "job.yaml", job.to_yaml())
+    except OSError as error:
+        raise RunError(
+            f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be written with --run."
+        ) from error
+
+
+def _name(job_file: Path) -> str | None:
+    """The name in a run's job.yaml; None where there is no such file."""
+    return yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default) if job_file.is_file() else None
 
 
 def _ends_inside_a_line(path: Path) -> bool:

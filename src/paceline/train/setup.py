@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from paceline.comm.backend import join, leave
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.loss import Loss
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, Precision
 from paceline.train.engine import Engine, Settings
 from paceline.train.loader import Loader
 from paceline.train.nonfinite import Policy
@@ -59,6 +59,12 @@ def setup(
         raise JobError(f"setup needs an nn.Module as model, got {type(model).__name__}")
     if nonfinite not in ("stop", "skip"):
         raise JobError(f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see paceline.train")
+    if precision not in get_args(Precision):
+        raise JobError(f"precision={precision!r}: there are {', '.join(get_args(Precision))}")
+    if batch_norm not in ("local", "sync"):
+        raise JobError(f"batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)")
+    if clip_norm is not None and clip_norm <= 0:
+        raise JobError(f"clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing")
     _check_optimizer(model, optimizer)
     group = join(deadline_s=deadline_s)
     atexit.register(leave, group)

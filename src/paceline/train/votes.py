@@ -39,12 +39,12 @@ class Notes:
 
     def begin(self) -> None:
         """Start the notes of a step."""
-        self._loss: float | Tensor | None = None
+        self._loss: float | Tensor = 0.0
         self._items: float | Tensor = 0.0
 
     def add_loss(self, share: float | Tensor, items: float | Tensor) -> None:
         """Add a microbatch's part of the global mean loss, and the share of the global batch that it stands for."""
-        self._loss = share if self._loss is None else self._loss + share
+        self._loss = self._loss + share if isinstance(self._loss, Tensor) else share
         self._items = self._items + items
 
     def seal(self, meter: Meter) -> float:

@@ -1,0 +1,128 @@
+"""Small jobs for tests of the loop: models and data by import path, and ways to train them here or on several ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.cluster.discover import discover
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.job.job import Job
+from paceline.plan.plan import Plan
+from paceline.train.loop import train_in
+from paceline.train.run import Run
+
+FEATURES, CLASSES = 6, 3
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Random points; their class is the largest of three features. Those in `nan_at` are not finite, in the first `nan_epochs` epochs."""
+
+    def __init__(self, samples: int = 70, nan_at: Sequence[int] = (), nan_epochs: int = 1_000_000, sleep_s: float = 0.0) -> None:
+        self.inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(11))
+        self.labels = self.inputs[:, :CLASSES].argmax(dim=1)
+        self.nan_at, self.nan_epochs, self.sleep_s = set(nan_at), nan_epochs, sleep_s
+        self.epoch = self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        # `INTERRUPT=1:30` has rank 1 get a SIGTERM while it reads its 30th sample.
+        if os.environ.get("INTERRUPT") == f"{os.environ.get('RANK', 0)}:{self.reads}":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
+        bad = index in self.nan_at and self.epoch < self.nan_epochs
+        return self.inputs[index] * (float("nan") if bad else 1.0), self.labels[index]
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+
+
+class OneInfiniteGradient(nn.Module):
+    """Its gradient overflows once, at forward pass number `at`, whatever the data."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.layer, self.at, self.passes = plain(), at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.passes += self.training
+        if self.passes == self.at and y.requires_grad:
+            y.register_hook(lambda gradient: gradient * float("inf"))
+        return y
+
+
+class SlowOnRankZero(nn.Module):
+    """Takes 0.2 s longer in the forward pass of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "0":
+            time.sleep(0.2)
+        y: Tensor = self.layer(x)
+        return y
+
+
+def small_job(**changes: Any) -> Job:
+    """70 points in batches of 8, so 9 steps an epoch, the last one of 6 samples; 20 steps of SGD."""
+    values: dict[str, Any] = {
+        "name": "small",
+        "model": {"factory": "small_jobs:plain"},
+        "data": points(),
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "global_batch": 8,
+        "stop": {"steps": 20},
+        "deadline_s": 30,
+    }
+    return Job(**(values | changes))
+
+
+def points(*, held_out: float = 0, **args: Any) -> dict[str, Any]:
+    """The data of a job: `Points`, of which a share may be held out."""
+    return {"kind": "dataset", "factory": "small_jobs:Points", "held_out": held_out, "args": args}
+
+
+def new_run(path: Path, job: Job, plan: str = "dp=1") -> Run:
+    """A run directory for `job`, or the one at `path` to be continued."""
+    if (path / "job.yaml").exists():
+        run = Run(path)
+        run.continue_with(job, discover(), Plan.parse(plan))
+        return run
+    return Run.create(path, job, discover(), Plan.parse(plan))
+
+
+def train_here(path: Path, job: Job) -> Run:
+    """Train in this process, from the newest checkpoint in `path` where there is one."""
+    train_in(new_run(path, job), Group())
+    return Run(path)
+
+
+def train_as_rank(path: Path) -> None:
+    """Train a run as one rank; for the fixture `ranks`."""
+    with joined(deadline_s=30) as group:
+        train_in(Run(path), group)
