@@ -3,9 +3,15 @@
     python benchmarks/overhead.py [--json]
 
 Figures:
-- `ratio_to_plain_loop`: step time of the loop of `paceline train` / of a plain loop; one rank of one thread; same model, weights, batches
-  and optimizer. Blocks of steps in turn, the ratio pair by pair. Both read their batches through torch's loader classes.
+- `ratio_to_plain_loop`: step time of `paceline train` / of a plain loop run by `python`; one rank of one thread; same model, weights,
+  batches and optimizer.
+- `ratio_with_equal_allocator`: the same, the plain loop with the memory-allocator settings that paceline's launcher gives to its ranks
+  (they spare page faults). What is left is the cost of paceline's own code.
 - `checkpoint_stall_share`: how much longer a step takes while a checkpoint of 200 MB is written beside it, as a share of a quiet step.
+
+The loops run in processes of their own, in turn, in blocks of a few steps, so what else the machine does falls on all alike. Each
+ratio is of neighbouring blocks. Processes are started anew several times, as the place of the weights in memory alone moves a step by
+some per cent.
 """
 
 from __future__ import annotations
@@ -14,30 +20,31 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import torch
 import torch.nn.functional as F
-from measure import Interval, environment_line, median_interval
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.cluster.discover import discover
+from measure import environment_line, median_interval
+from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.plan.plan import Plan
 from paceline.train.loop import Loop, build_engine
 from paceline.train.run import Run
 
-BLOCK_STEPS, PAIRS = 5, 600  # short blocks: what else the machine does falls on both alike
-CHECKPOINTS = 8
+BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 5, 60, 5, 40, 8
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # what launch/local.py sets for a rank
+PLAIN, PLAIN_ALLOCATOR, OURS = "plain loop", "plain loop, same allocator", "paceline train"
 CNN: dict[str, Any] = {
     "model": "cifar_cnn",
     "data": {"kind": "synthetic", "samples": 1600, "held_out": 0},
@@ -46,9 +53,12 @@ CNN: dict[str, Any] = {
     "global_batch": 32,
     "stop": {"steps": 10**9},
 }
-# Three tensors of the size of the weights are saved (Adam's two moments with them): 200 MB.
-WIDE: dict[str, Any] = CNN | {"model": {"factory": f"{Path(__file__).resolve()}:wide_model"}, "global_batch": 128}
-WIDE["data"] = {"kind": "synthetic", "samples": 1280, "shape": [1024], "held_out": 0}
+# The weights and Adam's two moments, each of 67 MB.
+WIDE: dict[str, Any] = CNN | {
+    "model": {"factory": f"{Path(__file__).resolve()}:wide_model"},
+    "data": {"kind": "synthetic", "samples": 1280, "shape": [1024], "held_out": 0},
+    "global_batch": 128,
+}
 
 
 def wide_model() -> nn.Module:
@@ -60,70 +70,123 @@ def main() -> None:
     """Measure, print the table, and with --json a last line for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    as_json = parser.parse_args().json
+    parser.add_argument("--serve", choices=("plain", "paceline", "checkpoint"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    times_s = step_times()
+    ratio, equal = (median_interval(quotients(times_s[OURS], times_s[other])) for other in (PLAIN, PLAIN_ALLOCATOR))
+    print(f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} steps (synthetic data)")
+    for name, values in times_s.items():
+        print(f"  {name:28} {statistics.median(values) * 1e3:8.3f} ms a step (median)")
+    print(f"  paceline / plain loop                  {ratio}  median of neighbouring blocks, bootstrap 95 % interval")
+    print(f"  paceline / plain loop, same allocator  {equal}")
+    with Side("checkpoint", ALLOCATOR) as side:
+        rounds = side.ask("rounds")
+    share = median_interval(rounds["share"])
+    print(f"200 MB of weights and AdamW state, one rank of one thread, {CHECKPOINTS} checkpoints")
+    print(f"  quiet step                   {statistics.median(rounds['quiet_s']) * 1e3:8.1f} ms (median)")
+    print(f"  written in                   {statistics.median(rounds['write_s']):8.2f} s (median)")
+    print(f"  steps slower by              {share} of a quiet step")
+    print(environment_line())
+    if arguments.json:
+        figures = {"ratio_to_plain_loop": ratio.middle, "ratio_with_equal_allocator": equal.middle, "checkpoint_stall_share": share.middle}
+        print(json.dumps({"figures": figures, "environment": environment()}))
+
+
+def step_times() -> dict[str, list[float]]:
+    """Seconds a step of every block of every loop; the i-th blocks of all loops are neighbours in time."""
+    times_s: dict[str, list[float]] = {PLAIN: [], PLAIN_ALLOCATOR: [], OURS: []}
+    for _ in range(STARTS):
+        with Side("plain", {}) as plain, Side("plain", ALLOCATOR) as tuned, Side("paceline", ALLOCATOR) as ours:
+            sides = [(PLAIN, plain), (PLAIN_ALLOCATOR, tuned), (OURS, ours)]
+            proof = plain.ask("losses")
+            for name, side in sides[1:]:  # before any time is measured: all do the same work
+                if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(side.ask("losses"), proof, strict=True)):
+                    raise SystemExit(f"{name} does not do the work of the plain loop: their losses differ")
+            for block in range(BLOCKS):
+                for name, side in sides[block % 3 :] + sides[: block % 3]:
+                    times_s[name].append(side.ask("block"))
+    return times_s
+
+
+def quotients(ours: list[float], others: list[float]) -> list[float]:
+    """The ratio of each pair of neighbouring blocks."""
+    return [a / b for a, b in zip(ours, others, strict=True)]
+
+
+class Side:
+    """A process that runs one of the loops and works only when it is asked to."""
+
+    def __init__(self, kind: str, environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", kind],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.communicate()  # an end of questions ends it
+
+    def ask(self, question: str) -> Any:
+        """The answer to `losses`, `block` or `rounds`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{question}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"the process that was asked for {question} ended; its error is above")
+        return json.loads(answer)
+
+
+def serve(kind: str) -> None:
+    """Answer the questions on stdin, one line of JSON each."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="paceline-overhead-") as folder:
-        ratio, plain_s, ours_s = ratio_to_plain_loop(Path(folder))
-        share, quiet_s, write_s, stall_s = checkpoint_stall_share(Path(folder))
-    print(f"cifar_cnn, 32 samples a step, one rank of one thread, {PAIRS} pairs of {BLOCK_STEPS} steps (synthetic data)")
-    print(f"  plain PyTorch loop {plain_s * 1e3:8.3f} ms a step\n  paceline train     {ours_s * 1e3:8.3f} ms a step")
-    print(f"  ratio              {ratio} (median of the pairs, bootstrap 95 % interval)")
-    print(f"200 MB of weights and AdamW state, one rank of one thread, {CHECKPOINTS} checkpoints")
-    print(f"  quiet step         {quiet_s * 1e3:8.1f} ms\n  written in         {write_s:8.2f} s, of it {stall_s * 1e3:.1f} ms waited for")
-    print(f"  slow-down          {share} of a step, while it is written")
-    print(environment_line())
-    if as_json:
-        figures = {"ratio_to_plain_loop": ratio.middle, "checkpoint_stall_share": share.middle}
-        print(json.dumps({"figures": figures, "environment": environment_line()}))
+        loop = our_loop(Path(folder) / "run", WIDE if kind == "checkpoint" else CNN)
+        steps = plain_steps(loop) if kind == "plain" else our_steps(loop)
+        for question in sys.stdin:
+            if question == "losses\n":
+                answer: Any = [next(steps) for _ in range(PROOF_STEPS)]
+            else:
+                answer = timed(steps, BLOCK_STEPS) if question == "block\n" else beside_checkpoints(loop, steps)
+            print(json.dumps(answer), flush=True)
+        steps.close()
+        loop.checkpointer.close()
+        loop.recorder.close()
 
 
-def ratio_to_plain_loop(folder: Path) -> tuple[Interval, float, float]:
-    """The ratio of step times pair by pair, and the median step of the plain loop and of ours, in seconds."""
-    loop = our_loop(folder / "ratio", CNN)
-    plain, ours = plain_steps(loop), our_steps(loop)
-    for _ in range(60):  # warm-up, and proof that both do the same work
-        expected, got = next(plain), next(ours)
-        if abs(expected - got) > 1e-5 * abs(expected):
-            raise SystemExit(f"the two loops do not do the same work: losses {expected} and {got}")
-    plain_s, ours_s = [], []
-    for pair in range(PAIRS):
-        turns = [(plain, plain_s), (ours, ours_s)]
-        for steps, times_s in turns if pair % 2 else reversed(turns):
-            times_s.append(timed(steps, BLOCK_STEPS))
-    finish(loop)
-    return median_interval([o / p for o, p in zip(ours_s, plain_s, strict=True)]), statistics.median(plain_s), statistics.median(ours_s)
-
-
-def checkpoint_stall_share(folder: Path) -> tuple[Interval, float, float, float]:
-    """The slow-down of a step beside a checkpoint as a share, the quiet step, the time to write one, and the time waited for it, in seconds."""
-    loop = our_loop(folder / "checkpoint", WIDE)
-    steps = our_steps(loop)
+def beside_checkpoints(loop: Loop, steps: Generator[float, None, None]) -> dict[str, list[float]]:
+    """For each checkpoint: the slow-down of the steps beside it, quiet steps before and after it, the time to write it."""
     timed(steps, 20)
-    shares, quiet, writes, stalls = [], [], [], []
+    rounds: dict[str, list[float]] = {"share": [], "quiet_s": [], "write_s": []}
     for _ in range(CHECKPOINTS):
-        before_s = timed(steps, 8)
+        before = [timed(steps, 1) for _ in range(8)]
         started = time.perf_counter()
         loop.save()
-        saved_s = time.perf_counter() - started
-        taken = 0
+        saving_s = time.perf_counter() - started
+        beside = [timed(steps, 1)]
+        beside[0] += saving_s  # what `save` itself takes belongs to the step that it is called in
         while loop.checkpointer.busy:
-            next(steps)
-            taken += 1
-        beside_s = time.perf_counter() - started
-        writes.append(beside_s)
-        stalls.append(saved_s + sum(t["checkpoint_s"] for t in loop.run_directory.steps()[-taken:]))
-        quiet_s = (before_s + timed(steps, 8)) / 2
-        quiet.append(quiet_s)
-        shares.append(beside_s / (taken * quiet_s) - 1)
-    finish(loop)
-    return median_interval(shares), statistics.median(quiet), statistics.median(writes), statistics.median(stalls)
+            beside.append(timed(steps, 1))
+        rounds["write_s"].append(time.perf_counter() - started)
+        quiet_s = statistics.median(before + [timed(steps, 1) for _ in range(8)])
+        rounds["quiet_s"].append(quiet_s)
+        rounds["share"].append((saving_s / len(beside) + statistics.median(beside)) / quiet_s - 1)
+    return rounds
 
 
-def plain_steps(loop: Loop) -> Iterator[float]:
+def plain_steps(loop: Loop) -> Generator[float, None, None]:
     """The loop that one would write by hand, over the batches of `loop`; yields the loss of each step."""
     dataset, partition = loop.data.train, loop.engine.loader.partition
-    model = loop.job.model.build()
-    model.load_state_dict(loop.engine.model.state_dict())
+    model = loop.engine.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     for epoch in count():
         order = [index for batch in partition.batches(epoch) for index in batch]
@@ -135,7 +198,7 @@ def plain_steps(loop: Loop) -> Iterator[float]:
             yield loss.item()
 
 
-def our_steps(loop: Loop) -> Iterator[float]:
+def our_steps(loop: Loop) -> Generator[float, None, None]:
     """What `paceline train` does at every step, with its record, stop rule and status; yields the loss."""
     while True:
         for batch in loop.engine.loader:
@@ -155,12 +218,6 @@ def our_loop(folder: Path, job: dict[str, Any]) -> Loop:
     loop = Loop(run, build_engine(run.job, run, model, data, group), data, group)
     loop.progress = None  # under `paceline train` the launcher shows it, from another process
     return loop
-
-
-def finish(loop: Loop) -> None:
-    """End the loop's files."""
-    loop.checkpointer.close()
-    loop.recorder.close()
 
 
 def timed(steps: Iterator[float], n: int) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -27,10 +29,12 @@ FEATURES, CLASSES = 6, 3
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Random points; their class is the largest of three features. Those in `nan_at` are not finite, in the first `nan_epochs` epochs."""
 
-    def __init__(self, samples: int = 70, nan_at: Sequence[int] = (), nan_epochs: int = 1_000_000, sleep_s: float = 0.0) -> None:
+    def __init__(
+        self, samples: int = 70, nan_at: Sequence[int] = (), nan_epochs: int = 1_000_000, sleep_s: float = 0.0, noise: float = 0.0
+    ) -> None:
         self.inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(11))
         self.labels = self.inputs[:, :CLASSES].argmax(dim=1)
-        self.nan_at, self.nan_epochs, self.sleep_s = set(nan_at), nan_epochs, sleep_s
+        self.nan_at, self.nan_epochs, self.sleep_s, self.noise = set(nan_at), nan_epochs, sleep_s, noise
         self.epoch = self.reads = 0
 
     def __len__(self) -> int:
@@ -47,7 +51,8 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         if self.sleep_s:
             time.sleep(self.sleep_s)
         bad = index in self.nan_at and self.epoch < self.nan_epochs
-        return self.inputs[index] * (float("nan") if bad else 1.0), self.labels[index]
+        noise = self.noise * (np.random.rand() + random.random())
+        return self.inputs[index] * (float("nan") if bad else 1.0 + noise), self.labels[index]
 
 
 def plain() -> nn.Module:

@@ -2,7 +2,13 @@
 
 
 class PacelineError(Exception):
-    """Base of every error that paceline raises on purpose. The message is written for the person at the keyboard."""
+    """Base of every error that paceline raises on purpose. The message is written for the person at the keyboard.
+
+    Attributes:
+        from_users_code: it was raised from an error in the user's own code, so that one's traceback belongs under the message.
+    """
+
+    from_users_code = False
 
 
 class JobError(PacelineError):

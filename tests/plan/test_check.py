@@ -33,7 +33,11 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
     ("plan", "changes", "reason"),
     [
         ("dp=3", {}, "needs 3 ranks; this machine has 2 devices. Plans that fit: dp=2 · dp=1."),
-        ("dp=4", {"partition": {"weights": [1, 1, 1, 1]}}, "needs 4 ranks; this machine has 2 devices."),
+        (
+            "dp=4",
+            {"partition": {"weights": [1, 1, 1, 1]}},
+            "needs 4 ranks; this machine has 2 devices. The job's partition has 4 weights, one per replica: at most 2 can work here.",
+        ),
         (
             "dp=2",
             {"global_batch": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_batch_without_a_target_says_where_it_belongs() -> None:
 @pytest.mark.parametrize("make", [tuple_of, mapping_of])
 def test_only_floating_point_parts_change_their_type(make: Any) -> None:
     placed = place(make(3), torch.device("cpu"), dtype=torch.float64, channels_last=False)
-    inputs, labels = placed.values() if isinstance(placed, dict) else placed
+    inputs, labels = list(placed.values()) if isinstance(placed, Mapping) else placed
     assert (inputs.dtype, labels.dtype) == (torch.float64, torch.int64)
 
 

@@ -209,9 +209,9 @@ def evaluation() -> dict[str, Any]:
     model = network()
     loss = LossSpec(name="cross_entropy").build()
     engine = engine_for(model, loss=loss)
-    model[1].eval()  # a layer that its owner keeps frozen
+    model.get_submodule("1").eval()  # a layer that its owner keeps frozen
     with torch.no_grad():
-        model[1].running_mean.fill_(0.2 * (1 + engine.group.rank))  # 0.2, 0.4, …: its mean is known
+        model.get_buffer("1.running_mean").fill_(0.2 * (1 + engine.group.rank))  # 0.2, 0.4, …: its mean is known
     held_out = TensorDataset(torch.randn(11, FEATURES, generator=torch.Generator().manual_seed(9)), torch.arange(11) % CLASSES)
     before, random_before = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
     metrics = engine.evaluate(
@@ -221,7 +221,7 @@ def evaluation() -> dict[str, Any]:
     assert torch.equal(random_before, torch.get_rng_state())
     assert [module.training for module in model.modules()] == [True, True, False, True, True, True]
     with torch.no_grad():
-        model[1].running_mean.fill_(0.2 * sum(range(1, engine.group.size + 1)) / engine.group.size)
+        model.get_buffer("1.running_mean").fill_(0.2 * sum(range(1, engine.group.size + 1)) / engine.group.size)
         model.eval()
         inputs, labels = held_out[:]
         output = model(inputs)
@@ -271,7 +271,7 @@ def test_channels_last_changes_the_layout_and_not_the_result() -> None:
             model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, DataLoader(images, batch_size=BATCH), plan=plan
         )
         found = [engine.step(batch).loss for batch in engine.loader]
-        assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == ("channels_last" in plan)
+        assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last) == ("channels_last" in plan)
         return found
 
     assert losses("dp=1 memory_format=channels_last") == pytest.approx(losses("dp=1"), rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from paceline.errors import NonFiniteError
 from paceline.job.partition import Partition, PartitionSpec
+from paceline.train.checkpoint import Checkpointer, Snapshot
 from paceline.train.manifest import checkpoints
 from paceline.train.run import Run
 from ranks import RankError, Ranks
@@ -52,6 +54,13 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks
     for rank in range(replicas):
         assert facts(resumed, rank) == facts(undisturbed, rank)
     assert resumed.metrics == undisturbed.metrics
+
+
+def test_a_job_with_random_data_gives_the_same_losses_every_time_and_after_a_resume(tmp_path: Path) -> None:
+    noisy = points(noise=0.5)
+    first = train_here(tmp_path / "first", small_job(data=noisy))
+    train_here(tmp_path / "again", small_job(data=noisy, stop={"steps": 12}))
+    assert facts(train_here(tmp_path / "again", small_job(data=noisy))) == facts(first)
 
 
 def test_a_run_goes_on_with_another_number_of_replicas_on_the_same_data(tmp_path: Path, ranks: Ranks) -> None:
@@ -265,3 +274,16 @@ def test_a_slow_rank_shows_as_compute_there_and_as_imbalance_elsewhere(tmp_path:
     assert slow["imbalance_s"] < 0.05
     assert fast["imbalance_s"] > 0.15
     assert fast["compute_s"] < 0.15
+
+
+def test_what_a_checkpoint_holds_up_is_booked_as_its_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Checkpointer.save
+
+    def slow_save(self: Checkpointer, step: int, snapshot: Snapshot) -> None:
+        time.sleep(0.2)
+        save(self, step, snapshot)
+
+    monkeypatch.setattr(Checkpointer, "save", slow_save)
+    run = train_here(tmp_path / "run", small_job(stop={"steps": 5}, checkpoint={"every_steps": 2}))
+    assert [step["checkpoint_s"] > 0.2 for step in run.steps()] == [False, False, True, False, True]
+    assert max(step["data_s"] for step in run.steps()) < 0.2

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train import meter as meter_module
 from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, IMBALANCE, OPTIMIZER, PARTS, Meter, Timing
 
 Turn = Callable[[float], None]
@@ -19,7 +18,7 @@ Turn = Callable[[float], None]
 def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
     """Lets the given seconds pass on the clock of the meter."""
     now = [100.0]
-    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("paceline.train.meter.time.perf_counter", lambda: now[0])
 
     def pass_seconds(seconds: float) -> None:
         now[0] += seconds

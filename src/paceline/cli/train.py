@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,44 +15,59 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def command(
-    job: Annotated[Path, typer.Argument(help="YAML file that says what to train.")],
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
     plan: Annotated[str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto uses every device of this machine.')] = "auto",
-    run: Annotated[Path | None, typer.Option(help="Directory of the run [default: runs/<job>-<time>].")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            "--run-dir",  # torchrun of Python < 3.12.8 takes --run for an abbreviation of an option of its own
+            help="Directory of the run. Say --run-dir under torchrun, which has options that begin with --run.",
+            show_default="runs/JOB-TIME",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")] = False,
     restarts: Annotated[int, typer.Option(min=0, help="How often to start again from the newest checkpoint after a failure.")] = 0,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous on 127.0.0.1 [default: a free one].")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous on 127.0.0.1.", show_default="a free one")
+    ] = None,
 ) -> None:
     """Train a job on every device of this machine, or on the ranks of a torchrun."""
+    from paceline.launch.torchrun import fail
     from paceline.launch.train import train
 
-    record = train(job, plan=plan, run=run, resume=resume, restarts=restarts, port=port)
-    if is_first_rank():
-        typer.echo(summary(record))
-    end = record.events()[-1]
-    if end.get("interrupted"):
+    try:
+        record = train(job, plan=plan, run=run, resume=resume, restarts=restarts, port=port)
+    except Exception as error:
+        if "RANK" in os.environ:
+            fail(error)
+        raise
+    if os.environ.get("RANK", "0") != "0":  # of a torchrun, where rank 0 speaks for all
+        return
+    typer.echo(summary(record))
+    end = last(record, "end")
+    if end["interrupted"]:
         raise typer.Exit(EXIT_CODES.get(end["reason"], 1))
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that speaks: the launcher, or rank 0 of a torchrun."""
-    import os
-
-    return os.environ.get("RANK", "0") == "0"
 
 
 def summary(run: Run) -> str:
     """What the run reached, how fast, why it ended and where it lies."""
-    steps, events = run.steps(), run.events()
-    end, start = events[-1], next(e for e in reversed(events) if e["event"] in ("start", "resume"))
-    synthetic = " (synthetic data)" if start["synthetic"] else ""
+    steps, end = run.steps(), last(run, "end")
+    synthetic = " (synthetic data)" if last(run, "start", "resume")["synthetic"] else ""
     lines = [f"stopped      {end['reason']}"]
     if run.metrics:
         lines.append("held out     " + ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items()))
     if steps and steps[-1]["loss"] is not None:
         lines.append(f"training     loss {steps[-1]['loss']:.4f} after {end['step']} steps")
     lines.append(f"time         {end['elapsed_s']:.1f} s from the first step to the stop rule{synthetic}")
-    lines.append(f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan {run.plan}{synthetic}")
+    if run.throughput:
+        lines.append(f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan {run.plan}{synthetic}")
     lines.append(f"run          {run.path}")
-    if end.get("interrupted"):
+    if end["interrupted"]:
         lines.append(f"continue     paceline train {run.path}/job.yaml --run {run.path} --resume")
     return "\n".join(lines)
+
+
+def last(run: Run, *kinds: str) -> dict[str, Any]:
+    """The newest event of one of these kinds. A signal may come after the end, so the end need not be the newest of all."""
+    return next(event for event in reversed(run.events()) if event["event"] in kinds)

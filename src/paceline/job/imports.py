@@ -28,7 +28,9 @@ def load_object(path: str) -> Any:
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run as if all were well
-        raise JobError(f"{path}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+        explained = JobError(f"{path}: cannot import {module_name!r}: {type(error).__name__}: {error}")
+        explained.from_users_code = True
+        raise explained from error
     try:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError:

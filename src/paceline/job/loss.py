@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 class Loss(Protocol):
     """What the engine calls. A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
 
-    Two optional attributes tell the engine how to weigh parts of a batch exactly:
+    Optional attributes tell the engine how to weigh parts of a batch exactly, and whether the labels fit:
     - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored); without it, the samples.
     - `whole_batch: bool`: the loss couples the samples of a batch (contrastive losses), so it needs the outputs of all replicas.
+    - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with the output;
+      called before the loss where that is computed on a GPU, which would end the process.
     """
 
     def __call__(self, output: Any, target: Any) -> Tensor: ...

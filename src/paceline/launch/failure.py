@@ -26,6 +26,7 @@ _LOST_PEER = (
     "NCCL communicator was aborted",
 )
 _STACK_LINES = 60  # shown of each hung rank
+_OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ErrorRecord:
     """What a rank leaves behind when it raises.
 
     `time` is in seconds since the epoch. `secondary`: it only lost a peer, so another rank is to blame.
-    `explained`: a PacelineError, whose message is all that a user needs.
+    `explained`: a PacelineError, whose message is all that a user needs, but for the traceback of code of their own.
     """
 
     rank: int
@@ -58,11 +59,20 @@ class ErrorRecord:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
         """The record of `error`, caught now in this process; its traceback starts in the frame below the one that caught it."""
-        inner = error.__traceback__.tb_next if error.__traceback__ else None
         explained = isinstance(error, PacelineError)
-        message = str(error) if explained else "".join(traceback.format_exception_only(error)).strip()
-        lines = "".join(traceback.format_exception(type(error), error, inner))
+        if isinstance(error, PacelineError):
+            message, lines = str(error), _traceback_of_users_code(error)
+        else:
+            inner = error.__traceback__.tb_next if error.__traceback__ else None
+            message = "".join(traceback.format_exception_only(error)).strip()
+            lines = "".join(traceback.format_exception(type(error), error, inner))
         return cls(rank, HOST, os.getpid(), time.time(), type(error).__name__, message, lines, _only_lost_a_peer(error), explained)
+
+    def text(self, ranks: int) -> str:
+        """The error of one of so many ranks, as a user is to read it."""
+        stopped = " and the other ranks were stopped" if ranks > 1 else ""
+        head = self.message if self.explained else f"rank {self.rank} (host {self.host}, pid {self.pid}) raised{stopped}: {self.message}"
+        return f"{head}\n\n{self.traceback}".rstrip()
 
     @classmethod
     def read(cls, path: Path) -> ErrorRecord | None:
@@ -146,11 +156,8 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failu
 
 def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> Failure:
     rank = end.status.rank
-    if end.record and end.record.explained:
-        return Failure(end.record.message, rank, final=not end.record.secondary)
     if end.record:
-        also = " and the other ranks were stopped" if ranks > 1 else ""
-        return Failure(f"{_who(end)} raised{also}: {end.record.message}\n\n{end.record.traceback}".rstrip(), rank)
+        return Failure(end.record.text(ranks), rank, final=end.record.explained and not end.record.secondary)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)
@@ -200,6 +207,19 @@ def _shortened(stack: str) -> str:
     around = ("launch/rank.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])
+
+
+def _traceback_of_users_code(error: PacelineError) -> str:
+    """The traceback of the error in the user's code that `error` tells of, from the first frame that is neither paceline's nor Python's
+    importer; nothing where the message alone says it."""
+    cause = error.__cause__
+    if not error.from_users_code or cause is None:
+        return ""
+    frames = cause.__traceback__
+    while frames and (frames.tb_frame.f_code.co_filename.startswith(_OWN_FILES) or "importlib" in frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    told_elsewhere = getattr(cause, "__notes__", None)  # a loader process's
+    return "".join(traceback.format_exception(type(cause), cause, frames)) if frames or told_elsewhere else ""
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:

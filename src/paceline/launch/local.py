@@ -26,6 +26,7 @@ from paceline.launch.port import ADDRESS, listen
 from paceline.launch.signals import StopSignals
 from paceline.train.status import RankStatus, StatusBoard
 
+_KEEP_BYTES = 2**30
 _TICK_S = 0.2
 _COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
@@ -56,7 +57,8 @@ def launch(
 ) -> Launched:
     """Run `python -m paceline.launch.rank MODULE_ARGS…` once per rank and wait until all have ended.
 
-    SIGINT and SIGTERM are forwarded once, as SIGTERM, for the ranks to save and end; a second SIGINT kills them.
+    SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is still starting gets
+    SIGTERM for either.
 
     Args:
         module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
@@ -227,6 +229,10 @@ class _Attempt:
             "GLOO_SOCKET_IFNAME": "lo",  # gloo, too, listens on loopback only
             "OMP_NUM_THREADS": setting.threads,
             "MKL_NUM_THREADS": setting.threads,
+            # glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the
+            # step of a small convolutional network. A rank keeps its memory; benchmarks/overhead.py measures what that brings.
+            "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", _KEEP_BYTES),
+            "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", _KEEP_BYTES),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else lost peers' C++ stacks bury the first error
             "PACELINE_ATTEMPT": setting.number,
             "PACELINE_LAUNCHER": os.getpid(),
@@ -265,8 +271,10 @@ class _Attempt:
             print(f"paceline: {self.signals.first}: the ranks save a checkpoint and end. Ctrl-C kills them at once.", file=sys.stderr)
             if self.on_event:
                 self.on_event("stop", {"signal": self.signals.first})
-            for rank in self.ranks:
-                rank.signal(signal.SIGTERM)
+            for rank, status in zip(self.ranks, self.board.read(), strict=True):
+                # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends by itself.
+                if status.phase != "done":
+                    rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
 
     def _failed(self) -> Failure:
         """The failure to report, once all other ranks are stopped."""
@@ -345,6 +353,7 @@ class _CursorShown:
         pass
 
     def __exit__(self, *_: object) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")
-            sys.stderr.flush()
+        terminal = sys.__stderr__  # rich puts an object of its own, which shows control codes as text, in the place of sys.stderr
+        if terminal is not None and terminal.isatty():
+            terminal.write("\x1b[?25h")
+            terminal.flush()

@@ -62,11 +62,16 @@ def train(
     if "RANK" in os.environ:
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     chosen = choose_plan(job, cluster, plan)
-    record = _run(job, cluster, chosen, run=run, resume=resume)
+    record, resumed = _run(job, cluster, chosen, run=run, resume=resume)
     console = console or Console(stderr=True, soft_wrap=True)
-    console.print(f"{cluster.describe()}\nplan {chosen} · run {record.path}", highlight=False)
-    for warning in chosen.warnings(job, cluster):
-        console.print(f"[yellow]note:[/] {warning}", highlight=False)
+    console.print(f"{cluster.describe()}\nplan {chosen} · run {record.path}", highlight=False, markup=False)
+    notes = chosen.warnings(job, cluster)
+    if resume and not resumed:
+        notes.append(f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one")
+    elif resume and not record.has_checkpoint:
+        notes.append("nothing was saved in this run; it starts again")
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     host = cluster.hosts[0]
     with _events(record) as events, LiveProgress(record.path, console) as progress:
         launch(
@@ -98,14 +103,14 @@ def choose_plan(job: Job, cluster: Cluster, plan: Plan | str) -> Plan:
     return chosen
 
 
-def _run(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, resume: bool) -> Run:
-    """The directory to write to: the one to be resumed, or a new one."""
+def _run(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, resume: bool) -> tuple[Run, bool]:
+    """The directory to write to, and whether it is one to be resumed."""
     if resume:
         found = Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
         if found is not None:
             found.continue_with(job, cluster, plan)
-            return found
-    return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan)
+            return found, True
+    return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan), False
 
 
 def _new_directory(job: Job) -> Path:
@@ -135,7 +140,8 @@ def _agreed_run(group: Group, job: Job, cluster: Cluster, plan: Plan | str, *, r
             chosen = Plan(dp=group.size) if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
             if chosen.ranks != group.size:
                 raise PlanError(f"plan {chosen} needs {chosen.ranks} ranks, but torchrun started {group.size}; use dp={group.size}")
-            answer = (str(_run(job, cluster, chosen, run=run, resume=resume).path.resolve()), None)
+            record, _ = _run(job, cluster, chosen, run=run, resume=resume)
+            answer = (str(record.path.resolve()), None)
         except Exception as error:
             answer = (None, f"{type(error).__name__}: {error}")
             group.gather_json(answer)

@@ -42,7 +42,12 @@ def _too_few_devices(plan: Plan, job: Job, cluster: Cluster) -> str | None:
         return None
     fitting = " · ".join(str(p) for p in _plans_that_fit(plan, job, cluster))
     have = f"plan {plan} needs {_count(plan.ranks, 'rank')}; {cluster.name} has {_count(cluster.devices, 'device')}."
-    return f"{have} Plans that fit: {fitting}." if fitting else have
+    if fitting:
+        return f"{have} Plans that fit: {fitting}."
+    weights = job.partition.weights or ()
+    if len(weights) > cluster.devices:
+        have += f" The job's partition has {_count(len(weights), 'weight')}, one per replica: at most {cluster.devices} can work here."
+    return have
 
 
 def _plans_that_fit(plan: Plan, job: Job, cluster: Cluster) -> list[Plan]:

@@ -218,6 +218,8 @@ class Checkpointer:
                 facts = {"bytes": sum(s.bytes for s in manifest.shards), "write_s": time.perf_counter() - started}
                 self.report("checkpoint_saved", {"step": manifest.step, "path": step_name(manifest.step), **facts})
         except Exception as error:  # noqa: BLE001 - raised again by poll, on the training thread
+            if self.rank != 0 and isinstance(error, FileNotFoundError) and self.folder.exists() and not partial.exists():
+                return  # rank 0 has given up and removed it, and raises why
             reason = self._give_up(partial, entry.bytes, error)
             before = [path.name for _, path in checkpoints(self.folder)]
             kept = f"Saved before and untouched: {', '.join(before)}." if before else "There is none before it."

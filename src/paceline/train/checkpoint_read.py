@@ -145,7 +145,7 @@ def _newest(run_or_folder: Path) -> Loaded:
     folder = inner if inner.is_dir() else run_or_folder
 
     def warn(event: str, facts: dict[str, Any]) -> None:
-        warnings.warn(f"{event}: {facts['reason']}. An older one is exported instead.", stacklevel=4)
+        warnings.warn(f"{facts['reason']}. An older one is exported instead.", stacklevel=5)
 
     loaded = load_latest(folder, rank=0, world=1, report=warn)
     if loaded is None:

@@ -146,6 +146,7 @@ class Engine:
                 self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
                 placed = self._place(batch)
                 output = self._call(placed)
+                self._check_target(output, batch, "in the held-out set")
                 target = target_of(placed)
                 for i, metric in enumerate(metrics):
                     sums[i] += torch.tensor(metric(output, target), dtype=torch.float64)
@@ -213,6 +214,7 @@ class Engine:
         if position.local == 0 or batch is None:
             self.notes.add_loss(0.0, 0.0)
             return
+        here = f"in step {self.step_count + 1} on rank {self.group.rank}"
         placed = self._place(batch)
         parts = list(split(placed, self.plan.microbatches))
         computed_by = self.group.size if getattr(self.loss, "whole_batch", False) else 1  # replicas that have the same part of the loss
@@ -220,10 +222,24 @@ class Engine:
             self.replica.last_backward = i == len(parts) - 1
             with self._autocast():
                 output = self._call(part)
-                loss, items = self._loss(output, part, position)
+                if i == 0 and self.device.type == "cuda":
+                    self._check_target(output, batch, here, self.loader.indices)
+                try:
+                    loss, items = self._loss(output, part, position)
+                except DataError:
+                    self._check_target(output, batch, here, self.loader.indices)  # says better where it is
+                    raise
             scaled = loss if items == 1.0 else loss * items
             scaled.backward()
-            self.notes.add_loss(scaled.detach() / computed_by, items / computed_by)
+            if computed_by > 1:
+                scaled, items = scaled / computed_by, items / computed_by
+            self.notes.add_loss(scaled.detach(), items)
+
+    def _check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None) -> None:
+        """Have the loss look at the batch's target, which is still on the host, while a GPU computes the output."""
+        check, target = getattr(self.loss, "check", None), target_of(batch)
+        if check is not None and not target.is_cuda:
+            check(output, target, where, samples)
 
     def _loss(self, output: Any, part: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """The mean loss of a microbatch, and the share of the global batch that it stands for."""
@@ -271,13 +287,15 @@ class Engine:
     # Agreement and update
 
     def _agree(self) -> tuple[float, dict[str, int]]:
-        own_busy_s = self.notes.seal(self.meter)
+        alone = self.group.size == 1
+        own_busy_s = 0.0 if alone else self.notes.seal(self.meter)
         self.rule.after_backward()
         agreed = self.notes.read()
         if agreed.rescale != 1.0:  # fewer or more items than the first batch had per sample: the mean is over the items that there were
             torch._foreach_mul_(self.replica.gradients, agreed.rescale)
-        self.meter.mark(COMM if self.group.size > 1 else COMPUTE)
-        self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
+        if not alone:
+            self.meter.mark(COMM)
+            self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
         return agreed.loss, agreed.votes
 
     def _gradient_norm(self) -> float:

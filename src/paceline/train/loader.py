@@ -131,7 +131,9 @@ class Loader:
     def _receive(self, batch: Any, epoch: int, step: int) -> Any:
         """Take note of a batch that is to be yielded."""
         if isinstance(batch, Failure):
-            raise DataError(batch.message) from batch.cause
+            explained = DataError(batch.message)
+            explained.from_users_code = True
+            raise explained from batch.cause
         self.indices = self._requests.popleft().indices
         self.position = Position(epoch, step, len(self.indices), self.partition.size(step))
         self._next = _following(self.partition, epoch, step)

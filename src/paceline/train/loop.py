@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,10 +50,12 @@ def train_in(run: Run, group: Group) -> None:
             f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
             "Install a build of torch for the GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
-    torch.manual_seed(job.seed)
+    _seed(job.seed)
     model = job.model.build()
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    Loop(run, build_engine(job, run, model, data, group), data, group).run()
+    engine = build_engine(job, run, model, data, group)
+    _seed(job.seed * 1_000_003 + 1 + group.rank)  # from here on every replica draws numbers of its own
+    Loop(run, engine, data, group).run()
 
 
 def build_engine(job: Job, run: Run, model: nn.Module, data: DataSets, group: Group) -> Engine:
@@ -202,8 +206,6 @@ class Loop:
         metrics = engine.evaluate(batches, self.metrics)
         self._event("evaluation", {"step": engine.step_count, "epoch": engine.step_count / self.epoch_steps, "metrics": metrics})
         self.recorder.metrics(engine.step_count, metrics)
-        if self.progress:
-            self.progress.evaluation(engine.step_count, metrics)
         return self.stop.after_evaluation(metrics)
 
     # State
@@ -291,6 +293,15 @@ class Loop:
     def _event(self, event: str, details: dict[str, Any]) -> None:
         if self.events is not None:
             self.events.event(event, details)
+        if self.progress is not None:
+            self.progress.event({"event": event, **details})
+
+
+def _seed(seed: int) -> None:
+    """Start every source of random numbers that models and data sets draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.train.engine import StepResult
 
 LINE_EVERY_S = 5.0  # where the output is no terminal
+TROUBLE = ("checkpoint_damaged", "nonfinite", "restart")  # events that are shown in colour
 
 
 @dataclass
@@ -40,20 +41,20 @@ class Recent:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     def sentence(self) -> str:
-        """`epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · compute 71 % comm 18 % · 0:12 left`."""
+        """`epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · 0:12 left · 71 % compute, 18 % comm, 6 % data`."""
         if not self.steps:
             return "starting"
         newest = self.steps[-1]
         timed = [s for s in self.steps if s["step_s"] > 0]
         losses = [s["loss"] for s in self.steps if s["loss"] is not None]
-        words = [f"epoch {newest['epoch'] + 1}", f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
+        words = [f"epoch {newest['epoch'] + 1}", f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
         words.append(f"loss {statistics.fmean(losses[-10:]):.4f}" if losses else "loss not finite")
         if timed:
             step_s = statistics.median(s["step_s"] for s in timed)
             words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
-            words.append(_where_time_goes(timed))
             if self.total_steps:
                 words.append(f"{_clock(step_s * (self.total_steps - self.step))} left")
+            words.append(_where_time_goes(timed))  # the longest part comes last, where a narrow terminal cuts
         return " · ".join(words)
 
 
@@ -83,9 +84,10 @@ class PlainProgress:
             self._printed_at = time.monotonic()
             print(self.recent.sentence(), file=sys.stderr, flush=True)
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Print held-out metrics."""
-        print(evaluation_sentence(step, metrics), file=sys.stderr, flush=True)
+    def event(self, event: dict[str, Any]) -> None:
+        """Print an event that matters to a person."""
+        if sentence := event_sentence(event):
+            print(sentence, file=sys.stderr, flush=True)
 
 
 class LiveProgress:
@@ -101,7 +103,7 @@ class LiveProgress:
         self.recent = Recent(None)
         self._printed_at = time.monotonic()
         self._live = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), console=console, auto_refresh=False, transient=True
+            BarColumn(bar_width=10), TextColumn("{task.description}"), console=console, auto_refresh=False, transient=True
         )
         self._task = self._live.add_task("starting", total=None)
 
@@ -133,18 +135,8 @@ class LiveProgress:
     def _event(self, event: dict[str, Any]) -> None:
         if event["event"] in ("start", "resume"):
             self.recent.total_steps = event["total_steps"]
-            if event["event"] == "resume":
-                self.console.print(f"resumed at step {event['step']}", highlight=False)
-        elif event["event"] == "evaluation":
-            self.console.print(evaluation_sentence(event["step"], event["metrics"]), highlight=False)
-        elif event["event"] == "checkpoint_damaged":
-            self.console.print(
-                f"[yellow]{event.get('reason', 'a checkpoint is damaged')}[/]; falling back to the one before", highlight=False
-            )
-        elif event["event"] == "nonfinite":
-            self.console.print(f"[yellow]{event['problem']}[/]; policy: {event['policy']}", highlight=False)
-        elif event["event"] == "rewind":
-            self.console.print(f"went back from step {event['from_step']} to step {event['to_step']}", highlight=False)
+        if sentence := event_sentence(event):
+            self.console.print(sentence, style="yellow" if event["event"] in TROUBLE else None, highlight=False, markup=False)
 
 
 class Tail:
@@ -173,16 +165,32 @@ class Tail:
                     continue
 
 
-def evaluation_sentence(step: int, metrics: dict[str, float]) -> str:
-    """`step 120: held-out loss 0.1021, accuracy 0.9722`."""
-    return f"step {step}: held-out " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+def event_sentence(event: dict[str, Any]) -> str | None:
+    """What a person is told of an event, e.g. `step 120: held-out loss 0.1021, accuracy 0.9722`; None for the others."""
+    match event["event"]:
+        case "resume":
+            return f"resumed at step {event['step']}"
+        case "evaluation":
+            return f"step {event['step']}: held-out " + ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items())
+        case "checkpoint_damaged":
+            return f"{event['reason']}; trying the one before"
+        case "nonfinite" if event["policy"] == "skip":
+            return f"{event['problem']}; left out, as the job's policy is to skip"
+        case "nonfinite":
+            return str(event["problem"])
+        case "rewind":
+            return f"went back from step {event['from_step']} to step {event['to_step']}"
+        case "restart":
+            return f"{event['reason']} Starting again, attempt {event['attempt'] + 1}."
+    return None
 
 
 def _where_time_goes(steps: list[dict[str, Any]]) -> str:
     totals = {name: sum(s.get(f"{name}_s", 0.0) for s in steps) for name in PARTS}
     whole = sum(totals.values()) or 1.0
     shares = {name: round(100 * t / whole) for name, t in totals.items()}
-    return " ".join(f"{name} {share} %" for name, share in sorted(shares.items(), key=lambda x: -x[1]) if share)
+    largest = sorted(shares.items(), key=lambda x: -x[1])[:3]
+    return ", ".join(f"{share} % {name}" for name, share in largest if share)
 
 
 def _clock(seconds: float) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from paceline.train.meter import PARTS, Timing
 from paceline.train.run import Lines
+from paceline.train.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine, StepResult
@@ -55,8 +56,7 @@ class Recorder:
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Held-out metrics for TensorBoard (the run's own record of them is an event)."""
         if self.board is not None:
-            for name, value in metrics.items():
-                self.board.add_scalar(f"held_out/{name}", value, step)
+            self.board.scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
 
     def _write(self, timing: Timing) -> None:
         start = self._waiting.pop(timing.step, None)
@@ -67,13 +67,11 @@ class Recorder:
     def _to_tensorboard(self, result: StepResult, lr: float) -> None:
         assert self.board is not None
         self.use.fresh = False
-        self.board.add_scalar("train/loss", result.loss, result.step)
-        self.board.add_scalar("train/lr", lr, result.step)
-        self.board.add_scalar("train/grad_norm", result.grad_norm, result.step)
+        values = {"train/loss": result.loss, "train/lr": lr, "train/grad_norm": result.grad_norm}
         if result.timing is not None and result.timing.step_s > 0:
-            self.board.add_scalar("speed/samples_per_s", result.samples / result.timing.step_s, result.step)
-            for name, seconds in zip(PARTS, result.timing.parts_s, strict=True):
-                self.board.add_scalar(f"step_s/{name}", seconds, result.step)
+            values["speed/samples_per_s"] = result.samples / result.timing.step_s
+            values |= {f"step_s/{name}": seconds for name, seconds in zip(PARTS, result.timing.parts_s, strict=True)}
+        self.board.scalars(result.step, values)
 
 
 class Use:
@@ -82,7 +80,7 @@ class Use:
     def __init__(self, engine: Engine) -> None:
         self.group, self.device = engine.group, engine.device
         self.process = psutil.Process()
-        self.fresh = False
+        self.fresh = True  # so that a short run has its first step in TensorBoard
         self._read_at = time.monotonic()
         self._cpu_s = _cpu_seconds(self.process)
         self._network = psutil.net_io_counters()
@@ -134,13 +132,12 @@ def _gpu_counters(device: torch.device) -> Any:
     return read
 
 
-def _tensorboard(run: Path) -> Any:
+def _tensorboard(run: Path) -> TensorBoard | None:
     """A writer of TensorBoard events, or None where TensorBoard is not installed."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return TensorBoard(run / "tensorboard")
     except ImportError:
         return None
-    return SummaryWriter(str(run / "tensorboard"), flush_secs=5)
 
 
 def _json(x: float) -> str:

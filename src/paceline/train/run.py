@@ -52,9 +52,11 @@ class Run:
 
     @classmethod
     def newest(cls, root: Path, name: str) -> Run | None:
-        """The newest run of the job `name` under `root`, or None."""
-        found = [d for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]  # not those of a job called name-something
-        return cls(max(found, key=lambda d: (d / "environment.json").stat().st_mtime)) if found else None
+        """The newest run of the job `name` under `root` that has saved something, else the newest of all; None where there is none."""
+        found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]  # not those of a job called name-something
+        # A start that failed at once leaves a directory with nothing in it, which must not hide the run that was under way before.
+        saved = [run for run in found if run.has_checkpoint]
+        return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
 
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
         """Let `job` go on where this run stopped; its stop rule and cadence, the cluster and the plan may differ, its work may not.
@@ -91,6 +93,11 @@ class Run:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether anything has been saved, whole or not."""
+        return any(self.checkpoints.glob("step-*"))
 
     def steps(self, rank: int = 0) -> list[dict[str, Any]]:
         """The records of a rank's steps, each step once, in order."""

@@ -106,10 +106,12 @@ class Samples(Dataset[Any]):
 
     def _error(self, indices: list[int], error: Exception) -> DataError:
         which = f"sample {indices[0]}" if len(indices) == 1 else f"the batch of samples {_listed(indices)}"
-        return DataError(
+        explained = DataError(
             f"replica {self.replica}: {which} of {self._name} raised {type(error).__name__}: {error}. "
             f"Read it alone to see why (dataset[{indices[0]}]), then repair it or leave it out"
         )
+        explained.from_users_code = True
+        return explained
 
     @property
     def _name(self) -> str:

@@ -34,7 +34,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
                 scalars.setdefault(name, {})[key] = value
     return Snapshot(
         shared=shared,
-        own={**{f"buffer/{name}": b.detach() for name, b in model.named_buffers() if name in _persistent(model)}, **_random_tensors()},
+        own={**{f"buffer/{name}": buffer.detach() for name, buffer in _persistent_buffers(model)}, **_random_tensors()},
         values={
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
@@ -60,7 +60,7 @@ def restore(engine: Engine, loaded: Loaded) -> dict[str, Any]:
     model, optimizer = engine.model, engine.optimizer
     tensors = loaded.shared | loaded.own
     targets: dict[str, Tensor] = {f"model/{n}": p for n, p in model.named_parameters()}
-    targets |= {f"buffer/{n}": b for n, b in model.named_buffers() if n in _persistent(model)}
+    targets |= {f"buffer/{n}": b for n, b in _persistent_buffers(model)}
     _check_same_model(targets, tensors, loaded)
     with torch.no_grad():
         for name, target in targets.items():
@@ -79,8 +79,9 @@ def restore(engine: Engine, loaded: Loaded) -> dict[str, Any]:
     return loop
 
 
-def _persistent(model: torch.nn.Module) -> set[str]:
-    return set(model.state_dict(keep_vars=True).keys())
+def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    kept = model.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
@@ -108,6 +109,11 @@ def _restore_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
             state.setdefault(index[name], {})[key] = tensor
     for name, scalars in saved["scalars"].items():
         state.setdefault(index[name], {}).update(scalars)
+    if len(saved["groups"]) != len(state_dict["param_groups"]):
+        raise CheckpointError(
+            f"the checkpoint of step {loaded.step} has {len(saved['groups'])} groups of parameters in its optimizer, "
+            f"this optimizer {len(state_dict['param_groups'])}"
+        )
     for group, old in zip(state_dict["param_groups"], saved["groups"], strict=True):
         for key, value in old.items():
             if key not in ("params", "fused", "foreach"):  # how the step is computed belongs to the plan of today

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -52,7 +52,7 @@ class CrossEntropy:
 
         Raises:
             DataError: labels that are out of range, no whole numbers, or not of the output's shape. On a GPU, labels out of range end
-                the process with CUDA's own assertion; `check_labels` on the host names them before.
+                the process with CUDA's own assertion; `check` on the host names them before.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         weight = None
@@ -71,7 +71,15 @@ class CrossEntropy:
     def items(self, target: Tensor) -> Tensor:
         """What the mean is over: the number of labels that are not -100, or the sum of their weights."""
         counted = target != IGNORED
-        return counted.sum() if self.weight is None else (self.weight.to(target.device)[target.long().clamp(min=0)] * counted).sum()
+        if self.weight is None:
+            return counted.sum()
+        of_each = self.weight.to(target.device)[target.long().clamp(0, len(self.weight) - 1)]  # what is out of range is `check`'s to name
+        return (of_each * counted).sum()
+
+    def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
+        """`check_labels` of `target` for as many classes as the output has; only its shape is looked at."""
+        logits = logits_of(output)
+        check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
 
 
 class MeanSquaredError:
@@ -140,10 +148,11 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 
-def check_labels(target: Tensor, classes: int, where: str) -> None:
+def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int] | None = None) -> None:
     """Check that labels lie in 0..classes-1 or are -100; `where` says which labels these are, e.g. `in batch 37`.
 
-    Costs a pass over the labels: for a whole data set's labels once, or a batch on the host on its way to a GPU.
+    `samples` are the indices in the data set of the rows of `target`, to be named. Costs a pass over the labels: for a whole data set's
+    labels once, or a batch on the host on its way to a GPU.
 
     Raises:
         DataError: a label out of range; names it, its place and the range.
@@ -152,10 +161,10 @@ def check_labels(target: Tensor, classes: int, where: str) -> None:
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         label = target[tuple(place)].item()
-        at = place[0] if len(place) == 1 else tuple(place)
-        raise DataError(
-            f"expected labels in 0..{classes - 1}, found {label} {where} (at {at}, {int(wrong.sum())} of {target.numel()} labels)"
-        )
+        at = f"at {place[0] if len(place) == 1 else tuple(place)}"
+        if samples is not None:
+            at = f"sample {samples[place[0]]}" + "".join(f", position {p}" for p in place[1:])
+        raise DataError(f"expected labels in 0..{classes - 1}, found {label} {where} ({at}, {int(wrong.sum())} of {target.numel()} labels)")
 
 
 def logits_of(output: Any) -> Tensor:

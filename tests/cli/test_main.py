@@ -1,0 +1,68 @@
+"""The command itself: it answers at once, by every name, and what it does not know is an error that says what it knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import paceline
+
+HEAVY = {"torch", "numpy", "pydantic", "yaml", "psutil", "transformers"}
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that are loaded in a fresh Python after `code`."""
+    script = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('loaded', *sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    return set(shown.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["export", "--help"], ["train", "job.yaml", "--plann", "dp=2"]], ids=" ".join)
+def test_help_on_a_command_and_mistyped_options_wait_for_no_torch(arguments: list[str]) -> None:
+    loaded = modules_after(f"sys.argv[1:] = {arguments}; import paceline.cli; paceline.cli.main()")
+    assert "paceline.cli.train" in loaded
+    assert not loaded & (HEAVY - {"pydantic"}), "pydantic alone is typer's own wish"
+
+
+def test_help_needs_nothing_heavy() -> None:
+    loaded = modules_after("sys.argv[1:] = ['--help']; import paceline.cli; paceline.cli.main()")
+    assert "paceline.cli.train" in loaded
+    assert not loaded & HEAVY
+
+
+def test_importing_the_package_needs_nothing_heavy() -> None:
+    loaded = modules_after("import paceline; dir(paceline); from paceline import PacelineError")
+    assert "paceline.errors" in loaded
+    assert not loaded & HEAVY
+
+
+def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
+    shown = paceline("--help", folder=tmp_path, COLUMNS="200")
+    assert shown.says("Train any PyTorch model", "train", "Train a job on every device", "export", "newest checkpoint")
+    shown = paceline("train", "--help", folder=tmp_path, COLUMNS="200")
+    assert shown.says("JOB", "--plan", "--resume", "--restarts", "Directory of the run.", "runs/JOB-TIME", "a free one")
+
+
+def test_it_is_a_module_as_well(tmp_path: Path) -> None:
+    as_module = subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert as_module.stdout.splitlines()[3:] == paceline("--help", folder=tmp_path).out.splitlines()[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["trian"], ["No such command 'trian'"]),
+        (["train"], ["Missing argument 'JOB'"]),
+        (["train", "job.yaml", "--plann", "dp=2"], ["No such option: --plann", "--plan"]),
+        (["train", "job.yaml", "--port", "80000"], ["--port", "65535"]),
+        (["train", "job.yaml", "--restarts", "-1"], ["--restarts"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_it_does_not_know_is_an_error_of_the_command_line(arguments: list[str], texts: list[str], tmp_path: Path) -> None:
+    shown = paceline(*arguments, folder=tmp_path, COLUMNS="200")
+    assert shown.code == 2
+    assert shown.says(*texts, "--help")

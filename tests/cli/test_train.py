@@ -1,0 +1,127 @@
+"""What is wrong before the first step is told at once, in one error that says what, where and what to do."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import checkpoints, losses, paceline, write_job
+from paceline.cluster.discover import discover
+from paceline.job.job import Job
+from paceline.plan.plan import Plan
+from paceline.train.run import Run
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path / "job.yaml")
+
+
+def refused(*arguments: object, folder: Path) -> str:
+    """The error of a training that never began."""
+    outcome = paceline("train", *arguments, folder=folder)
+    assert outcome.code == 1
+    return outcome.error
+
+
+def test_every_mistake_in_a_job_is_named_with_its_line_and_the_nearest_key(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "model: mlp\n"
+        "data: digits\n"
+        "loss: cross_entropy\n"
+        "optimiser: {name: adamw, lr: 0.001}\n"
+        "global_batch: many\n"
+        "stop:\n"
+        "  epoch: 4\n"
+        "  steps: 10\n"
+    )
+    assert refused("job.yaml", folder=tmp_path).splitlines() == [
+        'job.yaml, line 4: unknown key "optimiser" in the job. Did you mean "optimizer"?',
+        "job.yaml, line 5: global_batch should be a whole number, got 'many'",
+        'job.yaml, line 7: unknown key "epoch" in stop. Did you mean "epochs"?',
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model": {"hf": "config.json", "task": "causal_lm"}}, r"job\.yaml, line 3: model\.hf: no such file: .*/config\.json"),
+        ({"model": "nets.py:net"}, r"job\.yaml, line 2: model\.factory: no such file: .*/nets\.py"),
+        ({"global_batch": 0}, r"global_batch should be at least 1, got 0"),
+        ({"partition": {"weights": [1, 1, 1]}}, r"plan dp=2 has 2 replicas, but the job's partition has 3 weights"),
+        ({"global_batch": 1}, r"2 replicas for a global batch of 1.*dp is at most 1, or the job's global_batch at least 2"),
+    ],
+    ids=["no HF config", "no model file", "no batch", "weights", "batch below the replicas"],
+)
+def test_a_job_that_cannot_work_is_refused(changes: dict[str, Any], error: str, tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml", **changes)
+    assert re.search(error, refused("job.yaml", "--plan", "dp=2", folder=tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        ("dp=2 precison=bf16", 'unknown key "precison". Did you mean "precision"?'),
+        ("dp=two", 'dp is a whole number, at least 1, not "two"'),
+        ("dp=4096", "plan dp=4096 needs 4096 ranks"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused(plan: str, error: str, job: Path, tmp_path: Path) -> None:
+    assert error in refused(job, "--plan", plan, folder=tmp_path)
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    error = refused(job, "--run", "file/run", folder=tmp_path)
+    assert error == "the run cannot be kept in file/run: Not a directory. Name a directory that can be written with --run.\n"
+    assert refused("nowhere.yaml", folder=tmp_path) == "nowhere.yaml: no such file\n"
+
+
+def test_a_run_is_never_mixed_with_another(job: Path, tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "first", Job.load(job), discover(), Plan())
+    assert refused(job, "--run", "first", folder=tmp_path).startswith("first holds a run already. Continue it with --resume")
+
+    write_job(job, global_batch=24, optimizer={"name": "sgd", "lr": 0.2, "momentum": 0.9}, stop={"steps": 1000})
+    error = refused(job, "--run", "first", "--resume", folder=tmp_path)
+    assert error.startswith("first was made by another job: global_batch was 16, is 24; optimizer.lr was 0.1, is 0.2. Restore the values")
+    assert run.job.stop.steps == 6, "the run keeps its own job"
+
+
+def test_a_port_in_use_is_named_with_who_uses_it(job: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is in use by " in refused(job, "--port", port, folder=tmp_path)
+
+
+def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_step_more(job: Path, tmp_path: Path) -> None:
+    """Also: piped output is plain lines, and a start that failed does not hide the run that is to be resumed."""
+    first = paceline("train", job, "--plan", "dp=1", folder=tmp_path)
+    assert first.code == 0
+    assert first.says(
+        "stopped      steps: 6 done", "training     loss", "after 6 steps", "(synthetic data)", "plan dp=1", "run          runs/small-"
+    )
+    assert "\x1b" not in first.out + first.err
+    [run] = (tmp_path / "runs").iterdir()
+    before = losses(run), checkpoints(run)
+
+    Run.create(tmp_path / "runs" / "small-29991231-235959", Job.load(job), discover(), Plan())
+    again = paceline("train", job, "--plan", "dp=1", "--resume", folder=tmp_path)
+    assert again.code == 0
+    assert again.says("resumed at step 6", "stopped      steps: 6 done", f"runs/{run.name}")
+    assert (losses(run), checkpoints(run)) == before
+
+
+def test_a_resume_with_nothing_to_resume_says_that_it_begins(job: Path, tmp_path: Path) -> None:
+    write_job(job, model="nowhere:net")  # so that it ends before the first step
+    outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)
+    assert outcome.says("note: there is no run to resume in new; this is a new one")
+    outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)
+    assert outcome.says("note: nothing was saved in this run; it starts again", "No module named 'nowhere'")

@@ -1,0 +1,89 @@
+"""How ranks find each other: on loopback alone, through complete variables alone, and each attempt by itself."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline.launch.local
+from paceline.comm.backend import join, joined, leave
+from paceline.errors import LaunchError
+from ranks import Ranks
+
+SOCKETS = """
+import os
+from pathlib import Path
+
+import torch
+
+from paceline.comm.backend import joined
+
+
+def listening():
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                found.append(words[1].split(":")[0])
+    return found
+
+
+def show(arguments):
+    with joined(deadline_s=30) as group:
+        group.all_reduce(torch.ones(100_000))
+        Path(arguments[0], f"sockets-{group.rank}").write_text(" ".join(listening()))
+        group.barrier()
+"""
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # 127.0.0.1, mapped into IPv6, and ::1
+
+
+def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+    script = tmp_path / "ranks_that_listen.py"
+    script.write_text(SOCKETS)
+    paceline.launch.local.launch([f"{script}:show", str(tmp_path)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    found = [(tmp_path / f"sockets-{rank}").read_text().split() for rank in range(2)]
+    assert found[0], "rank 0 serves the store, so it listens somewhere"
+    assert set(found[0] + found[1]) <= LOOPBACK
+
+
+def test_alone_there_is_a_group_of_one_and_no_process_group() -> None:
+    with joined() as group:
+        assert (group.rank, group.size, group.device) == (0, 1, torch.device("cpu"))
+        assert not dist.is_initialized()
+
+
+def test_incomplete_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match="RANK is set but MASTER_ADDR, MASTER_PORT not"):
+        join(deadline_s=5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rendezvous_that_cannot_be_served_or_reached_is_named(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        if rank == 1:
+            taken.close()  # nobody serves there
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(LaunchError, match=rf"rank {rank} cannot meet the others at 127\.0\.0\.1:{port}.*Choose another MASTER_PORT"):
+            join(deadline_s=1)
+
+
+def own_group() -> tuple[int, int, bool]:
+    group = join(deadline_s=30)  # the fixture has initialised a process group
+    leave(group)
+    return group.rank, group.size, dist.is_initialized()
+
+
+def test_a_process_group_of_the_users_own_is_used_and_left_alone(ranks: Ranks) -> None:
+    assert ranks(2, own_group) == [(0, 2, True), (1, 2, True)]

@@ -1,0 +1,144 @@
+"""The commands of paceline as a person runs them: real processes, with a deadline and what they printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+BIN = Path(sys.executable).parent
+DEADLINE_S = 60.0  # ten times what any of them takes on a busy machine of two cores
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def says(self, *texts: str) -> bool:
+        """Whether all these texts are on the screen; fails with the screen otherwise."""
+        missing = [text for text in texts if text not in self.err + self.out]
+        assert not missing, f"{missing} not in:\n{self.err}{self.out}"
+        return True
+
+    @property
+    def error(self) -> str:
+        """The one error, without what went before it on the screen."""
+        assert self.code not in (0, None), self.err + self.out
+        before, mark, error = self.err.partition("paceline: ")
+        assert mark, self.err
+        assert "Traceback" not in before, self.err
+        assert "paceline: " not in error, self.err
+        return error
+
+
+def paceline(*arguments: object, folder: Path, **environment: str) -> Outcome:
+    """Run the command `paceline ARGUMENTS…` in `folder` to its end."""
+    with started("paceline", *arguments, folder=folder, **environment) as process:
+        return ended(process)
+
+
+@contextmanager
+def started(
+    program: str, *arguments: object, folder: Path, screen: int = subprocess.PIPE, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A program of this Python's environment, under way; killed with all that it started where the test leaves it running.
+
+    `screen` is what it writes to, instead of pipes that `ended` reads.
+    """
+    place = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # what a killed process leaves there is not the test's
+    process = subprocess.Popen(
+        [BIN / program, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, **place, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=screen,
+        stderr=screen,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+
+
+def ended(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Outcome:
+    """Wait for the end of a started program."""
+    out, err = process.communicate(timeout=deadline_s)
+    return Outcome(process.returncode, out or "", err or "")
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait until the condition is met by what `process` does."""
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+def wait_for_step(step: int, run: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the run that `process` trains has recorded so many steps."""
+    wait_for(lambda: len(losses(run)) >= step, process)
+
+
+def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All that it has started."""
+    return psutil.Process(launcher.pid).children(recursive=True)
+
+
+def kill_rank(rank: int, launcher: subprocess.Popen[str]) -> None:
+    """`kill -9` of one rank."""
+    [process] = [p for p in processes_of(launcher) if p.environ().get("RANK") == str(rank)]
+    process.send_signal(signal.SIGKILL)
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The newest loss of every step that the run's record has."""
+    file = run / "steps" / "rank-0.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The run's events of a kind."""
+    return [event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["event"] == kind]
+
+
+def checkpoints(run: Path) -> list[str]:
+    """The names of what lies in the run's folder of checkpoints."""
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+def write_job(file: Path, **changes: Any) -> Path:
+    """A small job in a YAML file: 48 points in batches of 16, so 3 steps an epoch; 6 steps of SGD."""
+    job: dict[str, Any] = {
+        "name": "small",
+        "model": {"zoo": "mlp", "args": {"hidden": 8}},
+        "data": {"kind": "synthetic", "samples": 48, "held_out": 0},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "global_batch": 16,
+        "stop": {"steps": 6},
+    }
+    file.write_text(yaml.safe_dump(job | changes, sort_keys=False))
+    return file

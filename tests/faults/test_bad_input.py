@@ -1,0 +1,136 @@
+"""Whatever is wrong with the user's data, model or ranks: one error that says what and where, within seconds, and no rank left."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import ended, events, losses, paceline, started, write_job
+
+WHAT = Path(__file__).with_name("what_goes_wrong.py")
+
+
+def job(folder: Path, *, model: str = "net", nonfinite: str = "stop", deadline_s: float = 60, **data: Any) -> Path:
+    """96 points in batches of 16, three epochs; `data` goes to `Points`."""
+    return write_job(
+        folder / "job.yaml",
+        model=f"{WHAT}:{model}",
+        data={"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": data},
+        stop={"epochs": 3},
+        nonfinite=nonfinite,
+        deadline_s=deadline_s,
+    )
+
+
+def error_of(file: Path, plan: str = "dp=1") -> str:
+    outcome = paceline("train", file, "--plan", plan, "--run", "run", folder=file.parent)
+    assert outcome.code == 1
+    return outcome.error
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"model": "no_module"}, "what_goes_wrong.py:no_module returned a builtins.str; a model is a torch.nn.Module"),
+        ({"model": "nett"}, "has no 'nett'. Did you mean \"net\"?"),
+        ({"samples": 0}, "what_goes_wrong.py:Points made an empty Points: its length is 0"),
+        ({"samples": 10}, "the training set has 10 samples, fewer than one global batch of 16: set global_batch to 10 or less"),
+        ({"trouble": "shrink"}, "Points had 96 samples when the job began and has 89 now; keep it fixed"),
+    ],
+    ids=["no module", "no such name", "empty", "shorter than a batch", "changes its length"],
+)
+def test_a_model_or_data_set_that_cannot_work_is_one_error_without_a_traceback(settings: Any, error: str, tmp_path: Path) -> None:
+    shown = error_of(job(tmp_path, **settings))
+    assert error in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_an_error_inside_the_users_module_is_shown_where_it_happened(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\n\nrate = torch.nothing_of_this_name\n")
+    lines = error_of(write_job(tmp_path / "job.yaml", model="mine.py:net")).splitlines()
+    assert "cannot import" in lines[0]
+    assert lines[2:4] == ["Traceback (most recent call last):", f'  File "{tmp_path}/mine.py", line 3, in <module>']
+
+
+def test_labels_out_of_range_are_named_with_their_step_rank_and_sample(tmp_path: Path) -> None:
+    shown = error_of(job(tmp_path, trouble="label"), "dp=2")
+    assert re.fullmatch(r"expected labels in 0\.\.2, found 11 in step \d on rank [01] \(sample 40, 1 of 8 labels\)\n", shown)
+
+
+def test_data_that_is_not_finite_stops_the_run_and_names_the_sample(tmp_path: Path) -> None:
+    shown = error_of(job(tmp_path, trouble="nan"), "dp=2")
+    assert re.match(r"the loss of step \d is nan \(rank [01]'s share of the batch has it in samples \[40\]\)\. Nothing was updated", shown)
+    assert "nonfinite: skip" in shown
+    assert "nonfinite: rewind" in shown
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"), [("skip", "left out, as the job's policy is to skip"), ("rewind", r"went back from step \d+ to")]
+)
+def test_with_another_policy_the_run_goes_on_without_that_batch(policy: str, told: str, tmp_path: Path) -> None:
+    outcome = paceline("train", job(tmp_path, trouble="nan", nonfinite=policy), "--plan", "dp=2", "--run", "run", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert len(re.findall(told, outcome.err)) == 3, "the sample comes once an epoch"
+    assert len([e for e in events(tmp_path / "run", "nonfinite")]) == 3
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 19))
+
+
+def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_traceback(tmp_path: Path) -> None:
+    lines = error_of(job(tmp_path, trouble="raise"), "dp=2").splitlines()
+    assert lines[0].startswith("replica 1: the batch of samples ")
+    assert "raised ValueError: cannot decode image" in lines[0]
+    assert lines[2] == "Traceback (most recent call last):"
+    assert str(WHAT) in lines[3], "the user's own code comes first, not ours"
+    assert re.fullmatch(r"ValueError: cannot decode image \d+", lines[-1])
+
+
+def test_a_rank_that_raises_shows_its_traceback_alone(tmp_path: Path) -> None:
+    shown = error_of(job(tmp_path, model="RaisesOnRankOne"), "dp=2")
+    assert re.match(r"rank 1 \(host .*, pid \d+\) raised and the other ranks were stopped: ValueError: the attention mask", shown)
+    assert shown.count("Traceback") == 1
+    assert shown.endswith("ValueError: the attention mask has the wrong shape\n")
+
+
+def test_a_rank_that_hangs_is_named_after_the_deadline_with_where_it_hangs(tmp_path: Path) -> None:
+    shown = error_of(job(tmp_path, trouble="hang", deadline_s=3), "dp=2")
+    assert re.match(
+        r"rank 1 \(host .*, pid \d+\) has been in data of step 5 for 3 s while rank 0 waits for it; the ranks were stopped", shown
+    )
+    assert "raise deadline_s" in shown
+    assert "in come_to_grief" in shown
+
+
+def test_a_terminal_shows_colours_unless_the_user_wants_none_and_is_left_in_order(tmp_path: Path) -> None:
+    file = job(tmp_path, trouble="nan", nonfinite="skip")
+    for environment, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        shown = on_a_terminal("train", file, "--plan", "dp=1", folder=tmp_path, **environment)
+        assert bool(re.search(r"\x1b\[[0-9;]+m", shown)) == coloured
+        assert "left out, as the job's policy is to skip" in shown
+        assert not re.search(r"(?<!\x1b\[)\?25h", shown), "a control code is on the screen as text"
+        assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is hidden"
+
+
+def on_a_terminal(*arguments: object, folder: Path, **environment: str) -> str:
+    """What a terminal gets on which `paceline ARGUMENTS…` runs with exit code 0."""
+    ours, terminal = pty.openpty()
+    environment = {"TERM": "xterm-256color", "COLUMNS": "120", **environment}
+    with started("paceline", *arguments, folder=folder, screen=terminal, **environment) as process:
+        os.close(terminal)
+        shown = b""
+        while part := read(ours):
+            shown += part
+        assert ended(process).code == 0
+    os.close(ours)
+    return shown.decode()
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other side is closed
+        return b""

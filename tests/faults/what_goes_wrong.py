@@ -1,0 +1,77 @@
+"""Models and data sets for the runs of tests/faults: each works, but for the trouble that its arguments ask for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+FEATURES, CLASSES = 4, 3
+RANK = int(os.environ.get("RANK", 0))
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Random points of three classes.
+
+    `trouble` is what happens: `label` and `nan` at the sample `at`; `shrink` at the second epoch; `raise`, `hang` and `kill` when rank 1
+    has read `at` samples. Reading a sample takes `sleep_s`.
+    """
+
+    def __init__(self, samples: int = 96, trouble: str = "none", at: int = 40, sleep_s: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(samples, FEATURES, generator=generator)
+        self.labels = torch.randint(0, CLASSES, (samples,), generator=generator)
+        self.samples, self.trouble, self.at, self.sleep_s, self.reads = samples, trouble, at, sleep_s, 0
+        if trouble == "label":
+            self.labels[at] = 11
+        if trouble == "nan":
+            self.inputs[at] = float("nan")
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.trouble == "shrink" and epoch == 1:
+            self.samples -= 7
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.sleep_s)
+        self.reads += 1
+        if RANK == 1 and self.reads == self.at:
+            self.come_to_grief(index)
+        return self.inputs[index], self.labels[index]
+
+    def come_to_grief(self, index: int) -> None:
+        if self.trouble == "raise":
+            raise ValueError(f"cannot decode image {index}")
+        if self.trouble == "hang":
+            time.sleep(600)
+        if self.trouble == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def net(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES))
+
+
+class RaisesOnRankOne(nn.Module):
+    """In its fourth forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = net(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if RANK == 1 and self.passes == 4:
+            raise ValueError("the attention mask has the wrong shape")
+        y: Tensor = self.layer(x)
+        return y
+
+
+def no_module() -> str:
+    return "resnet50"

@@ -1,0 +1,123 @@
+"""The all-reduce rule: gradients travel in flat buckets, come back in the layout of their parameters, and nothing else is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline.sync.allreduce as allreduce
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.sync import AllReduce, Replica
+from ranks import RankError, Ranks
+
+NOTES = 5
+
+
+class Mixed(nn.Module):
+    """Parameters of many layouts: a matrix, its transpose, a slice with gaps, channels-last, one number, half precision, and one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 3))
+        self.transposed = nn.Parameter(torch.randn(5, 2).t())
+        self.slice = nn.Parameter(torch.randn(4, 10)[:, :3])
+        self.images = nn.Parameter(torch.randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+        self.number = nn.Parameter(torch.tensor(1.5))
+        self.halves = nn.Parameter(torch.randn(6).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("counts", torch.arange(4))
+
+
+def loss_of(model: nn.Module, factor: float) -> Tensor:
+    """Its gradient is `factor` · (1, 2, 3, …) in every parameter."""
+    terms = [
+        (p.double() * torch.arange(1, p.numel() + 1, dtype=torch.float64).view(p.shape)).sum()
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    return factor * torch.stack(terms).sum()
+
+
+def summed(bucket_bytes: int | None) -> dict[str, Any]:
+    """Gradients and notes after an agreement in which rank r has factor r + 1; with small buckets they travel during the backward pass."""
+    with joined(deadline_s=30) as group:
+        if bucket_bytes is not None:
+            allreduce.BUCKET_BYTES = bucket_bytes
+            group.hosts = tuple(range(group.size))
+        torch.manual_seed(group.rank)
+        model, rule = Mixed(), AllReduce()
+        replica = Replica(model, group, torch.zeros(NOTES))
+        rule.attach(replica)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for _ in range(2):  # the second time the buffers hold the sums of the first
+            for p in model.parameters():
+                p.grad = None
+            loss_of(model, group.rank + 1.0).backward()
+            replica.notes.fill_(float(group.rank))
+            rule.after_backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        strides = {name: p.grad.stride() for name, p in model.named_parameters() if p.grad is not None}
+        rule.detach()
+        left = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+        parts = [g.clone() for g in replica.gradients]
+        return {"start": start, "gradients": gradients, "strides": strides, "notes": replica.notes.tolist(), "left": left, "parts": parts}
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1, 64, 2**20])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_every_gradient_is_the_sum_over_the_replicas_in_the_layout_of_its_parameter(
+    ranks: Ranks, replicas: int, bucket_bytes: int | None
+) -> None:
+    results = ranks(replicas, summed, bucket_bytes)
+    factor = sum(range(1, replicas + 1))
+    layouts = {name: p for name, p in Mixed().named_parameters() if p.requires_grad}
+    for result in results:
+        assert result["gradients"].keys() == layouts.keys()
+        for name, gradient in result["gradients"].items():
+            expected = factor * torch.arange(1.0, gradient.numel() + 1).view(gradient.shape)
+            assert torch.equal(gradient.float(), expected), name
+            assert result["strides"][name] == torch.empty_like(layouts[name]).stride(), name
+        assert result["notes"] == [sum(range(replicas))] * NOTES
+        assert result["left"] == 0
+        total = sum(float(part.double().square().sum()) for part in result["parts"])
+        assert total == pytest.approx(sum(float(g.double().square().sum()) for g in result["gradients"].values())), "each gradient once"
+
+
+def test_replicas_start_from_the_weights_of_the_first(ranks: Ranks) -> None:
+    first, second = ranks(2, summed, None)
+    torch.manual_seed(0)
+    for name, parameter in Mixed().named_parameters():
+        assert torch.equal(first["start"][name], parameter)
+        assert torch.equal(second["start"][name], parameter)
+
+
+def test_one_replica_costs_nothing() -> None:
+    model, rule, group = Mixed(), AllReduce(), Group()
+    replica = Replica(model, group, torch.zeros(NOTES))
+    rule.attach(replica)
+    loss_of(model, 1.0).backward()
+    own = [p.grad for p in model.parameters() if p.grad is not None]
+    rule.after_backward()
+    assert [g is o for g, o in zip(replica.gradients, own, strict=True)] == [True] * len(own)
+    assert group.bytes_reduced == 0
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def second_gradient() -> None:
+    with joined(deadline_s=30) as group:
+        group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
+        allreduce.BUCKET_BYTES = 1
+        model, rule = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), AllReduce()
+        rule.attach(Replica(model, group, torch.zeros(NOTES)))
+        x = torch.ones(1, 2)
+        model(x).sum().backward()
+        model(x).sum().backward()
+
+
+def test_a_gradient_that_comes_after_its_bucket_was_sent_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"use torch\.utils.checkpoint with use_reentrant=False"):
+        ranks(2, second_gradient)

@@ -1,0 +1,125 @@
+"""Batch norm over all replicas: outputs, gradients and running statistics are those of torch's own layer on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.sync.batchnorm import GlobalBatchNorm, has_batch_norm, synchronise
+from ranks import Ranks
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+CHANNELS, SHARES = 3, (5, 2, 4)
+
+
+def layer(dimensions: int, **settings: Any) -> BatchNorm:
+    torch.manual_seed(6)
+    kinds: dict[int, type[BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+    made = kinds[dimensions](CHANNELS, dtype=torch.float64, **settings)
+    if settings.get("affine", True):
+        nn.init.normal_(made.weight)
+        nn.init.normal_(made.bias)
+    return made
+
+
+def whole_batch(dimensions: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs far from 0, where a variance by squares would lose digits, and what the output is weighed with."""
+    shape = (sum(SHARES), CHANNELS, *(2, 3, 2)[: dimensions if dimensions > 1 else 0])
+    generator = torch.Generator().manual_seed(step)
+    return 100 + torch.randn(shape, generator=generator, dtype=torch.float64), torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def passed(model: nn.Module, dimensions: int, part: slice) -> dict[str, Any]:
+    """Two training passes and one evaluation over a part of the batch."""
+    outputs, gradients = [], []
+    for step in range(2):
+        inputs, weights = (t[part].clone() for t in whole_batch(dimensions, step))
+        y = model(inputs.requires_grad_())
+        (y * weights).sum().backward()
+        outputs.append(y.detach())
+        gradients.append(inputs.grad)
+    model.eval()
+    outputs.append(model(whole_batch(dimensions, 2)[0][part]).detach())
+    parameters = {name: p.grad for name, p in model.named_parameters()}
+    return {"outputs": outputs, "gradients": gradients, "parameters": parameters, "buffers": dict(model.named_buffers())}
+
+
+def as_rank(dimensions: int, settings: dict[str, Any]) -> dict[str, Any]:
+    with joined(deadline_s=30) as group:
+        model = synchronise(layer(dimensions, **settings), group)
+        assert isinstance(model, GlobalBatchNorm)
+        first = sum(SHARES[: group.rank])
+        return passed(model, dimensions, slice(first, first + SHARES[group.rank]))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}], ids=str)
+def test_replicas_normalise_as_one_layer_on_the_whole_batch(ranks: Ranks, dimensions: int, settings: dict[str, Any]) -> None:
+    one = passed(layer(dimensions, **settings), dimensions, slice(None))
+    many = ranks(len(SHARES), as_rank, dimensions, settings)
+    for key in ("outputs", "gradients"):
+        for i, expected in enumerate(one[key]):
+            torch.testing.assert_close(torch.cat([result[key][i] for result in many]), expected, rtol=1e-9, atol=1e-11)
+    for name, expected in one["parameters"].items():  # the rule sums them
+        torch.testing.assert_close(sum(result["parameters"][name] for result in many), expected, rtol=1e-9, atol=1e-11)
+    for result in many:
+        assert result["buffers"].keys() == one["buffers"].keys()
+        for name, expected in one["buffers"].items():
+            torch.testing.assert_close(result["buffers"][name], expected)
+
+
+def evaluated_apart() -> Tensor:
+    """Rank 0 measures one batch and rank 1 none."""
+    with joined(deadline_s=5) as group:
+        model = synchronise(layer(1, track_running_stats=False), group).eval()
+        x = whole_batch(1, 0)[0]
+        return model(x).detach() if group.rank == 0 else x
+
+
+def test_an_evaluation_waits_for_no_other_replica(ranks: Ranks) -> None:
+    measured, _ = ranks(2, evaluated_apart, deadline_s=20)
+    torch.testing.assert_close(measured, layer(1, track_running_stats=False)(whole_batch(1, 0)[0]).detach())
+
+
+def converted() -> tuple[list[str], bool, list[bool]]:
+    with joined(deadline_s=30) as group:
+        model: nn.Module = nn.Sequential(nn.Linear(4, CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)), nn.BatchNorm1d(CHANNELS).eval())
+        before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        model = synchronise(model, group)
+        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        same = before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+        return [type(m).__name__ for m in model.modules()], same, [m.training for m in model.modules()]
+
+
+def test_only_batch_norm_layers_are_replaced_and_their_tensors_stay(ranks: Ranks) -> None:
+    for kinds, same, training in ranks(2, converted):
+        assert kinds == ["Sequential", "Linear", "Sequential", "GlobalBatchNorm", "GlobalBatchNorm"]
+        assert same
+        assert training == [True, True, True, True, False]
+
+
+def half_precision() -> tuple[torch.dtype, bool]:
+    with joined(deadline_s=30) as group:
+        model = synchronise(nn.BatchNorm1d(CHANNELS), group)
+        y = model(torch.randn(4, CHANNELS).bfloat16())
+        return y.dtype, bool(y.isfinite().all())
+
+
+def test_half_precision_stays_half_precision(ranks: Ranks) -> None:
+    assert ranks(2, half_precision) == [(torch.bfloat16, True)] * 2
+
+
+def test_one_replica_keeps_its_layers() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(CHANNELS))
+    assert synchronise(model, Group()) is model
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+def test_batch_norm_is_found_at_any_depth() -> None:
+    assert has_batch_norm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(2))))
+    assert not has_batch_norm(nn.Sequential(nn.LayerNorm(2), nn.GroupNorm(1, 2)))

@@ -1,0 +1,112 @@
+"""What a rank writes down: every step with its exact loss, the use of the machine, and events that TensorBoard reads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+import paceline
+import paceline.train.record as record_module
+from paceline.train.engine import StepResult
+from paceline.train.meter import PARTS, Timing
+from paceline.train.record import Recorder
+from paceline.train.run import read_lines
+from small_jobs import FEATURES, Points, points, small_job, train_here
+
+
+def recorder(path: Path) -> Recorder:
+    (path / "steps").mkdir(parents=True)
+    model = nn.Linear(FEATURES, 3)
+    loader = DataLoader(Points(), batch_size=8)
+    return Recorder(path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9)
+
+
+def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:
+    return StepResult(step, loss, 8, 0.5, None, {}, timing)
+
+
+def timing(step: int) -> Timing:
+    return Timing(step, [0.125 * (part + 1) for part in range(len(PARTS))])
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return list(read_lines(path / "steps" / "rank-0.jsonl"))
+
+
+def test_a_step_is_one_line_with_what_it_did_and_where_its_time_went(tmp_path: Path) -> None:
+    record = recorder(tmp_path)
+    record.step(result(10, loss=0.25, timing=timing(10)), local_samples=4, lr=0.1)
+    record.close()
+    (line,) = written(tmp_path)
+    assert {k: line[k] for k in ("step", "epoch", "loss", "samples", "local_samples", "lr", "grad_norm")} == {
+        "step": 10,
+        "epoch": 1,
+        "loss": 0.25,
+        "samples": 8,
+        "local_samples": 4,
+        "lr": 0.1,
+        "grad_norm": 0.5,
+    }
+    assert [line[f"{part}_s"] for part in PARTS] == timing(10).parts_s
+    assert line["step_s"] == sum(timing(10).parts_s)
+
+
+def test_times_that_are_known_one_step_later_stand_in_their_own_step(tmp_path: Path) -> None:
+    """As on CUDA, where the times of a step are read while the next one runs."""
+    record = recorder(tmp_path)
+    record.step(result(1), 8, 0.1)
+    record.step(result(2, timing=timing(1)), 8, 0.1)
+    record.step(result(3, timing=timing(2)), 8, 0.1)
+    record.close()
+    assert [(line["step"], line["step_s"] > 0) for line in written(tmp_path)] == [(1, True), (2, True), (3, False)]
+
+
+@given(st.floats(width=64))
+def test_a_loss_reads_back_to_the_same_bits(loss: float) -> None:
+    text = record_module._json(loss)
+    if loss - loss == 0.0:
+        assert struct.pack("d", float(json.loads(text))) == struct.pack("d", loss)
+    else:
+        assert json.loads(text) is None, "JSON has no NaN"
+
+
+def test_the_use_of_the_machine_is_noted_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    record = recorder(tmp_path)
+    record.step(result(1, timing=timing(1)), 8, 0.1)
+    record.close()
+    use = written(tmp_path)[0]["use"]
+    assert use.keys() == {"cpu_cores", "memory_bytes", "network_sent_bytes", "network_received_bytes", "reduced_bytes"}
+    assert use["memory_bytes"] > 10e6
+    assert all(value >= 0 for value in use.values())
+
+
+def test_tensorboard_reads_the_steps_and_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    run = train_here(tmp_path / "run", small_job(stop={"epochs": 2}, metrics=["accuracy"], data=points(held_out=0.25)))
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    losses = events.Scalars("train/loss")
+    assert [scalar.step for scalar in losses] == list(range(1, 15))
+    assert [scalar.value for scalar in losses] == pytest.approx(run.losses, rel=1e-6)
+    assert [(s.step, s.value) for s in events.Scalars("held_out/accuracy")][-1] == (14, pytest.approx(run.metrics["accuracy"]))
+    assert {"train/lr", "train/grad_norm", "speed/samples_per_s", "held_out/loss", *(f"step_s/{p}" for p in PARTS)} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_even_a_short_run_has_a_step_in_tensorboard(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", small_job(stop={"steps": 2}))
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("train/loss")[0].step == 1

@@ -1,0 +1,153 @@
+"""`paceline.setup`: a loop of one's own does the same work on any number of ranks, and what cannot work is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+import paceline
+from paceline.errors import DataError, JobError, PacelineError, PlanError
+from ranks import RankError, Ranks
+
+FEATURES, CLASSES, SAMPLES = 6, 3, 50
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(3)), torch.arange(SAMPLES) % CLASSES)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """What `setup` is given, working but for the changes."""
+    torch.manual_seed(1)
+    model = nn.Linear(FEATURES, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset(), batch_size=8, shuffle=True)
+    return {"model": model, "optimizer": optimizer, "loss": F.cross_entropy, "loader": loader} | changes
+
+
+def losses_of_a_loop(plan: str = "auto", shuffle: bool = True) -> list[float]:
+    """Two epochs of a user's own loop."""
+    engine = paceline.setup(**arguments(loader=DataLoader(dataset(), batch_size=8, shuffle=shuffle), plan=plan))
+    return [engine.step(batch).loss for _ in range(2) for batch in engine.loader]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loop_of_ones_own_gives_the_same_losses_alone_and_on_two_ranks(ranks: Ranks, shuffle: bool) -> None:
+    alone = losses_of_a_loop(shuffle=shuffle)
+    assert len(alone) == 14
+    for losses in ranks(2, losses_of_a_loop, "auto", shuffle):
+        assert losses == pytest.approx(alone, rel=1e-5)
+    assert ranks(2, losses_of_a_loop, "dp=2", shuffle)[0] == pytest.approx(alone, rel=1e-5)
+
+
+def labels_in_order() -> list[list[int]]:
+    engine = paceline.setup(**arguments(loader=DataLoader(dataset(), batch_size=8, shuffle=False)))
+    return [[] if batch is None else engine.loader.indices for batch in engine.loader]
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order(ranks: Ranks) -> None:
+    in_order = [list(range(first, min(first + 8, SAMPLES))) for first in range(0, SAMPLES, 8)]
+    assert labels_in_order() == in_order
+    first, second = ranks(2, labels_in_order)
+    assert [a + b for a, b in zip(first, second, strict=True)] == in_order
+
+
+def test_a_loader_that_shuffles_gives_every_sample_once_and_another_order_each_epoch() -> None:
+    engine = paceline.setup(**arguments())
+    orders = [[index for _ in engine.loader for index in engine.loader.indices] for _ in range(2)]
+    assert [sorted(order) for order in orders] == [list(range(SAMPLES))] * 2
+    assert orders[0] != orders[1]
+    assert orders[0] != list(range(SAMPLES))
+
+
+def test_the_loaders_own_ways_are_kept() -> None:
+    def doubled(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([2 * x for x, _ in samples]), torch.tensor([int(y) for _, y in samples])
+
+    engine = paceline.setup(**arguments(loader=DataLoader(dataset(), batch_size=8, collate_fn=doubled, drop_last=True)))
+    batches = list(engine.loader)
+    assert len(batches) == SAMPLES // 8
+    assert torch.equal(batches[0][0], 2 * dataset()[:8][0])
+
+
+def test_the_model_stays_the_same_object_with_the_same_parameters() -> None:
+    given = arguments()
+    parameters = list(given["model"].parameters())
+    engine = paceline.setup(**given)
+    engine.step(next(iter(engine.loader)))
+    assert engine.model is given["model"]
+    assert all(one is other for one, other in zip(parameters, engine.model.parameters(), strict=True))
+
+
+def test_a_fused_step_learns_the_same() -> None:
+    def losses(plan: str) -> list[float]:
+        engine = paceline.setup(**arguments(plan=plan))
+        return [engine.step(batch).loss for batch in engine.loader]
+
+    assert losses("dp=1 fused=on") == pytest.approx(losses("dp=1"), rel=1e-5)
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield torch.zeros(FEATURES)
+
+
+def other_parameters() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def by_batch_sampler() -> DataLoader[Any]:
+    return DataLoader(dataset(), batch_sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, drop_last=False))
+
+
+class NotFused(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.defaults.pop("fused")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"model": lambda x: x}, JobError, "setup needs an nn.Module as model, got function"),
+        ({"nonfinite": "rewind"}, JobError, "can stop or skip; rewind needs checkpoints, see paceline.train"),
+        ({"nonfinite": "ignore"}, JobError, "nonfinite='ignore'"),
+        ({"precision": "fp16"}, JobError, "precision='fp16': there are fp32, bf16, fp64"),
+        ({"batch_norm": "global"}, JobError, "batch_norm='global': there are local"),
+        ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient is more than 0"),
+        ({"optimizer": other_parameters()}, JobError, "holds none of the model's parameters; make it from model.parameters()"),
+        ({"loader": [1, 2]}, DataError, "setup needs a torch DataLoader, got list"),
+        ({"loader": DataLoader(Endless(), batch_size=2)}, DataError, "an IterableDataset has no length"),
+        ({"loader": by_batch_sampler()}, DataError, "give the DataLoader a batch_size"),
+        ({"loader": DataLoader(dataset(), batch_size=None)}, DataError, "give the DataLoader a batch_size"),
+        ({"loader": DataLoader(dataset(), batch_size=64, drop_last=True)}, DataError, "64"),
+        (
+            {"plan": "dp=3"},
+            PlanError,
+            "plan dp=3 needs 3 ranks, but 1 were started. Start it with torchrun --nproc-per-node 3, or use dp=1",
+        ),
+        ({"plan": "dp=tree"}, PlanError, "tree"),
+        ({"plan": "dq=2"}, PlanError, "dp"),
+    ],
+)
+def test_what_cannot_work_is_said_with_what_to_do(changes: dict[str, Any], error: type[PacelineError], said: str) -> None:
+    with pytest.raises(error) as raised:
+        paceline.setup(**arguments(**changes))
+    assert said in str(raised.value)
+
+
+def test_an_optimizer_without_a_fused_step_is_named() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    with pytest.raises(PlanError, match="NotFused has no fused step in torch; leave fused out"):
+        paceline.setup(**arguments(model=model, optimizer=NotFused(model.parameters()), plan="dp=1 fused=on"))
+
+
+def test_a_plan_for_fewer_ranks_than_were_started_says_which_would_do(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"plan dp=1 needs 1 ranks, but 2 were started\. Start it with plain python, or use dp=2"):
+        ranks(2, losses_of_a_loop, "dp=1")
