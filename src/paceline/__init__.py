@@ -6,6 +6,8 @@ The public API is what this module names, nothing else. Each name is imported wh
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,3 +40,23 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Folder(ModuleType):
+    """A folder of this package that has the name of a verb, such as `train`: to call it is to call the verb."""
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        verb = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(_HOMES[verb]), verb)(*args, **keywords)
+
+
+class _Package(ModuleType):
+    """This package: once `paceline.train.loop`, say, is imported, the import system binds the folder `train` here, over the verb."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):
+            value.__class__ = _Folder
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

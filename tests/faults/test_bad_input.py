@@ -76,7 +76,7 @@ def test_with_another_policy_the_run_goes_on_without_that_batch(policy: str, tol
     outcome = paceline("train", job(tmp_path, trouble="nan", nonfinite=policy), "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert len(re.findall(told, outcome.err)) == 3, "the sample comes once an epoch"
-    assert len([e for e in events(tmp_path / "run", "nonfinite")]) == 3
+    assert len(events(tmp_path / "run", "nonfinite")) == 3
     assert sorted(losses(tmp_path / "run")) == list(range(1, 19))
 
 

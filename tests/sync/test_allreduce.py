@@ -121,3 +121,35 @@ def second_gradient() -> None:
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"use torch\.utils.checkpoint with use_reentrant=False"):
         ranks(2, second_gradient)
+
+
+def used_counts(bucket_bytes: int | None, steps: int) -> list[float]:
+    """How many replicas used each parameter, as every bucket knows after the last of some steps."""
+    with joined(deadline_s=30) as group:
+        if bucket_bytes is not None:
+            allreduce.BUCKET_BYTES = bucket_bytes
+            group.hosts = tuple(range(group.size))
+        model, rule = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), AllReduce()
+        rule.attach(Replica(model, group, torch.zeros(NOTES)))
+        for _ in range(steps):
+            model.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            rule.after_backward()
+        return [count for bucket in rule.buckets for count in bucket.used.tolist()]
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 64])
+def test_the_count_of_users_starts_anew_at_every_step(ranks: Ranks, bucket_bytes: int | None) -> None:
+    assert ranks(2, used_counts, bucket_bytes, 5) == [[2.0] * 4] * 2
+
+
+def with_sparse_gradients() -> None:
+    with joined(deadline_s=30) as group:
+        model, rule = nn.Embedding(10, 4, sparse=True), AllReduce()
+        rule.attach(Replica(model, group, torch.zeros(NOTES)))
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_a_sparse_gradient_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="sparse=False"):
+        ranks(2, with_sparse_gradients)

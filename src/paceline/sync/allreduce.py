@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm import Group
 from paceline.comm.group import Pending
-from paceline.errors import SyncError
+from paceline.errors import PlanError, SyncError
 from paceline.sync.rule import Replica, SyncRule
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default; large enough for bandwidth, small enough to start early
@@ -48,9 +49,8 @@ class AllReduce(SyncRule):
             replica.gradients = [p.grad for p in self.parameters if p.grad is not None]
             return
         for bucket in self.buckets:
-            bucket.finish_local()
             if bucket.pending is None:
-                bucket.pending = replica.dp.start_all_reduce(bucket.flat)
+                bucket.send(replica.dp)
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
@@ -87,7 +87,7 @@ class AllReduce(SyncRule):
             if bucket.pending is None:
                 if len(bucket.seen) < len(bucket.parameters):
                     return
-                bucket.pending = self.replica.dp.start_all_reduce(bucket.flat)
+                bucket.send(self.replica.dp)
 
 
 @dataclass
@@ -106,6 +106,8 @@ class Bucket:
         """Move the gradient of parameter `i` here: the first of a step overwrites, those of further microbatches add."""
         gradient = self.parameters[i].grad
         assert gradient is not None
+        if gradient.is_sparse:
+            raise PlanError("a sparse gradient cannot be summed in a flat buffer; use sparse=False in the embedding, or dp=1")
         if i in self.seen:
             self.views[i].add_(gradient)
         else:
@@ -113,16 +115,14 @@ class Bucket:
             self.seen.add(i)
         self.parameters[i].grad = None
 
-    def finish_local(self) -> None:
-        """Zero what no backward pass reached, and note who was reached. Not needed for a bucket that was sent: it was full."""
-        if self.pending is not None:
-            return
-        for i in range(len(self.parameters)):
-            if i not in self.seen:
-                self.views[i].zero_()
+    def send(self, dp: Group) -> None:
+        """Note who was reached by the backward pass, zero the others, and begin the sum over the replicas."""
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         self.used.fill_(1.0)
-        if len(self.seen) < len(self.parameters):
-            self.used[[i for i in range(len(self.parameters)) if i not in self.seen]] = 0.0
+        if unseen:
+            self.used[unseen] = 0.0
+            torch._foreach_zero_([self.views[i] for i in unseen])
+        self.pending = dp.start_all_reduce(self.flat)
 
     def hand_out(self) -> None:
         """Give every parameter its agreed gradient; one that no replica used gets none."""

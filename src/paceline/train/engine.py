@@ -288,7 +288,7 @@ class Engine:
 
     def _agree(self) -> tuple[float, dict[str, int]]:
         alone = self.group.size == 1
-        own_busy_s = 0.0 if alone else self.notes.seal(self.meter)
+        own_busy_s = self.notes.seal(self.meter)
         self.rule.after_backward()
         agreed = self.notes.read()
         if agreed.rescale != 1.0:  # fewer or more items than the first batch had per sample: the mean is over the items that there were

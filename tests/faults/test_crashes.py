@@ -1,0 +1,192 @@
+"""A rank, the launcher or the disk fails in the middle of a run: what was saved stays, no process is left, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from commands import (
+    DEADLINE_S,
+    Outcome,
+    checkpoints,
+    ended,
+    events,
+    kill_rank,
+    losses,
+    paceline,
+    processes_of,
+    started,
+    wait_for,
+    wait_for_step,
+    write_job,
+)
+
+WHAT = Path(__file__).with_name("what_goes_wrong.py")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 steps of about 20 ms on two ranks, a checkpoint after every tenth. The state, of 8 MB, takes some steps to be written."""
+    return write_job(
+        tmp_path_factory.mktemp("job") / "job.yaml",
+        model={"factory": f"{WHAT}:net", "args": {"width": 1000}},
+        data={"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"sleep_s": 0.002}},
+        stop={"steps": 60},
+        checkpoint={"every_steps": 10},
+        deadline_s=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path) -> dict[int, float]:
+    """The losses of the job when nothing happens."""
+    outcome = paceline("train", job, "--plan", "dp=2", "--run", "undisturbed", folder=job.parent)
+    assert outcome.code == 0, outcome.err
+    return losses(job.parent / "undisturbed")
+
+
+@contextmanager
+def training(job: Path, folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    with started("paceline", "train", job, "--plan", "dp=2", "--run", "run", *options, folder=folder) as process:
+        yield process, folder / "run"
+
+
+def resumed(job: Path, folder: Path, plan: str = "dp=2") -> Outcome:
+    outcome = paceline("train", job, "--plan", plan, "--run", "run", "--resume", folder=folder)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exactly(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path) as (process, run):
+        wait_for(lambda: (run / "checkpoints" / "step-00000020").exists(), process)
+        kill_rank(1, process)
+        killed = ended(process)
+    assert killed.code == 1
+    assert killed.error.startswith("rank 1 (host ")
+    assert "was killed by SIGKILL in " in killed.error
+
+    newest, before = checkpoints(run)[::-1][:2]
+    shard = run / "checkpoints" / newest / "rank-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    again = resumed(job, tmp_path)
+    assert again.says(f"{newest}/rank-1.safetensors has ", "truncated or altered; trying the one before")
+    assert again.says(f"resumed at step {int(before.removeprefix('step-'))}")
+    assert losses(run) == undisturbed
+
+
+def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(job: Path, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    with training(job, tmp_path, "--restarts", 1) as (process, run):
+        wait_for_step(25, run, process)
+        kill_rank(0, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("was killed by SIGKILL", "Starting again, attempt 2.", "resumed at step ", "stopped      steps: 60 done")
+    assert losses(run) == undisturbed
+
+
+def test_a_killed_launcher_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path) as (process, run):
+        wait_for_step(25, run, process)
+        ranks = processes_of(process)
+        process.kill()
+        process.wait()
+        _, left = psutil.wait_procs(ranks, timeout=DEADLINE_S)
+    assert len(ranks) >= 2
+    assert not left
+    saved = int(checkpoints(run)[-1].removeprefix("step-"))
+    assert saved >= 25, "the ranks save before they end"
+
+    assert resumed(job, tmp_path, "dp=1").says(f"resumed at step {saved}", "plan dp=1")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+def test_a_sigterm_during_a_checkpoint_lets_it_be_finished_and_the_run_goes_on_exactly(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path) as (process, run):
+        wait_for(lambda: any(name.endswith(".partial") for name in checkpoints(run)) if (run / "checkpoints").is_dir() else False, process)
+        process.terminate()
+        stopped = ended(process)
+    assert stopped.code == 143
+    assert stopped.says("SIGTERM: the ranks save a checkpoint and end", "stopped      SIGTERM", "--resume")
+    assert "Traceback" not in stopped.err
+    [end] = events(run, "end")
+    assert [event["step"] for event in events(run, "checkpoint_saved")] == [10, end["step"]]
+    assert checkpoints(run) == ["step-00000010", f"step-{end['step']:08d}"]
+
+    resumed(job, tmp_path)
+    assert losses(run) == undisturbed
+
+
+def test_ctrl_c_ends_a_run_well_and_twice_ends_it_at_once(job: Path, tmp_path: Path) -> None:
+    with training(job, tmp_path) as (process, run):
+        wait_for_step(3, run, process)
+        process.send_signal(2)
+        once = ended(process)
+    assert once.code == 130
+    assert once.says("SIGINT: the ranks save a checkpoint and end", "stopped      SIGINT")
+    saved = checkpoints(run)
+    assert len(saved) == 1
+
+    with training(job, tmp_path, "--resume") as (process, run):
+        wait_for(lambda: "resume" in (run / "events.jsonl").read_text(), process)
+        ranks = processes_of(process)
+        process.send_signal(2)
+        process.send_signal(2)
+        twice = ended(process)
+        _, left = psutil.wait_procs(ranks, timeout=DEADLINE_S)
+    assert twice.code == 130
+    assert twice.says("killing the ranks")
+    assert "Traceback" not in twice.err
+    assert not left
+    assert checkpoints(run)[: len(saved)] == saved
+
+
+@pytest.mark.needs_root
+def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_is_room(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    state = next((job.parent / "undisturbed" / "checkpoints").iterdir())
+    state_bytes = sum(file.stat().st_size for file in state.iterdir())
+    with mounted(disk, state_bytes * 3 // 2):
+        options = ("train", job, "--plan", "dp=2", "--run", "disk/run")
+        full = paceline(*options, folder=tmp_path)
+        assert full.code == 1
+        assert "the checkpoint of step 20 was not written: No space left on device: rank " in full.error
+        assert "Saved before and untouched: step-00000010" in full.error
+        assert checkpoints(disk / "run") == ["step-00000010"]
+
+        remount(disk, "ro")
+        assert paceline(*options, "--resume", folder=tmp_path).error.startswith("the run cannot be kept in disk/run: Read-only file system")
+
+        remount(disk, f"rw,size={state_bytes * 8}")
+        again = paceline(*options, "--resume", folder=tmp_path)
+        assert again.code == 0, again.err
+        assert again.says("resumed at step 10")
+        assert losses(disk / "run") == undisturbed
+
+
+@contextmanager
+def mounted(folder: Path, size: int) -> Iterator[None]:
+    """A disk of so many bytes, in memory."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
