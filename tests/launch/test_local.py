@@ -80,6 +80,14 @@ def test_every_rank_finds_its_place_its_threads_and_the_rendezvous_in_its_enviro
     assert len({t["environment"]["MASTER_PORT"] for t in told}) == 1
 
 
+def test_a_rank_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
+    run("tell", tmp_path, ranks=1)
+    environment = json.loads((tmp_path / "rank-0.json").read_text())["environment"]
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "4096"
+    assert int(environment["MALLOC_MMAP_THRESHOLD_"]) >= 2**20
+
+
 def test_a_rank_runs_on_its_own_cores_before_torch_could_count_them(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     run("tell", tmp_path, ranks=1, pin_cores=[[core]])
