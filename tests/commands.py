@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,13 @@ class Outcome:
 
 def paceline(*arguments: object, folder: Path, **environment: str) -> Outcome:
     """Run the command `paceline ARGUMENTS…` in `folder` to its end."""
-    with started("paceline", *arguments, folder=folder, **environment) as process:
+    with started("paceline", *arguments, folder=folder, environment=environment) as process:
         return ended(process)
 
 
 @contextmanager
 def started(
-    program: str, *arguments: object, folder: Path, screen: int = subprocess.PIPE, **environment: str
+    program: str, *arguments: object, folder: Path, screen: int = subprocess.PIPE, environment: Mapping[str, str] = {}
 ) -> Iterator[subprocess.Popen[str]]:
     """A program of this Python's environment, under way; killed with all that it started where the test leaves it running.
 

@@ -1,3 +1,84 @@
-"""Every example runs, from a folder that is no checkout, and does what its first lines say."""
+"""Every example trains from a copy of its folder that is no checkout: what a newcomer tries first works, and learns."""
 
 from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from commands import ended, started
+from paceline.errors import DataError
+from paceline.job.data import Text
+from paceline.job.job import Job
+from paceline.job.stop import StopSpec
+from ranks import Ranks
+from small_jobs import new_run, train_as_rank, train_here
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NEEDS_A_DOWNLOAD = "cifar10.yaml"
+STEPS = 15
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the examples."""
+    return shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+
+
+def shortened(file: Path, steps: int) -> Job:
+    """The job of an example, but for fewer steps and, where it has much text, less of it."""
+    job = Job.load(file)
+    less = job.data.model_copy(update={"limit": 2000}) if isinstance(job.data, Text) else job.data
+    return job.model_copy(update={"stop": StopSpec(steps=steps), "data": less})
+
+
+@pytest.mark.parametrize("name", sorted({file.name for file in EXAMPLES.glob("*.yaml")} - {NEEDS_A_DOWNLOAD}))
+def test_every_example_learns(name: str, folder: Path, tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", shortened(folder / name, STEPS))
+    assert len(run.losses) == STEPS
+    assert all(map(math.isfinite, run.losses))
+    assert fmean(run.losses[-5:]) < fmean(run.losses[:5])
+    assert all(math.isfinite(value) for value in run.metrics.values())
+    assert {"loss", *run.job.metrics} == run.metrics.keys()
+
+
+def test_the_demo_has_the_same_loss_curve_on_one_and_on_two_ranks(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    job = shortened(folder / "digits.yaml", 20)
+    alone = train_here(tmp_path / "alone", job)
+    run = new_run(tmp_path / "two", job, plan="dp=2")
+    ranks(2, train_as_rank, run.path)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-4)
+    assert run.metrics == pytest.approx(alone.metrics, rel=1e-4)
+
+
+def test_the_cifar10_example_says_where_it_looks_for_its_data(folder: Path) -> None:
+    job = Job.load(folder / NEEDS_A_DOWNLOAD)
+    with pytest.raises(DataError, match=str(folder / "cifar-10-batches-bin")):
+        job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+
+
+def test_the_cifar10_example_trains_on_files_of_that_format(folder: Path, tmp_path: Path) -> None:
+    records = np.random.default_rng(0).integers(0, 256, (300, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
+    (folder / "cifar-10-batches-bin").mkdir()
+    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
+        records.tofile(folder / "cifar-10-batches-bin" / name)
+    run = train_here(tmp_path / "run", shortened(folder / NEEDS_A_DOWNLOAD, 2))
+    assert all(map(math.isfinite, run.losses))
+    assert {"loss", "accuracy", "top5"} == run.metrics.keys()
+
+
+def test_a_loop_of_ones_own_prints_the_same_losses_alone_and_under_torchrun(folder: Path) -> None:
+    with started("python", "own_loop.py", folder=folder) as process:
+        alone = ended(process)
+    with started("torchrun", "--nproc-per-node", 2, "own_loop.py", folder=folder) as process:
+        two = ended(process)
+    assert alone.code == two.code == 0, alone.err + two.err
+    losses = [float(line.split()[-1]) for line in alone.out.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 3
+    assert [float(line.split()[-1]) for line in two.out.splitlines()] == pytest.approx(losses, rel=1e-3)  # five digits are printed

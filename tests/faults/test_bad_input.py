@@ -119,7 +119,7 @@ def on_a_terminal(*arguments: object, folder: Path, **environment: str) -> str:
     """What a terminal gets on which `paceline ARGUMENTS…` runs with exit code 0."""
     ours, terminal = pty.openpty()
     environment = {"TERM": "xterm-256color", "COLUMNS": "120", **environment}
-    with started("paceline", *arguments, folder=folder, screen=terminal, **environment) as process:
+    with started("paceline", *arguments, folder=folder, screen=terminal, environment=environment) as process:
         os.close(terminal)
         shown = b""
         while part := read(ours):

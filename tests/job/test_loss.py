@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
 from paceline.job.loss import Loss, LossSpec
-from paceline.job.zoo.losses import check_labels
+from paceline.job.zoo.losses import CrossEntropy, check_labels
 
 
 def loss(name: str, **args: Any) -> Any:
@@ -98,6 +98,21 @@ def test_labels_can_be_checked_before_they_reach_a_gpu() -> None:
     check_labels(torch.tensor([0, 9, -100]), 10, "in batch 37")
     with pytest.raises(DataError, match=r"expected labels in 0\.\.9, found 10 in batch 37 \(at \(1, 0\), 1 of 4 labels\)"):
         check_labels(torch.tensor([[0, 9], [10, 3]]), 10, "in batch 37")
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "place"),
+    [
+        (torch.zeros(3, 10), torch.tensor([0, 1, 10]), "sample 47"),
+        (torch.zeros(3, 2, 10), torch.tensor([[0, 1], [2, 10], [3, 4]]), "sample 12, position 1"),
+    ],
+)
+def test_a_loss_checks_labels_by_the_shape_of_the_output_alone(logits: Tensor, labels: Tensor, place: str) -> None:
+    cross_entropy = CrossEntropy(weight=[1.0] * 10)
+    assert cross_entropy.items(labels) == labels.numel(), "counting the items comes before the check, and must not trip over the label"
+    cross_entropy.check(logits.to("meta"), labels.clamp(max=9), "in step 3")
+    with pytest.raises(DataError, match=rf"expected labels in 0\.\.9, found 10 in step 3 \({place}, 1 of \d labels\)"):
+        cross_entropy.check(logits.to("meta"), labels, "in step 3", [5, 12, 47])
 
 
 @pytest.mark.parametrize(("name", "reference"), [("mse", F.mse_loss), ("mae", F.l1_loss), ("bce", F.binary_cross_entropy_with_logits)])

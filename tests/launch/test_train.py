@@ -66,7 +66,7 @@ def test_a_rank_of_torchrun_that_raises_is_told_first_and_named_in_torchruns_own
         "def net():\n"
         "    return Net(nn.Flatten(), nn.Linear(784, 10))\n"
     )
-    job = write_job(tmp_path / "job.yaml", model="mine.py:net")
+    job = write_job(tmp_path / "job.yaml", model="mine.py:net", data={"kind": "synthetic", "samples": 48, "shape": [1, 28, 28]})
     with started("torchrun", "--nproc-per-node", 2, "-m", "paceline", "train", job, folder=tmp_path) as process:
         outcome = ended(process)
     assert outcome.code == 1

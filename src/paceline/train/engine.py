@@ -89,7 +89,7 @@ class Engine:
         self.rule: SyncRule = RULES[plan.sync]()
         self.rule.attach(self.replica)
         self.notes.tensor = self.replica.notes
-        self._forward: Callable[..., Any] = torch.compile(model) if plan.compile else model
+        self._forward: Callable[..., Any] = _compiled(model) if plan.compile else model
         self.items_per_sample: float | None = None
         self._parameters = [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
         self._skipped_in_a_row = 0
@@ -141,8 +141,8 @@ class Engine:
         self.model.eval()
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(), self._averaged_buffers(), self._autocast():
-            torch.manual_seed(self.settings.seed)
-            for batch in batches:
+            for i, batch in enumerate(batches):
+                torch.manual_seed(self.settings.seed + i * self.group.size + self.group.rank)  # by batch, where they are dealt in turn
                 self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
                 placed = self._place(batch)
                 output = self._call(placed)
@@ -357,6 +357,25 @@ class _AveragedBuffers(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         for buffer, own in zip(self.buffers, self.own, strict=True):
             buffer.copy_(own)
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward pass through torch.compile, whose failure to compile becomes an error that says what to do."""
+    from torch._inductor.exc import InductorError  # heavy
+
+    compiled: Callable[..., Any] = torch.compile(model)
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        try:
+            return compiled(*args, **keywords)
+        except InductorError as error:
+            what = str(error).strip().partition("\n")[0]
+            raise PlanError(
+                f"compile=on: torch cannot compile the model here: {what}. It needs a C++ compiler and Python's headers "
+                "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+            ) from error
+
+    return forward
 
 
 def _tensor(output: Any) -> Tensor:

@@ -164,18 +164,24 @@ class Loader:
             iterator._shutdown_workers()
 
 
-def held_out_batches(dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, collate_fn: Collate | None = None) -> Iterator[Any]:
-    """A replica's contiguous part of a held-out set in batches of `batch` samples, the last one smaller.
+def held_out_batches(
+    dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False, collate_fn: Collate | None = None
+) -> Iterator[Any]:
+    """A replica's part of a held-out set in batches of `batch` samples, the last one smaller. Collated as by `Loader`.
 
-    All parts together have every sample once. Replicas may have different numbers of batches, also none. Collated as by `Loader`.
+    The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not depend on the
+    number of replicas. All parts together have every sample once. Replicas may have different numbers of batches, also none.
 
     Raises:
         DataError: a sample raised, or samples do not fit into one batch.
     """
     samples = Samples(dataset, collate_fn, replica, seed=0)
     count = len(dataset)  # type: ignore[arg-type]
-    first, end = replica * count // replicas, (replica + 1) * count // replicas
-    for start in range(first, end, batch):
+    if in_turn:
+        first, end, stride = replica * batch, count, replicas * batch
+    else:
+        first, end, stride = replica * count // replicas, (replica + 1) * count // replicas, batch
+    for start in range(first, end, stride):
         yield samples.read(list(range(start, min(start + batch, end))))
 
 

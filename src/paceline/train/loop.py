@@ -201,8 +201,10 @@ class Loop:
         if self.data.held_out is None:
             return None
         self._phase("evaluate", engine.step_count)
-        batch = max(1, self.job.global_batch // self.group.size)
-        batches = held_out_batches(self.data.held_out, batch=batch, replica=self.group.rank, replicas=self.group.size)
+        whole = getattr(engine.loss, "whole_batch", False)  # then a measure of a batch depends on which samples are in it
+        batch = self.job.global_batch if whole else max(1, self.job.global_batch // self.group.size)
+        rank, size = self.group.rank, self.group.size
+        batches = held_out_batches(self.data.held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
         metrics = engine.evaluate(batches, self.metrics)
         self._event("evaluation", {"step": engine.step_count, "epoch": engine.step_count / self.epoch_steps, "metrics": metrics})
         self.recorder.metrics(engine.step_count, metrics)

@@ -45,7 +45,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             "loop": values,
         },
         own_values={"python": _python_state(), "numpy": _numpy_state()},
-        aliases={name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if names[p] != name},
+        aliases=_aliases(model),
     )
 
 
@@ -82,6 +82,17 @@ def restore(engine: Engine, loaded: Loaded) -> dict[str, Any]:
 def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     kept = model.state_dict(keep_vars=True).keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    """The further names of tied parameters and shared buffers, each with the name under which the tensor is saved."""
+    further: dict[str, str] = {}
+    for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
+        first: dict[Tensor, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(tensor, name) != name:
+                further[f"{kind}/{name}"] = f"{kind}/{first[tensor]}"
+    return further
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:

@@ -79,7 +79,8 @@ class CrossEntropy:
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
         """`check_labels` of `target` for as many classes as the output has; only its shape is looked at."""
         logits = logits_of(output)
-        check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
+        if logits.dim() > 1:  # else the loss says that the shapes do not fit
+            check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
 
 
 class MeanSquaredError:
