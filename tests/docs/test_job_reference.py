@@ -64,4 +64,4 @@ def test_the_page_has_every_key_and_its_default(section: str) -> None:
 def test_the_page_has_no_key_that_the_code_lacks() -> None:
     known = {name for specs in SECTIONS.values() for spec in specs for name in spec.model_fields} | {"digits", "cifar10", "images"}
     known |= {"text", "arrays", "dataset", "synthetic"}
-    assert {key for key in re.findall(r"^\|(?: \|)? `(\w+)` \|", TEXT, flags=re.M)} <= known
+    assert set(re.findall(r"^\|(?: \|)? `(\w+)` \|", TEXT, flags=re.M)) <= known
