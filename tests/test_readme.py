@@ -1,0 +1,159 @@
+"""The README and the reference of the job file agree with the code: no key is missing, none is invented, every default is right."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic, Text
+from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
+from paceline.job.loss import LossSpec
+from paceline.job.model import ModelSpec
+from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.partition import PartitionSpec
+from paceline.job.stop import PlateauSpec, StopSpec
+from paceline.job.zoo import _MODELS
+from paceline.job.zoo.losses import _LOSSES
+from paceline.job.zoo.metrics import _METRICS
+from paceline.plan.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+README, REFERENCE = (ROOT / "README.md").read_text(), (ROOT / "docs" / "job.md").read_text()
+
+PARTS: dict[str, type[BaseModel]] = {
+    "job": Job,
+    "model": ModelSpec,
+    "loss": LossSpec,
+    "optimizer": OptimizerSpec,
+    "schedule": ScheduleSpec,
+    "partition": PartitionSpec,
+    "stop": StopSpec,
+    "plateau": PlateauSpec,
+    "evaluate": EvaluateSpec,
+    "checkpoint": CheckpointSpec,
+}
+KINDS: dict[str, type[BaseModel]] = {
+    "digits": Digits,
+    "cifar10": Cifar10,
+    "images": Images,
+    "text": Text,
+    "arrays": Arrays,
+    "dataset": Custom,
+    "synthetic": Synthetic,
+}
+OF_ALL_KINDS = ("kind", "held_out", "num_workers", "limit")
+IN_WORDS = {"evaluate": "each epoch", "checkpoint": "each 300 s", "schedule": "constant", "partition": "uniform"}  # defaults of parts
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_reference_has_every_key_of_a_part_with_its_default(part: str) -> None:
+    expected = {key: IN_WORDS.get(key, default) if part == "job" else default for key, default in defaults(PARTS[part]).items()}
+    assert documented(section(part)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_has_every_key_of_a_kind_of_data_with_its_default(kind: str) -> None:
+    known = defaults(KINDS[kind])
+    assert documented(section(kind)) == {key: default for key, default in known.items() if key not in OF_ALL_KINDS}
+    common = documented(section("data"))
+    stated = re.search(r"`held_out` is `([^`]+)` here", section(kind))
+    assert common | ({"held_out": stated[1]} if stated else {}) == {key: known[key] for key in OF_ALL_KINDS if key != "kind"}
+
+
+@pytest.mark.parametrize("part", [*PARTS, *KINDS])
+def test_the_reference_names_every_value_of_a_choice(part: str) -> None:
+    model = PARTS.get(part) or KINDS[part]
+    lines = rows(section(part))
+    for key, field in model.model_fields.items():
+        if key != "kind" or part == "partition":
+            missing = [choice for choice in choices(field.annotation) if f"`{choice}`" not in lines[key]]
+            assert missing == [], f"{part}.{key}"
+
+
+def test_the_reference_has_every_model_of_the_zoo_with_its_arguments() -> None:
+    expected = {
+        name: ", ".join(f"`{p.name}: {in_yaml(p.default)}`" for p in inspect.signature(model).parameters.values())
+        for name, model in _MODELS.items()
+    }
+    listed = rows(section("model"))
+    assert {name: listed[name].split(" | ")[1] for name in expected} == expected
+
+
+def test_the_reference_has_every_loss_and_metric() -> None:
+    assert rows(section("loss")).keys() - {"name", "args"} == _LOSSES.keys()
+    assert rows(section("metrics")).keys() == _METRICS.keys()
+
+
+def test_the_readme_has_every_key_of_the_plan_with_its_default() -> None:
+    words = {True: "on", False: "off", None: "the job's"}
+    expected = {f.name: words[f.default] if f.default is None or isinstance(f.default, bool) else str(f.default) for f in fields(Plan)}
+    listed = rows(README)
+    assert {key: listed[key].split(" | ")[1].strip("`") for key in expected} == expected
+
+
+def test_the_jobs_in_the_readme_can_be_read(tmp_path: Path) -> None:
+    jobs = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert jobs
+    for i, text in enumerate(jobs):
+        (tmp_path / "own_model.py").write_text((ROOT / "examples" / "own_model.py").read_text())
+        (tmp_path / f"{i}.yaml").write_text(text)
+        Job.load(tmp_path / f"{i}.yaml")
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README) + re.findall(r"`((?:examples|docs|benchmarks)/[\w/.]+)`", README)
+    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+
+
+def section(title: str) -> str:
+    """What stands under a heading of the reference, to the next one."""
+    found = re.search(rf"^#+ {title}\n(.*?)(?=^#|\Z)", REFERENCE, re.DOTALL | re.MULTILINE)
+    assert found, f"the reference has no section {title}"
+    return found[1]
+
+
+def rows(text: str) -> dict[str, str]:
+    """The lines of tables by the name that each begins with."""
+    return {found[1]: found[0].strip("| ") for found in re.finditer(r"^\| `([^`]+)` \|.*$", text, re.MULTILINE)}
+
+
+def documented(text: str) -> dict[str, str]:
+    """Key and default of every line of the tables whose second column is a default."""
+    table = re.search(r"^\| key \| default \| meaning \|\n(?:\|.*\n)+", text, re.MULTILINE)
+    return {key: line.split(" | ")[1].strip("`") for key, line in rows(table[0]).items()} if table else {}
+
+
+def defaults(model: type[BaseModel]) -> dict[str, str]:
+    """Every key of a part with its default, as YAML."""
+    return {key: in_yaml(field.get_default(call_default_factory=True)) for key, field in model.model_fields.items()}
+
+
+def in_yaml(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, BaseModel):
+        return type(value).__name__
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def choices(annotation: Any) -> list[str]:
+    """The words that a key takes, where it takes no others."""
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return [word for part in typing.get_args(annotation) for word in choices(part)]
+    return []
