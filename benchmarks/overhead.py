@@ -9,7 +9,7 @@ Figures:
   (they spare page faults). What is left is the cost of paceline's own code.
 - `checkpoint_stall_share`: how much longer a step takes while a checkpoint of 200 MB is written beside it, as a share of a quiet step.
 
-The loops run in processes of their own, in turn, in blocks of a few steps, so what else the machine does falls on all alike. Each
+The loops run in processes of their own, in turn, in blocks of 20 steps, so what else the machine does falls on all alike. Each
 ratio is of neighbouring blocks. Processes are started anew several times, as the place of the weights in memory alone moves a step by
 some per cent.
 """
@@ -42,7 +42,7 @@ from paceline.plan.plan import Plan
 from paceline.train.loop import Loop, build_engine
 from paceline.train.run import Run
 
-BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 5, 60, 5, 40, 8
+BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 20, 5, 40, 8
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # what launch/local.py sets for a rank
 PLAIN, PLAIN_ALLOCATOR, OURS = "plain loop", "plain loop, same allocator", "paceline train"
 CNN: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 import typing
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -31,14 +31,13 @@ ROOT = Path(__file__).parent.parent
 README, REFERENCE = (ROOT / "README.md").read_text(), (ROOT / "docs" / "job.md").read_text()
 
 PARTS: dict[str, type[BaseModel]] = {
-    "job": Job,
+    "Job": Job,
     "model": ModelSpec,
     "loss": LossSpec,
     "optimizer": OptimizerSpec,
     "schedule": ScheduleSpec,
     "partition": PartitionSpec,
     "stop": StopSpec,
-    "plateau": PlateauSpec,
     "evaluate": EvaluateSpec,
     "checkpoint": CheckpointSpec,
 }
@@ -57,7 +56,7 @@ IN_WORDS = {"evaluate": "each epoch", "checkpoint": "each 300 s", "schedule": "c
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_reference_has_every_key_of_a_part_with_its_default(part: str) -> None:
-    expected = {key: IN_WORDS.get(key, default) if part == "job" else default for key, default in defaults(PARTS[part]).items()}
+    expected = {key: IN_WORDS.get(key, default) if part == "Job" else default for key, default in defaults(PARTS[part]).items()}
     assert documented(section(part)) == expected
 
 
@@ -82,16 +81,20 @@ def test_the_reference_names_every_value_of_a_choice(part: str) -> None:
 
 def test_the_reference_has_every_model_of_the_zoo_with_its_arguments() -> None:
     expected = {
-        name: ", ".join(f"`{p.name}: {in_yaml(p.default)}`" for p in inspect.signature(model).parameters.values())
+        name: ", ".join(f"`{p.name}: {written(p.default)}`" for p in inspect.signature(model).parameters.values())
         for name, model in _MODELS.items()
     }
     listed = rows(section("model"))
-    assert {name: listed[name].split(" | ")[1] for name in expected} == expected
+    assert {name: listed[f"zoo: {name}"].split(" | ")[1] for name in expected} == expected
 
 
 def test_the_reference_has_every_loss_and_metric() -> None:
-    assert rows(section("loss")).keys() - {"name", "args"} == _LOSSES.keys()
-    assert rows(section("metrics")).keys() == _METRICS.keys()
+    assert rows(section("loss")).keys() == {"name", "args", *(f"name: {name}" for name in _LOSSES)}
+    assert set(re.findall(r"^- `(\w+)`", section("metrics"), re.MULTILINE)) == _METRICS.keys()
+
+
+def test_the_reference_has_the_keys_of_a_plateau() -> None:
+    assert all(f"{key}: " in rows(section("stop"))["plateau"] for key in PlateauSpec.model_fields)
 
 
 def test_the_readme_has_every_key_of_the_plan_with_its_default() -> None:
@@ -134,11 +137,11 @@ def documented(text: str) -> dict[str, str]:
 
 
 def defaults(model: type[BaseModel]) -> dict[str, str]:
-    """Every key of a part with its default, as YAML."""
-    return {key: in_yaml(field.get_default(call_default_factory=True)) for key, field in model.model_fields.items()}
+    """Every key of a part with its default, as a job file has it."""
+    return {key: written(field.get_default(call_default_factory=True)) for key, field in model.model_fields.items()}
 
 
-def in_yaml(value: Any) -> str:
+def written(value: Any) -> str:
     if value is PydanticUndefined:
         return "required"
     if value is None:
@@ -147,7 +150,7 @@ def in_yaml(value: Any) -> str:
         value = list(value)
     if isinstance(value, BaseModel):
         return type(value).__name__
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def choices(annotation: Any) -> list[str]:

@@ -214,7 +214,6 @@ class Engine:
         if position.local == 0 or batch is None:
             self.notes.add_loss(0.0, 0.0)
             return
-        here = f"in step {self.step_count + 1} on rank {self.group.rank}"
         placed = self._place(batch)
         parts = list(split(placed, self.plan.microbatches))
         computed_by = self.group.size if getattr(self.loss, "whole_batch", False) else 1  # replicas that have the same part of the loss
@@ -223,17 +222,20 @@ class Engine:
             with self._autocast():
                 output = self._call(part)
                 if i == 0 and self.device.type == "cuda":
-                    self._check_target(output, batch, here, self.loader.indices)
+                    self._check_target(output, batch, self._here(), self.loader.indices)
                 try:
                     loss, items = self._loss(output, part, position)
                 except DataError:
-                    self._check_target(output, batch, here, self.loader.indices)  # says better where it is
+                    self._check_target(output, batch, self._here(), self.loader.indices)  # says better where it is
                     raise
             scaled = loss if items == 1.0 else loss * items
             scaled.backward()
             if computed_by > 1:
                 scaled, items = scaled / computed_by, items / computed_by
             self.notes.add_loss(scaled.detach(), items)
+
+    def _here(self) -> str:
+        return f"in step {self.step_count + 1} on rank {self.group.rank}"
 
     def _check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None) -> None:
         """Have the loss look at the batch's target, which is still on the host, while a GPU computes the output."""

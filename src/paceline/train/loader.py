@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,12 +70,20 @@ class Loader:
         epoch, start = self._next
         self._samples.begin_epoch(epoch)
         self._samples.check_length(self.partition.held_samples)
-        with self._named_if_processes_fail():
+        try:
             batches = self._batches = iter(self._loader)
+        except RuntimeError as error:
+            if self.num_workers:
+                raise self._failed_processes(error) from error
+            raise
         try:
             for step in range(start, len(self)):
-                with self._named_if_processes_fail():
+                try:
                     batch = next(batches)
+                except RuntimeError as error:
+                    if self.num_workers:
+                        raise self._failed_processes(error) from error
+                    raise
                 yield self._receive(batch, epoch, step)
                 if self._batches is not batches:  # a state was loaded, or another iteration took over
                     return
@@ -139,19 +146,14 @@ class Loader:
         self._next = _following(self.partition, epoch, step)
         return batch
 
-    @contextmanager
-    def _named_if_processes_fail(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if not self.num_workers:
-                raise
-            epoch, step = self._next
-            self.close()
-            raise DataError(
-                f"replica {self.partition.replica}: its {self.num_workers} loader processes failed at step {step} of epoch {epoch}: "
-                f"{error}. Those that were killed often lacked memory: try a smaller num_workers"
-            ) from error
+    def _failed_processes(self, error: RuntimeError) -> DataError:
+        """What is raised when loader processes failed; they are ended."""
+        epoch, step = self._next
+        self.close()
+        return DataError(
+            f"replica {self.partition.replica}: its {self.num_workers} loader processes failed at step {step} of epoch {epoch}: "
+            f"{error}. Those that were killed often lacked memory: try a smaller num_workers"
+        )
 
     def _reader_state(self) -> dict[str, Any] | None:
         """torchdata's own state at the batch to come; None where only the position matters, and before the first iteration."""

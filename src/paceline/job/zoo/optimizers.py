@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -56,17 +57,8 @@ def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> f
     return spec.final + (1 - spec.final) * remaining
 
 
-class LARS(torch.optim.Optimizer):
-    """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
-
-    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none (biases, norms) are
-    neither scaled nor decayed, as is usual where LARS is used: their norms say little, and decay harms them.
-    """
-
-    def __init__(
-        self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 1e-3
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+class _Layerwise(torch.optim.Optimizer):
+    """A step per layer: `_update` gets the parameters of a group that are adapted by their norms, then those that are not."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -82,6 +74,22 @@ class LARS(torch.optim.Optimizer):
             for parameters, adapted in _adapted_and_exempt(group["params"]):
                 self._update(parameters, group, adapted)
         return loss
+
+    @abstractmethod
+    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None: ...
+
+
+class LARS(_Layerwise):
+    """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
+
+    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none (biases, norms) are
+    neither scaled nor decayed, as is usual where LARS is used: their norms say little, and decay harms them.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 1e-3
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None:
         for p in parameters:
@@ -101,7 +109,7 @@ class LARS(torch.optim.Optimizer):
         torch._foreach_sub_(parameters, velocity)
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(_Layerwise):
     """Layer-wise adaptive moments for batch training (You et al., 2020, arXiv:1904.00962, algorithm 2).
 
     Adam's step with bias correction, plus decoupled weight decay, is scaled by the parameter's norm over the step's norm. Parameters of one
@@ -117,21 +125,6 @@ class LAMB(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimizer step; `closure`, if any, computes the loss and the gradients first and its result is returned."""
-        loss = _evaluated(closure)
-        for group in self.param_groups:
-            for parameters, adapted in _adapted_and_exempt(group["params"]):
-                self._update(parameters, group, adapted)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None:
         updates = self._adam(parameters, group)
