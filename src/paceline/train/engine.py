@@ -85,13 +85,13 @@ class Engine:
         self.meter = Meter(self.device)
         self._configure()
         self.notes = Notes(group)
-        self.replica = Replica(model, group, self.notes.tensor)
+        self.replica = Replica(self.model, group, self.notes.tensor)
         self.rule: SyncRule = RULES[plan.sync]()
         self.rule.attach(self.replica)
         self.notes.tensor = self.replica.notes
-        self._forward: Callable[..., Any] = _compiled(model) if plan.compile else model
+        self._forward: Callable[..., Any] = _compiled(self.model) if plan.compile else self.model
         self.items_per_sample: float | None = None
-        self._parameters = [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
+        self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
         self._skipped_in_a_row = 0
         # From here on every replica draws its own dropout masks.
         torch.manual_seed(settings.seed * 1_000_003 + 1 + group.rank)
