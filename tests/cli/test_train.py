@@ -124,4 +124,12 @@ def test_a_resume_with_nothing_to_resume_says_that_it_begins(job: Path, tmp_path
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)
     assert outcome.says("note: there is no run to resume in new; this is a new one")
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)
+    assert outcome.says("note: there is no run to resume in new; this is a new one"), (
+        "it has not begun, so it may be mended and tried again"
+    )
+
+    begun = Run.create(tmp_path / "begun", Job.load(job), discover(), Plan())
+    (begun.path / "events.jsonl").write_text('{"event": "start", "step": 0}\n')
+    outcome = paceline("train", job, "--plan", "dp=1", "--run", "begun", "--resume", folder=tmp_path)
     assert outcome.says("note: nothing was saved in this run; it starts again", "No module named 'nowhere'")
+    assert (begun.path / "job.yaml").exists(), "a run that has begun stays one"

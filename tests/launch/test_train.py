@@ -104,3 +104,12 @@ def test_a_rank_that_imports_a_script_does_not_train_again(job: Path, monkeypatc
     monkeypatch.setenv("PACELINE_STATUS", "somewhere")
     with pytest.raises(LaunchError, match="only imports the script"):
         train(job)
+
+
+def test_a_job_that_failed_before_its_first_step_is_mended_and_tried_in_the_same_directory(tmp_path: Path) -> None:
+    console = Console(quiet=True)
+    wrong = write_job(tmp_path / "job.yaml", data={"kind": "arrays", "path": "nowhere.npz"})
+    with pytest.raises(LaunchError, match=r"nowhere\.npz"):
+        train(wrong, plan="dp=1", run=tmp_path / "run", console=console)
+    mended = write_job(tmp_path / "job.yaml")
+    assert train(mended, plan="dp=1", run=tmp_path / "run", console=console).reason == "steps: 6 done"

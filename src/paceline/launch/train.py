@@ -73,18 +73,23 @@ def train(
     for note in notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     host = cluster.hosts[0]
-    with _events(record) as events, LiveProgress(record.path, console) as progress:
-        launch(
-            ["paceline.train.loop:run_rank", str(record.path.resolve())],
-            ranks=chosen.ranks,
-            threads=chosen.threads_for(host, chosen.ranks),
-            pin_cores=[cores_of(r, chosen.ranks, host) for r in range(chosen.ranks)] if chosen.pin else None,
-            deadline_s=job.deadline_s,
-            port=port,
-            restarts=restarts,
-            on_tick=progress.tick,
-            on_event=events.event,
-        )
+    try:
+        with _events(record) as events, LiveProgress(record.path, console) as progress:
+            launch(
+                ["paceline.train.loop:run_rank", str(record.path.resolve())],
+                ranks=chosen.ranks,
+                threads=chosen.threads_for(host, chosen.ranks),
+                pin_cores=[cores_of(r, chosen.ranks, host) for r in range(chosen.ranks)] if chosen.pin else None,
+                deadline_s=job.deadline_s,
+                port=port,
+                restarts=restarts,
+                on_tick=progress.tick,
+                on_event=events.event,
+            )
+    except BaseException:
+        if not resumed:
+            record.withdraw_unless_begun()
+        raise
     return record
 
 

@@ -58,6 +58,11 @@ class Run:
         saved = [run for run in found if run.has_checkpoint]
         return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
 
+    def withdraw_unless_begun(self) -> None:
+        """Let the directory of a run that failed before its first step be used again, so that a mended job can be tried there."""
+        if not any(event["event"] in ("start", "resume") for event in self.events()):
+            (self.path / "job.yaml").unlink(missing_ok=True)
+
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
         """Let `job` go on where this run stopped; its stop rule and cadence, the cluster and the plan may differ, its work may not.
 
