@@ -17,44 +17,48 @@ import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.comm.group import Group
+from paceline.comm.transport import Transport, choose, host_identity
 from paceline.errors import ClusterError, LaunchError
 
 
 @contextmanager
-def joined(*, deadline_s: float = 300.0) -> Iterator[Group]:
+def joined(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Iterator[Group]:
     """The group of all ranks of this run, left again at the end."""
-    group = join(deadline_s=deadline_s)
+    group = join(deadline_s=deadline_s, transport=transport)
     try:
         yield group
     finally:
         leave(group)
 
 
-def join(*, deadline_s: float = 300.0) -> Group:
+def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without these, a group of one.
 
-    NCCL where this rank has a GPU, gloo otherwise. A process group that the user's code has already initialised is used as it is.
+    NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, otherwise gloo; the
+    group's `transport_note` then says why. A process group that the user's code has already initialised is used as it is.
 
     Raises:
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
-        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks.
+        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks, or `transport="shm"` cannot be had.
     """
-    device = _device()
+    device, store, note = _device(), None, None
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             return Group(device=device, deadline_s=deadline_s)
         store = _store(deadline_s)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend = "nccl"
+        if device.type == "cpu":
+            backend, note = choose(store, rank, size, transport, deadline_s)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=deadline_s),
             device_id=device if device.type == "cuda" else None,
         )
-    else:
-        store = None
-    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device)
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note)
     group.hosts = _hosts(group)
     return group
 
@@ -118,10 +122,7 @@ def _listen(address: str, port: int) -> int:
 
 
 def _hosts(group: Group) -> tuple[int, ...]:
-    """The host index of each rank: ranks that share a kernel boot and a network namespace share a host."""
-    identity = (
-        f"{os.stat('/proc/self/ns/net').st_ino}@{socket.gethostname()}" if os.path.exists("/proc/self/ns/net") else socket.gethostname()
-    )
-    names = group.gather_json(identity)
+    """The host index of each rank."""
+    names = group.gather_json(host_identity())
     order = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return tuple(order[name] for name in names)

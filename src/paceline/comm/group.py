@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.shm import ShmProcessGroup
 from paceline.errors import SyncError
 
 Op = Literal["sum", "mean", "max"]
@@ -31,6 +32,7 @@ class Group:
         store: the rendezvous' key-value store, asked only after a failure, to tell who is missing.
         deadline_s: the longest that a collective may wait.
         hosts: the host index of each rank.
+        transport_note: why a faster transport was not taken; None where there is none faster.
     """
 
     rank: int = 0
@@ -40,6 +42,7 @@ class Group:
     deadline_s: float = 300.0
     hosts: tuple[int, ...] = (0,)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    transport_note: str | None = None
     bytes_reduced: int = 0  # payload handed to all-reduces so far
     _failures: int = 0
 
@@ -47,6 +50,26 @@ class Group:
     def spans_hosts(self) -> bool:
         """Whether the ranks sit on more than one host."""
         return len(set(self.hosts)) > 1
+
+    @property
+    def transport(self) -> str:
+        """What the bytes go over: `shm`, `gloo`, `nccl`, …; `none` in a group of one."""
+        return "none" if self.size == 1 else dist.get_backend(self.backend)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros on the group's device, which all ranks must ask for at the same time.
+
+        Where the transport is shared memory it lies there, so that an all-reduce of it moves each byte once; it lives until the group ends.
+        """
+        if isinstance(self.backend, ShmProcessGroup) and self.size > 1:
+            with self._named("the start of a shared tensor"):
+                shared = self.backend.empty(numel, dtype)
+            if shared is not None:
+                return shared
+            self.transport_note = (
+                f"there is no shared memory for a tensor of {numel * dtype.itemsize} bytes; it is copied through smaller parts"
+            )
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Replace `tensor` on every rank by the sum, mean or maximum over the ranks, the same bits everywhere.
@@ -57,7 +80,8 @@ class Group:
         if self.size == 1:
             return
         with self._named("all-reduce"):
-            self.start_all_reduce(tensor, op).wait()
+            self.bytes_reduced += tensor.numel() * tensor.element_size()
+            dist.all_reduce(tensor, op=_OPS[op], group=self.backend)
         if op == "mean":
             tensor.div_(self.size)
 

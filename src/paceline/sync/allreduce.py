@@ -160,18 +160,18 @@ def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
         groups.append([])  # half precision would round the notes: they get a bucket of their own
-    buckets = [_bucket(group, replica.notes if group is groups[-1] else None) for group in groups]
+    buckets = [_bucket(group, replica.notes if group is groups[-1] else None, replica.dp) for group in groups]
     last = buckets[-1]
     replica.notes = last.flat[last.gradient_size : last.gradient_size + len(replica.notes)]
     return buckets
 
 
-def _bucket(parameters: list[nn.Parameter], notes: Tensor | None) -> Bucket:
+def _bucket(parameters: list[nn.Parameter], notes: Tensor | None, dp: Group) -> Bucket:
     gradient_size = sum(p.numel() for p in parameters)
     notes_size = 0 if notes is None else len(notes)
     like = parameters[0] if parameters else notes
     assert like is not None
-    flat = torch.zeros(gradient_size + notes_size + len(parameters), dtype=like.dtype, device=like.device)
+    flat = dp.empty(gradient_size + notes_size + len(parameters), like.dtype)
     views, start = [], 0
     for p in parameters:
         views.append(_like(flat[start : start + p.numel()], p))

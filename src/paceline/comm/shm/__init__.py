@@ -1,0 +1,22 @@
+"""Collectives and messages between the processes of one host over shared memory, as the backend `shm` of `torch.distributed`.
+
+Importing this registers it: `dist.init_process_group("shm", …)`. DDP, FSDP2, DTensor, DeviceMesh and pipelines run over it unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.shm.process_group import ShmProcessGroup
+
+__all__ = ["ShmProcessGroup"]
+
+
+def _create(options: Any, _: Any) -> ShmProcessGroup:
+    return ShmProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+
+
+if not hasattr(dist.Backend, "SHM"):
+    dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,243 @@
+"""The collectives between processes of one host, each as a generator that yields while it waits (see `progress` and `rounds`).
+
+A tensor that lies in an arena on every rank is reduced where it lies: each rank combines a share of it from all ranks' memory and writes
+the result to all, so every byte moves once. Other tensors are copied through the slots in chunks that stay in the cache, by the
+reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective Reduction Operations").
+Every element is combined by one rank, or by all in the same order: the result has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shm.progress import Steps
+from paceline.comm.shm.reduction import Reduction
+from paceline.comm.shm.rounds import CHUNK_BYTES, Rounds
+from paceline.errors import SyncError
+
+_SMALL_BYTES = 2**15  # up to here every rank combines all; beyond, it pays to share the work
+_CACHED_BYTES = 2**18  # of each rank's memory at a time, so that all of it stays in a core's cache until the result is written
+
+
+class Collectives:
+    """The collectives of one group. Every tensor is flat and contiguous; those that are not, the process group copies."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds, self.rank, self.size = rounds, rounds.rank, rounds.size
+        self._calls: dict[object, bytes] = {}
+        self._small: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._shares: dict[tuple[int, int, int, torch.dtype], list[list[Tensor]]] = {}
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        """Replace `tensor` by the combination of all ranks'."""
+        nbytes = tensor.numel() * tensor.element_size()
+        call = self._call("all_reduce", reduction.name, tensor)
+        if nbytes <= _SMALL_BYTES:
+            parts = self._small_slots(tensor)
+            parts[self.rank].copy_(tensor)
+            yield from self._meet(call)
+            reduction.into(tensor, parts)
+            return
+        place = self.rounds.place_of(tensor, nbytes)
+        line = self.rounds.announce(call, place)
+        self.rounds.count()
+        while not self.rounds.met():
+            yield
+        if self.rounds.agree(line) and place[0]:
+            yield from self._reduce_in_place(tensor, reduction, place)
+        else:
+            yield from self._reduce_through_slots(tensor, reduction)
+
+    def _reduce_in_place(self, tensor: Tensor, reduction: Reduction, place: tuple[int, int]) -> Steps:
+        for parts in self._share_of(tensor, place):
+            reduction.into(parts[0], parts)
+            for other in parts[1:]:
+                other.copy_(parts[0])
+        self.rounds.count()
+        while not self.rounds.met():
+            yield
+
+    def _reduce_through_slots(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        """One wait a chunk: while the contributions to chunk k are met, so are the results of chunk k - 1."""
+        rank, size, rounds = self.rank, self.size, self.rounds
+        piece = CHUNK_BYTES // tensor.element_size() // size
+        chunks = [chunk.split(piece) for chunk in tensor.split(piece * size)]
+        before: Sequence[Tensor] = ()
+        for chunk in [*chunks, ()]:
+            slots = rounds.slots(tensor.dtype)
+            for owner, part in enumerate(chunk):
+                if owner != rank:
+                    slots[rank][0][owner * piece : owner * piece + len(part)].copy_(part)
+            rounds.count()
+            while not rounds.met():
+                yield
+            for owner, part in enumerate(before):
+                if owner != rank:
+                    part.copy_(slots[owner][1][: len(part)])
+            if rank < len(chunk):
+                mine = chunk[rank]
+                theirs = [slots[r][0][rank * piece : rank * piece + len(mine)] for r in range(size) if r != rank]
+                reduction.into(mine, [mine, *theirs])
+                rounds.slots(tensor.dtype)[rank][1][: len(mine)].copy_(mine)
+            before = chunk
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
+        """Replace `tensor` on rank `root` by the combination of all ranks'."""
+        yield from self._meet(self._call("reduce", f"{reduction.name} to rank {root}", tensor))
+        for chunk in tensor.split(CHUNK_BYTES // tensor.element_size()):
+            slots = self.rounds.slots(tensor.dtype)
+            if self.rank != root:
+                slots[self.rank][0][: len(chunk)].copy_(chunk)
+            yield from self._round()
+            if self.rank == root:
+                theirs = [slots[r][0][: len(chunk)] for r in range(self.size) if r != root]
+                reduction.into(chunk, [chunk, *theirs])
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        """Replace `tensor` by that of rank `root`."""
+        yield from self._meet(self._call("broadcast", f"from rank {root}", tensor))
+        for chunk in _bytes(tensor).split(CHUNK_BYTES):
+            slot = self.rounds.slots(torch.uint8)[root][0][: len(chunk)]
+            if self.rank == root:
+                slot.copy_(chunk)
+            yield from self._round()
+            if self.rank != root:
+                chunk.copy_(slot)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """Give every rank the tensors of all."""
+        yield from self._meet(self._call("all_gather", "", tensor))
+        yield from self._gather([_bytes(output) for output in outputs], _bytes(tensor))
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+        """Give rank `root` the tensors of all; the others have no outputs."""
+        yield from self._meet(self._call("gather", f"to rank {root}", tensor))
+        yield from self._gather([_bytes(output) for output in outputs], _bytes(tensor))
+
+    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        for start in range(0, len(tensor), CHUNK_BYTES):
+            slots = self.rounds.slots(torch.uint8)
+            chunk = tensor[start : start + CHUNK_BYTES]
+            slots[self.rank][0][: len(chunk)].copy_(chunk)
+            yield from self._round()
+            for rank, output in enumerate(outputs):
+                part = chunk if rank == self.rank else slots[rank][0][: len(chunk)]
+                output[start : start + len(chunk)].copy_(part)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
+        """Give every rank its own of the tensors that rank `root` has; the others have none."""
+        yield from self._meet(self._call("scatter", f"from rank {root}", output))
+        flat, sources, piece = _bytes(output), [_bytes(t) for t in tensors], CHUNK_BYTES // self.size
+        for start in range(0, len(flat), piece):
+            slot = self.rounds.slots(torch.uint8)[root][0]
+            for rank, source in enumerate(sources):
+                part = source[start : start + piece]
+                slot[rank * piece : rank * piece + len(part)].copy_(part)
+            yield from self._round()
+            target = flat[start : start + piece]
+            target.copy_(slot[self.rank * piece : self.rank * piece + len(target)])
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """Give rank r the combination of all ranks' `inputs[r]`, which all have the size of `output`."""
+        yield from self._meet(self._call("reduce_scatter", reduction.name, output))
+        piece = CHUNK_BYTES // output.element_size() // self.size
+        for start in range(0, len(output), piece):
+            slots = self.rounds.slots(output.dtype)
+            for rank, tensor in enumerate(inputs):
+                if rank != self.rank:
+                    part = tensor[start : start + piece]
+                    slots[self.rank][0][rank * piece : rank * piece + len(part)].copy_(part)
+            yield from self._round()
+            own = inputs[self.rank][start : start + piece]
+            at = slice(self.rank * piece, self.rank * piece + len(own))
+            theirs = [slots[rank][0][at] for rank in range(self.size) if rank != self.rank]
+            reduction.into(output[start : start + piece], [own, *theirs])
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+        """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""
+        sources, targets = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
+        slots = self.rounds.slots(torch.int64)
+        slots[self.rank][0][: 2 * self.size] = torch.tensor([len(t) for t in (*sources, *targets)])
+        yield from self._meet(b"all_to_all")
+        sizes = [slot[: 2 * self.size].tolist() for slot, _ in slots]
+        for a, b in itertools.product(range(self.size), repeat=2):  # all ranks look at all pairs, so that all stop where one is wrong
+            if sizes[a][b] != sizes[b][self.size + a]:
+                raise SyncError(f"all_to_all: rank {a} sends {sizes[a][b]} bytes to rank {b}, which expects {sizes[b][self.size + a]}")
+        piece = CHUNK_BYTES // self.size
+        for start in range(0, max(map(max, sizes)), piece):
+            slots = self.rounds.slots(torch.uint8)
+            for rank, source in enumerate(sources):
+                part = source[start : start + piece]
+                slots[self.rank][0][rank * piece : rank * piece + len(part)].copy_(part)
+            yield from self._round()
+            for rank, target in enumerate(targets):
+                part = target[start : start + piece]
+                part.copy_(slots[rank][0][self.rank * piece : self.rank * piece + len(part)])
+
+    def barrier(self) -> Steps:
+        """Wait until all ranks are here."""
+        yield from self._meet(b"barrier")
+
+    # Rounds
+
+    def _round(self) -> Steps:
+        self.rounds.count()
+        while not self.rounds.met():
+            yield
+
+    def _meet(self, call: bytes) -> Steps:
+        """The first round of a collective: the ranks see whether they mean the same."""
+        line = self.rounds.announce(call)
+        self.rounds.count()
+        while not self.rounds.met():
+            yield
+        self.rounds.agree(line)
+
+    def _call(self, name: str, how: str, tensor: Tensor) -> bytes:
+        key = (name, how, tensor.dtype, len(tensor))
+        call = self._calls.get(key)
+        if call is None:
+            words = [name, how, "of", str(len(tensor)), str(tensor.dtype).removeprefix("torch.")]
+            call = self._calls[key] = " ".join(word for word in words if word).encode()
+        return call
+
+    def _small_slots(self, tensor: Tensor) -> list[Tensor]:
+        """The first elements of every rank's slot for the next round, as many as `tensor` has."""
+        key = (tensor.dtype, len(tensor), (self.rounds.round + 1) & 1)
+        found = self._small.get(key)
+        if found is None:
+            if len(self._small) > 256:
+                self._small.clear()
+            found = self._small[key] = [contributions[: len(tensor)] for contributions, _ in self.rounds.slots(tensor.dtype)]
+        return found
+
+    def _share_of(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
+        """This rank's share of a tensor in an arena, in parts that fit a cache: each is a list of views, this rank's first."""
+        key = (*place, len(tensor), tensor.dtype)
+        found = self._shares.get(key)
+        if found is None:
+            if len(self._shares) > 64:
+                self._shares.clear()
+            found = self._shares[key] = self._split_share(tensor, place)
+        return found
+
+    def _split_share(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
+        number, offset = place
+        line = 64 // tensor.element_size()  # two ranks never write to one cache line
+        share = ceil(len(tensor) / self.size / line) * line
+        start, end = (min(len(tensor), share * r) for r in (self.rank, self.rank + 1))
+        order = [self.rank, *(r for r in range(self.size) if r != self.rank)]
+        size = tensor.element_size()
+        segments = self.rounds.arenas[number - 1].segments
+        shares = [segments[r].bytes[offset + start * size : offset + end * size].view(tensor.dtype) for r in order]
+        step = _CACHED_BYTES // size
+        return [[share[at : at + step] for share in shares] for at in range(0, end - start, step)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)

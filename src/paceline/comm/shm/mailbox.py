@@ -1,0 +1,197 @@
+"""Messages from one rank to another: a ring of bytes in the sender's memory for each receiver, written and read in turn.
+
+A message is a header (tag, size) and its bytes; one that is larger than the ring flows through it. The receiver matches tags: a message
+that nobody has asked for yet is taken out and kept, so that it does not block those behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shm import futex
+from paceline.comm.shm.progress import Peer, Steps
+from paceline.comm.shm.rounds import MAIL_BYTES, Rounds
+from paceline.errors import SyncError
+
+_HEADER_BYTES = 16
+_WRITTEN, _READ = 0, 8  # words: how many bytes ever, on cache lines of their own
+
+
+class Outbox:
+    """This rank's end of the ring to one receiver."""
+
+    def __init__(self, rounds: Rounds, receiver: int) -> None:
+        self._peer = rounds.peers[receiver]
+        self._words, self._ring = rounds.mailbox(rounds.rank, receiver)
+        self._written = 0
+
+    def send(self, tensor: Tensor, tag: int) -> Steps:
+        """Write a message; done when all of it is in the ring or taken."""
+        data = tensor.view(torch.uint8)
+        for part in (torch.tensor([tag, len(data)]).view(torch.uint8), data):
+            start = 0
+            while start < len(part):
+                at = self._written % MAIL_BYTES
+                count = min(MAIL_BYTES - (self._written - self._words[_READ]), MAIL_BYTES - at, len(part) - start)
+                if count == 0:
+                    yield
+                    continue
+                self._ring[at : at + count].copy_(part[start : start + count])
+                start += count
+                self._written += count
+                self._words[_WRITTEN] = self._written
+                futex.fence()
+                self._peer.ring()
+
+    def waits_for(self) -> list[Peer]:
+        """The receiver, while the ring is full."""
+        return [self._peer] if self._written - self._words[_READ] == MAIL_BYTES else []
+
+
+@dataclass
+class Message:
+    """One that is coming in, or waits to be asked for."""
+
+    tag: int
+    data: Tensor
+    received: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is here."""
+        return self.received == len(self.data)
+
+
+@dataclass
+class Request:
+    """A place for the next message with a tag, and the message once it comes."""
+
+    tag: int
+    target: Tensor
+    message: Message | None = None
+    inbox: Inbox | None = None
+
+    def take(self, message: Message, inbox: Inbox) -> None:
+        """The message is found."""
+        self.message, self.inbox = message, inbox
+
+
+class Inbox:
+    """This rank's end of the ring from one sender."""
+
+    def __init__(self, rounds: Rounds, sender: int) -> None:
+        self.peer = rounds.peers[sender]
+        self._words, self._ring = rounds.mailbox(sender, rounds.rank)
+        self._read = 0
+        self._coming: Message | None = None
+        self._kept: deque[Message] = deque()
+        self._requests: deque[Request] = deque()
+
+    def request(self, request: Request) -> None:
+        """Ask for a message; those who ask first are served first."""
+        self._requests.append(request)
+        self._match()
+
+    def receive(self, request: Request) -> Steps:
+        """Wait until the message is in its place.
+
+        Raises:
+            SyncError: it has another size than the place.
+        """
+        while request.message is None or not request.message.whole:
+            self.pump()
+            if request.message is None or not request.message.whole:
+                yield
+        self.deliver(request)
+
+    def deliver(self, request: Request) -> None:
+        """Put a whole message where it was asked for."""
+        message, target = request.message, request.target
+        assert message is not None
+        if len(message.data) != len(target):
+            raise SyncError(
+                f"rank {self.peer.rank} sent a message of {len(message.data)} bytes (tag {request.tag}) for a tensor of {len(target)} bytes"
+            )
+        if message.data is not target:
+            target.copy_(message.data)
+
+    def pump(self) -> None:
+        """Take what has come out of the ring."""
+        while (there := self._words[_WRITTEN] - self._read) > 0:
+            if self._coming is None:
+                if there < _HEADER_BYTES:  # always written as a whole, but for one that wraps around
+                    return
+                tag, size = self._take(_HEADER_BYTES).view(torch.int64).tolist()
+                self._coming = self._begin(tag, size)
+                continue
+            message = self._coming
+            at = self._read % MAIL_BYTES
+            count = min(there, MAIL_BYTES - at, len(message.data) - message.received)
+            message.data[message.received : message.received + count].copy_(self._ring[at : at + count])
+            message.received += count
+            self._advance(count)
+            if message.whole:
+                self._coming = None
+        if self._coming is not None and self._coming.whole:  # one of no bytes
+            self._coming = None
+
+    def waits_for(self) -> list[Peer]:
+        """The sender, while nothing of it is there to be read."""
+        return [self.peer] if self._words[_WRITTEN] == self._read else []
+
+    def _begin(self, tag: int, size: int) -> Message:
+        """Straight into the first place that waits for it; else into memory of its own."""
+        request = next((r for r in self._open() if r.tag == tag), None)
+        fits = request is not None and len(request.target) == size
+        message = Message(tag, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8))
+        if request is None:
+            self._kept.append(message)
+        else:
+            request.take(message, self)
+        return message
+
+    def _match(self) -> None:
+        """Give what was kept to those who ask for it."""
+        for request in self._open():
+            found = next((i for i, message in enumerate(self._kept) if message.tag == request.tag), None)
+            if found is not None:
+                request.take(self._kept[found], self)
+                del self._kept[found]
+
+    def _open(self) -> list[Request]:
+        """Who waits for a message that has not begun; one that asks every sender may have been served by another."""
+        self._requests = deque(request for request in self._requests if request.message is None)
+        return list(self._requests)
+
+    def _take(self, count: int) -> Tensor:
+        taken = torch.empty(count, dtype=torch.uint8)
+        at = self._read % MAIL_BYTES
+        first = min(count, MAIL_BYTES - at)
+        taken[:first].copy_(self._ring[at : at + first])
+        taken[first:].copy_(self._ring[: count - first])
+        self._advance(count)
+        return taken
+
+    def _advance(self, count: int) -> None:
+        self._read += count
+        self._words[_READ] = self._read
+        futex.fence()
+        self.peer.ring()
+
+
+def receive_from_any(inboxes: Sequence[Inbox], request: Request) -> Steps:
+    """Wait for a message with the tag from whichever rank has one first; the result is that rank."""
+    for inbox in inboxes:
+        inbox.request(request)
+    while request.inbox is None:
+        for inbox in inboxes:
+            inbox.pump()
+        if request.inbox is None:
+            yield
+    yield from request.inbox.receive(request)
+    return request.inbox.peer.rank

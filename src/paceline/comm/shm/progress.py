@@ -1,0 +1,267 @@
+"""How collectives advance: each is a generator that yields while it must wait for others; whoever waits drives all of them.
+
+A wait spins briefly, then offers its core to others, then sleeps on this process' *bell*: a word of shared memory that peers ring after
+they have stored what somebody may be waiting for. So no rank spins for long on a core that another one needs, waiting for one group
+never holds up another, and every wait ends: at its deadline, or soon after a peer has died.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import DistBackendError
+
+from paceline.cluster.cgroup import cpu_quota
+from paceline.comm.shm import futex
+from paceline.comm.shm.segment import Handle, Segment, attach, create
+
+Steps = Generator[None, None, Any]
+
+_SPIN_S = 100e-6  # about what it costs to put a core to sleep and to wake it
+_YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
+_YIELD_CROWDED_S = 50e-6  # the same with more ranks than cores
+_NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
+_SLEEPERS, _RUNG = 0, 1  # the words of a bell
+
+
+class Operation:
+    """One collective or message under way. `waits_for` tells the peers that it cannot go on without."""
+
+    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], list[Peer]]) -> None:
+        self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
+        self.done = False
+        self.error: Exception | None = None
+        self.result: Any = None
+        self.on_done: list[Callable[[], None]] = []
+        self.started = time.monotonic()
+        self._steps = steps
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; whether it is done."""
+        if not self.done:
+            try:
+                next(self._steps)
+            except StopIteration as end:
+                self.result, self.done = end.value, True
+            except Exception as error:  # noqa: BLE001 - raised by `Progress.wait`
+                self.fail(error)
+        return self.done
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, which `Progress.wait` raises."""
+        self._steps.close()
+        self.error, self.done = error, True
+
+
+class Lane:
+    """Operations that happen one after the other, such as the collectives of a group. A failed one takes those behind it along."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Operation] = deque()
+        self.broken: Exception | None = None
+
+    def advance(self) -> list[Operation]:
+        """Go on with the first, with the next where it is done, …; returns those that are done."""
+        done = []
+        while self.queue and self.queue[0].advance():
+            first = self.queue.popleft()
+            self.broken = self.broken or first.error
+            done.append(first)
+            if self.broken:
+                for behind in self.queue:
+                    behind.fail(_after(self.broken))
+        return done
+
+
+@dataclass
+class Peer:
+    """Another process of this host: its rank in a group, its bell, and a pidfd that tells whether it lives."""
+
+    rank: int
+    pid: int
+    bell: memoryview
+    bell_address: int
+    life: int
+
+    def is_gone(self) -> bool:
+        """Whether the process has ended; one that nobody has waited for yet has ended, too."""
+        return bool(select.select([self.life], [], [], 0)[0])
+
+    def ring(self) -> None:
+        """Wake it if it sleeps. A fence must lie between the store that it waits for and this look."""
+        if self.bell[_SLEEPERS]:
+            self.bell[_RUNG] = (self.bell[_RUNG] + 1) & 0xFFFFFFFF
+            futex.wake(self.bell_address)
+
+
+class Progress:
+    """Drives the operations of this process, of all its groups."""
+
+    def __init__(self) -> None:
+        self.crowded = False  # whether there are more ranks on this host than cores for them
+        self._lock = threading.RLock()
+        self._busy: dict[Lane, None] = {}
+        self._own = create(4096, "bell")
+        self._bell = self._own.segment.words(0, 2)
+        self._bell_address = self._own.segment.address + 8 * _RUNG
+        self._peers: dict[Handle, tuple[Segment, int]] = {}
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ending = False
+
+    @property
+    def bell(self) -> Handle:
+        """What peers need to ring here."""
+        return self._own.handle
+
+    def meet(self, rank: int, bell: Handle) -> Peer:
+        """The process that has this bell, as a rank of a group."""
+        if bell not in self._peers:
+            segment = attach(bell)
+            self._peers[bell] = (segment, os.pidfd_open(bell.pid))
+        segment, life = self._peers[bell]
+        return Peer(rank, bell.pid, segment.words(0, 2), segment.address + 8 * _RUNG, life)
+
+    def expect(self, ranks: int) -> None:
+        """Learn that a group has so many ranks on this host: with more than there are cores for, spinning would slow down the others."""
+        pinned = bool(os.environ.get("PACELINE_CORES"))  # then this process' own affinity says nothing of the other ranks' cores
+        cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
+        self.crowded = self.crowded or ranks > min(cores, cpu_quota() or cores)
+
+    def close(self) -> None:
+        """End the thread and let go of the peers."""
+        with self._lock:
+            self._ending = True
+            self._wanted.set()
+            self._bell[_RUNG] = (self._bell[_RUNG] + 1) & 0xFFFFFFFF
+            futex.wake(self._bell_address)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        for _, life in self._peers.values():
+            os.close(life)
+        self._peers.clear()
+        self._own.close_door()
+
+    def start(self, lane: Lane, operation: Operation) -> None:
+        """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
+        with self._lock:
+            if lane.broken is not None:
+                operation.fail(_after(lane.broken))
+                return
+            lane.queue.append(operation)
+            self._busy[lane] = None
+            self._advance()
+
+    def in_background(self, operation: Operation) -> None:
+        """Have an operation go on while nobody waits for it."""
+        with self._lock:
+            if not operation.done:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="paceline-shm", daemon=True)
+                    self._thread.start()
+                self._wanted.set()
+
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Call back from whichever thread drives it to its end; at once where it is done."""
+        with self._lock:
+            if not operation.done:
+                operation.on_done.append(call)
+                return
+        call()
+
+    def is_done(self, operation: Operation) -> bool:
+        """Whether it is done, after going on as far as possible."""
+        if not operation.done:
+            with self._lock:
+                self._advance()
+        return operation.done
+
+    def wait(self, operation: Operation) -> None:
+        """Drive everything until `operation` is done.
+
+        Raises:
+            DistBackendError: a peer is gone or did not come within the deadline.
+        """
+        if not operation.done:
+            self._drive(lambda: operation.done)
+        if operation.error is not None:
+            raise operation.error
+
+    def _drive(self, is_over: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        yield_after, sleep_after = (0.0, _YIELD_CROWDED_S) if self.crowded else (_SPIN_S, _YIELD_S)
+        while True:
+            with self._lock:
+                self._advance()
+            if is_over():
+                return
+            waited = time.perf_counter() - started
+            if waited > sleep_after:
+                self._sleep(is_over)
+            elif waited > yield_after:
+                os.sched_yield()
+
+    def _sleep(self, is_over: Callable[[], bool]) -> None:
+        """Sleep until the bell rings, or for a nap; then fail what is late or waits for the dead."""
+        with self._lock:
+            self._bell[_SLEEPERS] += 1
+            futex.fence()
+            rung = self._bell[_RUNG]
+            self._advance()  # what came before the bell could be rung
+        try:
+            if not is_over():
+                futex.wait(self._bell_address, rung, _NAP_S)
+        finally:
+            with self._lock:
+                self._bell[_SLEEPERS] -= 1
+        with self._lock:
+            self._advance()
+            for lane in self._busy:
+                if lane.queue and (error := _lost(lane.queue[0])):
+                    lane.queue[0].fail(error)
+            self._advance()
+
+    def _advance(self) -> None:
+        done = []
+        for lane in list(self._busy):
+            done += lane.advance()
+            if not lane.queue:
+                del self._busy[lane]
+        for operation in done:
+            for call in operation.on_done:  # may start another operation
+                call()
+            operation.on_done.clear()
+
+    def _run(self) -> None:
+        """The thread: sleeps while nothing is under way."""
+        while not self._ending:
+            self._wanted.wait()
+            self._wanted.clear()
+            # It never spins: what it would gain, it would take from the thread that computes.
+            while self._busy and not self._ending:
+                self._sleep(lambda: not self._busy or self._ending)
+
+
+def _lost(operation: Operation) -> DistBackendError | None:
+    """The error of an operation that can wait no longer."""
+    gone = [peer for peer in operation.waits_for() if peer.is_gone()]
+    gone = [peer for peer in operation.waits_for() if peer in gone]  # it may have done its part just before it ended
+    waited_s = time.monotonic() - operation.started
+    if gone:
+        who = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in gone)
+        return DistBackendError(f"{operation.what}: {who} ended after {waited_s:.1f} s of waiting for it")
+    if waited_s > operation.deadline_s:
+        late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
+        return DistBackendError(f"{operation.what}: timed out after {waited_s:.1f} s" + (f"; {late} did not come" if late else ""))
+    return None
+
+
+def _after(error: Exception) -> DistBackendError:
+    return DistBackendError(f"this group cannot be used any more, since: {error}")

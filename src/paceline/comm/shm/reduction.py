@@ -1,0 +1,62 @@
+"""Sums and the like over tensors of several ranks, for every type of number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+_BINARY: dict[ReduceOp.RedOpType, tuple[str, Callable[..., Tensor]]] = {
+    ReduceOp.SUM: ("sum", torch.add),
+    ReduceOp.AVG: ("mean", torch.add),
+    ReduceOp.PRODUCT: ("product", torch.mul),
+    ReduceOp.MIN: ("min", torch.minimum),
+    ReduceOp.MAX: ("max", torch.maximum),
+    ReduceOp.BAND: ("and", torch.bitwise_and),
+    ReduceOp.BOR: ("or", torch.bitwise_or),
+    ReduceOp.BXOR: ("xor", torch.bitwise_xor),
+}
+
+
+Op = Any  # torch's ReduceOp, or a member of its enumeration
+
+
+class Reduction:
+    """One way to combine the tensors of several ranks."""
+
+    def __init__(self, op: Op, dtype: torch.dtype, size: int) -> None:
+        kind = getattr(op, "op", op)
+        if kind not in _BINARY:
+            raise ValueError(
+                f"{kind} is not offered between the processes of one host; there are {', '.join(n for n, _ in _BINARY.values())}"
+            )
+        self.name, self._binary = _BINARY[kind]
+        self._divisor = size if self.name == "mean" else 0
+        self._whole = not (dtype.is_floating_point or dtype.is_complex)
+        # torch has no arithmetic for 8-bit floating point: it is done in fp32 and rounded once.
+        self._through = torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else None
+
+    def into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Combine `parts`, in their order, into `out`, which may be the first of them."""
+        if self._through is not None:
+            wide = parts[0].to(self._through)
+            for part in parts[1:]:
+                self._binary(wide, part.to(self._through), out=wide)
+            out.copy_(self._scaled(wide))
+            return
+        if len(parts) == 1:
+            if out is not parts[0]:
+                out.copy_(parts[0])
+        else:
+            self._binary(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                self._binary(out, part, out=out)
+        self._scaled(out)
+
+    def _scaled(self, total: Tensor) -> Tensor:
+        if self._divisor:
+            total.div_(self._divisor, rounding_mode="trunc" if self._whole else None)
+        return total

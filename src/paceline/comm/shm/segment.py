@@ -1,0 +1,113 @@
+"""Memory that processes of one host share: anonymous files (memfd), which have no name that could be left behind or opened by strangers.
+
+A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows to the same user only, and
+once all have mapped it the descriptor is closed: the memory ends with the last process that maps it, however that ends. Nothing lies in
+`/dev/shm`, so neither its size nor its absence matters.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ClusterError
+
+_TOKEN_BYTES = 16  # at the end of every segment; proves that a process number was not given to another process meanwhile
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What another process needs to map a segment."""
+
+    pid: int
+    fd: int
+    size: int
+    token: str
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Handle:
+        """From JSON."""
+        return cls(**json.loads(data))
+
+
+class Segment:
+    """Shared memory of `size` bytes, mapped here. `bytes` is all of it as a flat uint8 tensor; it starts as zeros."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self.map = mmap.mmap(fd, size + _TOKEN_BYTES)
+        self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8, count=size)
+        self.address = self.bytes.data_ptr()
+
+    def words(self, start: int = 0, count: int | None = None) -> memoryview:
+        """64-bit unsigned words from byte `start` on. A store to one is one instruction, so nobody reads half of it."""
+        end = self.size if count is None else start + 8 * count
+        return memoryview(self.map)[start : end - (end - start) % 8].cast("Q")
+
+
+@dataclass
+class Own:
+    """A segment that this process made, with the descriptor that others open until `close_door`."""
+
+    segment: Segment
+    handle: Handle
+
+    def close_door(self) -> None:
+        """Let nobody else map it from now on."""
+        if self.handle.fd >= 0:
+            os.close(self.handle.fd)
+            self.handle = Handle(self.handle.pid, -1, self.handle.size, self.handle.token)
+
+
+def create(size: int, name: str) -> Own:
+    """A new segment. `name` shows in /proc/<pid>/maps only.
+
+    Raises:
+        ClusterError: the system refuses the memory.
+    """
+    try:
+        fd = os.memfd_create(f"paceline-{name}", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size + _TOKEN_BYTES)
+            segment = Segment(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise ClusterError(f"shared memory of {size} bytes is refused: {error}") from error
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    segment.map[size:] = token
+    return Own(segment, Handle(os.getpid(), fd, size, token.hex()))
+
+
+def attach(handle: Handle) -> Segment:
+    """Map a segment of another process (or of this one).
+
+    Raises:
+        ClusterError: it cannot be opened from here, for instance from another container or by another user.
+    """
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ClusterError(f"shared memory of process {handle.pid} cannot be opened: {error}") from error
+    try:
+        if os.fstat(fd).st_size != handle.size + _TOKEN_BYTES:
+            raise ClusterError(f"{path} is not the shared memory that was announced: its size differs")
+        segment = Segment(fd, handle.size)
+    finally:
+        os.close(fd)
+    if segment.map[handle.size :].hex() != handle.token:
+        raise ClusterError(f"{path} is not the shared memory that was announced: is process {handle.pid} of another container?")
+    return segment

@@ -1,0 +1,92 @@
+"""Which transport the ranks of a run talk over: chosen by all of them together, before there is a group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from paceline.comm.shm import futex
+from paceline.comm.shm.segment import Handle, attach, create
+from paceline.errors import ClusterError, LaunchError
+
+Transport = Literal["auto", "shm", "gloo"]
+_PROOF_BYTES = 2**20
+
+
+def choose(store: Store, rank: int, size: int, wanted: Transport, timeout_s: float) -> tuple[str, str | None]:
+    """The backend for ranks on CPUs, the same on all of them: `shm` where all can share memory, else `gloo`, and then why.
+
+    Raises:
+        ClusterError: `shm` is asked for, and cannot be had.
+    """
+    if wanted == "gloo" or size == 1:
+        return "gloo", None
+    reason = _why_not(store, rank, size, timeout_s)
+    if reason is None:
+        return "shm", None
+    if wanted == "shm":
+        raise ClusterError(f"transport=shm cannot be had: {reason}. With transport=auto or gloo the ranks talk over TCP.")
+    return "gloo", reason
+
+
+def host_identity() -> str:
+    """Equal for processes that share a kernel and a network namespace, which an emulated host has of its own."""
+    namespace = "/proc/self/ns/net"
+    boot = _first_line("/proc/sys/kernel/random/boot_id")
+    return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot}@{socket.gethostname()}"
+
+
+def _why_not(store: Store, rank: int, size: int, timeout_s: float) -> str | None:
+    """What keeps some rank from sharing memory with all others; found out by doing it, and told to all."""
+    own, reason = None, futex.unsupported()
+    try:
+        if reason is None:
+            own = create(_PROOF_BYTES, "proof")
+    except ClusterError as error:
+        reason = str(error)
+    offers = _tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle), reason])
+    try:
+        if len({host for host, _, _ in offers}) > 1:
+            reason = "the ranks are on several hosts"
+        elif all(handle for _, handle, _ in offers):
+            reason = _try(lambda: [attach(Handle(**handle)) for _, handle, _ in offers])
+        verdicts = _tell_all(store, "verdict", rank, size, timeout_s, reason)
+    finally:
+        if own is not None:
+            own.close_door()
+    return next((f"{verdict} (rank {r})" for r, verdict in enumerate(verdicts) if verdict), None)
+
+
+def _try(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
+def _tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
+    """Every rank's value (JSON), by rank."""
+    keys = [f"transport/{what}/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps(value))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # torch's DistStoreError
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise LaunchError(f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run") from error
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _first_line(file: str) -> str:
+    try:
+        with open(file) as lines:
+            return lines.readline().strip()
+    except OSError:
+        return ""
