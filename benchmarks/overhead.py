@@ -34,16 +34,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from measure import environment_line, median_interval
+from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.job.job import Job
+from paceline.launch.local import ALLOCATOR
 from paceline.plan.plan import Plan
+from paceline.stats import median_interval
 from paceline.train.loop import Loop, build_engine
 from paceline.train.run import Run
 
 BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 20, 5, 40, 8
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # what launch/local.py sets for a rank
 PLAIN, PLAIN_ALLOCATOR, OURS = "plain loop", "plain loop, same allocator", "paceline train"
 CNN: dict[str, Any] = {
     "model": "cifar_cnn",
@@ -215,7 +216,7 @@ def our_loop(folder: Path, job: dict[str, Any]) -> Loop:
     model = run.job.model.build()
     data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=0)
     group = Group()
-    loop = Loop(run, build_engine(run.job, run, model, data, group), data, group)
+    loop = Loop(run, build_engine(run.job, run.plan, model, data, group), data, group)
     loop.progress = None  # under `paceline train` the launcher shows it, from another process
     return loop
 

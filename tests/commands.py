@@ -60,7 +60,8 @@ def started(
 
     `screen` is what it writes to, instead of pipes that `ended` reads.
     """
-    place = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # what a killed process leaves there is not the test's
+    # What a killed process leaves in the temporary folder is not the test's.
+    place = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     process = subprocess.Popen(
         [BIN / program, *map(str, arguments)],
         cwd=folder,

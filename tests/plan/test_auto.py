@@ -44,7 +44,7 @@ def test_weights_say_how_many_replicas_there_are() -> None:
 
 
 def test_weights_that_no_device_is_left_for_are_refused() -> None:
-    with pytest.raises(PlanError, match="needs 3 ranks; this cluster has 2 devices"):
+    with pytest.raises(PlanError, match=r"3 weights, one for each rank, and this cluster has 2 devices. Ask for --plan \"dp=3\""):
         auto_plan(job(partition={"weights": [2, 1, 1]}), cores(2))
 
 

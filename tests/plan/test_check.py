@@ -22,7 +22,13 @@ def job(**changes: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp=1", "dp=2 microbatches=4", "memory_format=channels_last fused=on pin=on compile=on", "precision=fp64"]
+    "plan",
+    [
+        "dp=1",
+        "dp=2 microbatches=4 transport=shm",
+        "memory_format=channels_last fused=on pin=on compile=on transport=gloo",
+        "precision=fp64",
+    ],
 )
 def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
     assert Plan.parse(plan).check(job(), LAPTOP) == []
@@ -32,12 +38,12 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "changes", "reason"),
     [
-        ("dp=3", {}, "needs 3 ranks; this machine has 2 devices. Plans that fit: dp=2 · dp=1."),
         (
-            "dp=4",
-            {"partition": {"weights": [1, 1, 1, 1]}},
-            "needs 4 ranks; this machine has 2 devices. The job's partition has 4 weights, one per replica: at most 2 can work here.",
+            "dp=999",
+            {"global_batch": 999},
+            "needs 999 ranks, for which torch alone takes 250 GiB of memory; this machine has room for 64 and cores for 2: dp=2.",
         ),
+        ("compile=reduce-overhead", {}, "replays CUDA graphs, and this machine has no GPU: compile=on."),
         (
             "dp=2",
             {"global_batch": 1},
@@ -82,16 +88,39 @@ def test_a_plan_that_does_not_fit_is_told_what_would(plan: str, changes: dict[st
     assert Plan.parse(plan).check(job(**changes), LAPTOP) == [f"plan {plan} {reason}"]
 
 
+@pytest.mark.parametrize(
+    ("plan", "changes", "reason"),
+    [
+        ("dp=9", {}, "needs 9 ranks; this cluster has 8 devices. Plans that fit: dp=8 · dp=7 · dp=6."),
+        (
+            "dp=9",
+            {"partition": {"weights": [1] * 9}},
+            "needs 9 ranks; this cluster has 8 devices. The job's partition has 9 weights, one per replica: at most 8 can work here.",
+        ),
+        ("transport=shm", {}, "names a transport between CPUs, but the GPUs of this cluster talk over NCCL: transport=auto."),
+    ],
+)
+def test_no_two_ranks_share_a_gpu(plan: str, changes: dict[str, Any], reason: str) -> None:
+    assert Plan.parse(plan).check(job(**({"global_batch": 9} | changes)), SERVERS) == [f"plan {plan} {reason}"]
+
+
+def test_memory_is_shared_within_a_host_only() -> None:
+    two = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**34) for name in "ab"))
+    assert Plan.parse("dp=2 transport=shm").check(job(), two) == []
+    reason = "plan dp=3 transport=shm needs memory that all ranks share, but they are on 2 hosts: transport=auto."
+    assert Plan.parse("dp=3 transport=shm").check(job(), two) == [reason]
+
+
 def test_every_reason_is_named_at_once_and_the_plans_that_fit_heed_them_all() -> None:
-    plan = Plan.parse("dp=9 microbatches=2 fused=on memory_format=channels_last")
-    reasons = plan.check(job(model="bert", loss="contrastive", optimizer="lars"), LAPTOP)
-    assert len(reasons) == 5
-    assert reasons[0].endswith("Plans that fit: dp=2 · dp=1.")
+    plan = Plan.parse("dp=9 microbatches=2 fused=on memory_format=channels_last transport=gloo")
+    reasons = plan.check(job(model="bert", loss="contrastive", optimizer="lars"), SERVERS)
+    assert len(reasons) == 6
+    assert reasons[0].endswith("Plans that fit: dp=8 · dp=7 · dp=6.")
 
 
 def test_plans_that_fit_keep_what_can_be_kept() -> None:
-    reasons = Plan.parse("dp=3 microbatches=2 pin=on").check(job(global_batch=3), LAPTOP)
-    assert reasons[0].endswith("Plans that fit: dp=2 pin=on · microbatches=2 pin=on.")
+    reasons = Plan.parse("dp=10 microbatches=2 pin=on").check(job(global_batch=10), SERVERS)
+    assert reasons[0].endswith("Plans that fit: dp=8 pin=on · dp=7 pin=on · dp=6 pin=on.")
 
 
 @pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "my_models:net"])
@@ -111,7 +140,8 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
     dp: int, microbatches: int, global_batch: int, weights: list[float] | None, cores: int
 ) -> None:
     work = job(global_batch=global_batch, partition={"weights": weights})
-    cluster = Cluster(hosts=(Host(name="a", cores=cores, memory_bytes=1),))
+    gpus = tuple(Device(index=i, name="T4", memory_bytes=2**34) for i in range(cores))
+    cluster = Cluster(hosts=(Host(name="a", cores=cores, memory_bytes=1, gpus=gpus),))
     plan = Plan(dp=dp, microbatches=microbatches)
     reasons = plan.check(work, cluster)
     if not reasons:
@@ -146,6 +176,21 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
         ),
         ("dp=5 threads=2", SERVERS, {}, ["plan dp=5 threads=2 runs 4 × 2 threads on a host with 2 cores; threads=1 fits."]),
         ("dp=4", SERVERS, {}, []),
+        (
+            "dp=4",
+            LAPTOP,
+            {},
+            [
+                "plan dp=4: 4 ranks share 2 cores, 0.50 of a core each, and every rank keeps a copy of the model. "
+                "dp=2, with a core for each rank, is likely faster."
+            ],
+        ),
+        (
+            "dp=3",
+            LAPTOP,
+            {"partition": {"weights": [1, 1, 1]}},
+            ["plan dp=3: 3 ranks share 2 cores, 0.67 of a core each, and every rank keeps a copy of the model."],
+        ),
     ],
 )
 def test_a_plan_that_runs_slower_than_need_be_is_warned_of(

@@ -21,11 +21,12 @@ plans = st.builds(
     microbatches=st.integers(1, 64),
     precision=st.sampled_from([None, "fp32", "bf16", "fp64"]),
     memory_format=st.sampled_from(["contiguous", "channels_last"]),
-    compile=st.booleans(),
+    compile=st.sampled_from(["off", "on", "reduce-overhead"]),
     threads=st.integers(0, 256),
     pin=st.booleans(),
     fused=st.booleans(),
     sync=st.just("allreduce"),
+    transport=st.sampled_from(["auto", "shm", "gloo"]),
 )
 
 
@@ -63,8 +64,8 @@ def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
         (Plan(microbatches=4), "microbatches=4"),
         (Plan(dp=2, microbatches=4, precision="bf16", pin=True), "dp=2 microbatches=4 precision=bf16 pin=on"),
         (
-            Plan(memory_format="channels_last", compile=True, threads=3, fused=True),
-            "memory_format=channels_last compile=on threads=3 fused=on",
+            Plan(memory_format="channels_last", compile="on", threads=3, fused=True, transport="gloo"),
+            "memory_format=channels_last compile=on threads=3 fused=on transport=gloo",
         ),
     ],
 )
@@ -88,6 +89,9 @@ AVAILABLE = " ".join(field.name for field in fields(Plan))
         ("dp=²", 'dp is a whole number, at least 1, not "²"'),
         ("dp=" + "9" * 5000, "dp is a whole number"),
         ("precision=fp8", 'precision is fp32 or bf16 or fp64, not "fp8"'),
+        ("compile=max", 'compile is off or on or reduce-overhead, not "max"'),
+        ("transport=nccl", 'transport is auto or shm or gloo, not "nccl"'),
+        ("compile", "compile needs a value, e.g. compile=on"),
         ("pin=yes", 'pin is on or off, not "yes"'),
         ("sync=local:8", 'sync is allreduce, not "local:8"'),
         ("dp=2 dp=3", "dp is given twice"),
@@ -110,7 +114,7 @@ def test_every_mistake_in_a_text_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"dp": 0}, {"dp": True}, {"dp": 2.0}, {"threads": -1}, {"pin": 1}, {"precision": "fp8"}, {"sync": "none"}]
+    "values", [{"dp": 0}, {"dp": True}, {"dp": 2.0}, {"threads": -1}, {"pin": 1}, {"compile": True}, {"precision": "fp8"}, {"sync": "none"}]
 )
 def test_a_plan_made_in_python_is_held_to_the_same_values(values: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=next(iter(values))):
@@ -177,5 +181,5 @@ def test_a_plan_is_a_value() -> None:
 
 
 def test_planning_starts_without_torch() -> None:
-    code = "import sys, paceline.plan.plan, paceline.plan.auto; print('torch' in sys.modules)"
+    code = "import sys, paceline.plan.auto, paceline.plan.knobs; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "False"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch.utils.data import DataLoader
 
 import paceline
 import paceline.train.record as record_module
+from paceline.cluster.energy import Counter, Energy
+from paceline.comm import Group
 from paceline.train.engine import StepResult
 from paceline.train.meter import PARTS, Timing
-from paceline.train.record import Recorder
+from paceline.train.record import Recorder, Use
 from paceline.train.run import read_lines
 from small_jobs import FEATURES, Points, points, small_job, train_here
 
@@ -86,9 +90,62 @@ def test_the_use_of_the_machine_is_noted_now_and_then(tmp_path: Path, monkeypatc
     record.step(result(1, timing=timing(1)), 8, 0.1)
     record.close()
     use = written(tmp_path)[0]["use"]
-    assert use.keys() == {"cpu_cores", "memory_bytes", "network_sent_bytes", "network_received_bytes", "reduced_bytes"}
-    assert use["memory_bytes"] > 10e6
+    network = {"network_sent_bytes", "network_received_bytes", "reduced_bytes"}
+    assert use.keys() - {"energy_joules"} == {"cpu_cores", "memory_bytes", "peak_memory_bytes", "pss_bytes"} | network
+    assert 10e6 < use["pss_bytes"] <= use["memory_bytes"] * 1.1
+    assert use["memory_bytes"] <= use["peak_memory_bytes"] * 1.1, "the kernel counts the two at different moments"
     assert all(value >= 0 for value in use.values())
+
+
+def test_a_run_of_any_length_has_a_reading_from_its_second_half(tmp_path: Path) -> None:
+    record = recorder(tmp_path)
+    started, step = record.use._started, 0
+    before_s, after_s = {}, {}
+    while time.monotonic() < started + 0.2:
+        step += 1
+        before_s[step] = time.monotonic() - started
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+        after_s[step] = time.monotonic() - started
+    record.close()
+    read_at = [line["step"] for line in written(tmp_path) if "use" in line]
+    assert read_at[0] == 1
+    assert all(2 * after_s[earlier] >= before_s[later - 1] for earlier, later in pairwise([*read_at, step + 1]))
+
+
+def test_what_costs_milliseconds_is_read_only_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    record = recorder(tmp_path)
+    for step in range(1, 6):
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+    record.close()
+    uses = [line["use"] for line in written(tmp_path)]
+    assert ["pss_bytes" in use for use in uses] == [True, False, False, False, False]
+    assert all("memory_bytes" in use for use in uses)
+
+
+def test_energy_is_what_was_used_since_the_last_reading_and_only_where_there_is_a_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    readings = iter([100_000_000, 107_500_000, 110_000_000])  # microjoules; the first when the counter is found
+    monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: next(readings), 10**12)]))
+    record = recorder(tmp_path)
+    for step in range(1, 5):
+        if step == 3:
+            monkeypatch.setattr(record.use, "_energy", [])
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+    record.close()
+    assert [line["use"].get("energy_joules") for line in written(tmp_path)] == [7.5, 2.5, None, None]
+
+
+def test_only_one_rank_of_a_host_notes_the_hosts_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: 0, 10**12)]))
+    engine = recorder(tmp_path).engine
+    counting = []
+    for rank, hosts in [(0, (0, 0, 1, 1)), (1, (0, 0, 1, 1)), (2, (0, 0, 1, 1)), (3, (0, 0, 1, 1))]:
+        engine.group = Group(rank=rank, size=4, hosts=hosts)
+        counting.append(len(Use(engine)._energy))
+    assert counting == [1, 0, 1, 0]
 
 
 def test_tensorboard_reads_the_steps_and_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
-    plan: Annotated[str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto uses every device of this machine.')] = "auto",
+    plan: Annotated[str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto measures which plan is fastest here.')] = "auto",
     run: Annotated[
         Path | None,
         typer.Option(

@@ -26,7 +26,10 @@ from paceline.launch.port import ADDRESS, listen
 from paceline.launch.signals import StopSignals
 from paceline.train.status import RankStatus, StatusBoard
 
-_KEEP_BYTES = 2**30
+# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the step of a small
+# convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient, which would only lie there;
+# benchmarks/overhead.py measures what that brings.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 _TICK_S = 0.2
 _COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
@@ -229,10 +232,7 @@ class _Attempt:
             "GLOO_SOCKET_IFNAME": "lo",  # gloo, too, listens on loopback only
             "OMP_NUM_THREADS": setting.threads,
             "MKL_NUM_THREADS": setting.threads,
-            # glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the
-            # step of a small convolutional network. A rank keeps its memory; benchmarks/overhead.py measures what that brings.
-            "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", _KEEP_BYTES),
-            "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", _KEEP_BYTES),
+            **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else lost peers' C++ stacks bury the first error
             "PACELINE_ATTEMPT": setting.number,
             "PACELINE_LAUNCHER": os.getpid(),

@@ -15,8 +15,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
+from paceline.launch.knobs import Say, choose
 from paceline.launch.local import launch
-from paceline.plan.auto import auto_plan
 from paceline.plan.plan import Plan, cores_of
 from paceline.train.progress import LiveProgress
 from paceline.train.run import Lines, Run
@@ -45,7 +45,8 @@ def train(
     Args:
         job: a `Job`, or the YAML file of one.
         cluster: where to train; None is this machine.
-        plan: `"auto"`, a `Plan`, or its text.
+        plan: a `Plan`, its text, or `"auto"`: the fastest that is found by measuring for a few seconds, or was at an earlier start;
+            under torchrun, one replica per rank, and a run that is resumed keeps its own.
         run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
         resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is none.
         port: of the rendezvous on 127.0.0.1; None takes a free one.
@@ -61,10 +62,15 @@ def train(
     cluster = cluster or discover()
     if "RANK" in os.environ:
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
-    chosen = choose_plan(job, cluster, plan)
-    record, resumed = _run(job, cluster, chosen, run=run, resume=resume)
     console = console or Console(stderr=True, soft_wrap=True)
-    console.print(f"{cluster.describe()}\nplan {chosen} · run {record.path}", highlight=False, markup=False)
+    console.print(cluster.describe(), highlight=False, markup=False)
+    before = _to_resume(job, run) if resume else None
+    if run is not None and before is None:
+        Run.must_be_new(Path(run))  # told before anything is measured
+    chosen = choose_plan(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+    record = _record(job, cluster, chosen, run=run, before=before)
+    resumed = before is not None
+    console.print(f"plan {chosen} · run {record.path}", highlight=False, markup=False)
     notes = chosen.warnings(job, cluster)
     if resume and not resumed:
         notes.append(f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one")
@@ -93,14 +99,16 @@ def train(
     return record
 
 
-def choose_plan(job: Job, cluster: Cluster, plan: Plan | str) -> Plan:
-    """The plan as asked, or the automatic one.
+def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Plan:
+    """The plan as asked; for `auto` that of the run `before` which is resumed, where it still can run, else the one that is found.
 
     Raises:
         PlanError: it cannot run the job on the cluster; every reason is listed.
     """
     if plan == "auto":
-        return auto_plan(job, cluster)
+        kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
+        fits = kept is not None and kept.ranks <= cluster.devices and not kept.check(job, cluster)
+        return kept if kept is not None and fits else choose(job, cluster, say).plan
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     reasons = chosen.check(job, cluster)
     if reasons:
@@ -108,14 +116,17 @@ def choose_plan(job: Job, cluster: Cluster, plan: Plan | str) -> Plan:
     return chosen
 
 
-def _run(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, resume: bool) -> tuple[Run, bool]:
-    """The directory to write to, and whether it is one to be resumed."""
-    if resume:
-        found = Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
-        if found is not None:
-            found.continue_with(job, cluster, plan)
-            return found, True
-    return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan), False
+def _to_resume(job: Job, run: str | Path | None) -> Run | None:
+    """The run named, or the newest of the job; None where there is none."""
+    return Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
+
+
+def _record(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, before: Run | None) -> Run:
+    """The directory to write to: that of the run `before`, or a new one."""
+    if before is not None:
+        before.continue_with(job, cluster, plan)
+        return before
+    return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan)
 
 
 def _new_directory(job: Job) -> Path:
@@ -130,7 +141,8 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | P
     from paceline.comm.backend import joined
     from paceline.train.loop import train_in
 
-    with joined(deadline_s=job.deadline_s) as group:
+    plan = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
+    with joined(deadline_s=job.deadline_s, transport=plan.transport if isinstance(plan, Plan) else "auto") as group:
         path = _agreed_run(group, job, cluster, plan, run=run, resume=resume)
         record = Run(path)
         train_in(record, group)
@@ -142,10 +154,10 @@ def _agreed_run(group: Group, job: Job, cluster: Cluster, plan: Plan | str, *, r
     answer: tuple[str | None, str | None] = (None, None)
     if group.rank == 0:
         try:
-            chosen = Plan(dp=group.size) if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+            chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
             if chosen.ranks != group.size:
                 raise PlanError(f"plan {chosen} needs {chosen.ranks} ranks, but torchrun started {group.size}; use dp={group.size}")
-            record, _ = _run(job, cluster, chosen, run=run, resume=resume)
+            record = _record(job, cluster, chosen, run=run, before=_to_resume(job, run) if resume else None)
             answer = (str(record.path.resolve()), None)
         except Exception as error:
             answer = (None, f"{type(error).__name__}: {error}")

@@ -16,29 +16,39 @@ if TYPE_CHECKING:
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt")
 _WITH_FUSED_STEP = ("sgd", "adam", "adamw")  # torch's own; LARS and LAMB are ours
 _FITTING_PLANS_NAMED = 3
+_RANK_BYTES = 2**28  # of a rank with torch in it, before it has a model
 
 
 def reasons_against(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
     """See `Plan.check`."""
     found = (
         _too_few_devices(plan, job, cluster),
+        _too_little_memory(plan, cluster),
         _other_weights(plan, job, cluster),
         _share_too_small(plan, job),
         _loss_over_the_whole_batch(plan, job),
         _no_fused_step(plan, job),
         _no_images(plan, job),
+        _no_cuda_graphs(plan, cluster),
+        _no_such_transport(plan, cluster),
     )
     return [reason for reason in found if reason]
 
 
 def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
     """See `Plan.warnings`."""
-    found = [*_more_threads_than_cores(plan, cluster), *_cores_shared_by_ranks(plan, cluster), *_slow_bf16(plan, job, cluster)]
+    found = [
+        *_more_ranks_than_cores(plan, job, cluster),
+        *_more_threads_than_cores(plan, cluster),
+        *_cores_shared_by_ranks(plan, cluster),
+        *_slow_bf16(plan, job, cluster),
+    ]
     return list(dict.fromkeys(found))  # once where hosts are alike
 
 
 def _too_few_devices(plan: Plan, job: Job, cluster: Cluster) -> str | None:
-    if plan.ranks <= cluster.devices:
+    """Ranks may share the cores of CPUs, but no GPU."""
+    if plan.ranks <= cluster.devices or cluster.kind == "cpu":
         return None
     fitting = " · ".join(str(p) for p in _plans_that_fit(plan, job, cluster))
     have = f"plan {plan} needs {_count(plan.ranks, 'rank')}; {cluster.name} has {_count(cluster.devices, 'device')}."
@@ -48,6 +58,19 @@ def _too_few_devices(plan: Plan, job: Job, cluster: Cluster) -> str | None:
     if len(weights) > cluster.devices:
         have += f" The job's partition has {_count(len(weights), 'weight')}, one per replica: at most {cluster.devices} can work here."
     return have
+
+
+def _too_little_memory(plan: Plan, cluster: Cluster) -> str | None:
+    """Only where ranks share cores: the rest is for the memory to tell."""
+    if plan.ranks <= cluster.devices or cluster.kind != "cpu":
+        return None
+    most = sum(host.memory_bytes // _RANK_BYTES for host in cluster.hosts)
+    if plan.ranks <= most:
+        return None
+    return (
+        f"plan {plan} needs {_count(plan.ranks, 'rank')}, for which torch alone takes {plan.ranks * _RANK_BYTES / 2**30:,.0f} GiB "
+        f"of memory; {cluster.name} has room for {most:,} and cores for {cluster.devices}: dp={cluster.devices}."
+    )
 
 
 def _plans_that_fit(plan: Plan, job: Job, cluster: Cluster) -> list[Plan]:
@@ -64,6 +87,7 @@ def _set_right(plan: Plan, job: Job) -> Plan:
         microbatches=1 if _loss_over_the_whole_batch(plan, job) else min(plan.microbatches, _smallest_share(job, plan.dp)),
         fused=plan.fused and not _no_fused_step(plan, job),
         memory_format="contiguous" if _no_images(plan, job) else plan.memory_format,
+        transport="auto",
     )
 
 
@@ -130,6 +154,31 @@ def _no_images(plan: Plan, job: Job) -> str | None:
     return f"plan {plan} is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
 
 
+def _no_cuda_graphs(plan: Plan, cluster: Cluster) -> str | None:
+    if plan.compile != "reduce-overhead" or cluster.kind == "cuda":
+        return None
+    return f"plan {plan} replays CUDA graphs, and {cluster.name} has no GPU: compile=on."
+
+
+def _no_such_transport(plan: Plan, cluster: Cluster) -> str | None:
+    if plan.transport != "auto" and cluster.kind == "cuda":
+        return f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: transport=auto."
+    hosts = sum(ranks > 0 for ranks in _ranks_per_host(plan, cluster))
+    if plan.transport == "shm" and hosts > 1:
+        return f"plan {plan} needs memory that all ranks share, but they are on {hosts} hosts: transport=auto."
+    return None
+
+
+def _more_ranks_than_cores(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
+    if cluster.kind == "cuda" or plan.ranks <= cluster.devices:
+        return []
+    better = "" if job.partition.weights else f" {replace(plan, dp=cluster.devices)}, with a core for each rank, is likely faster."
+    return [
+        f"plan {plan}: {plan.ranks} ranks share {_count(cluster.devices, 'core')}, {cluster.devices / plan.ranks:.2f} of a core each, "
+        f"and every rank keeps a copy of the model.{better}"
+    ]
+
+
 def _more_threads_than_cores(plan: Plan, cluster: Cluster) -> list[str]:
     return [
         f"plan {plan} runs {ranks} × {plan.threads} threads on a host with {host.cores} cores; threads={max(1, host.cores // ranks)} fits."
@@ -155,10 +204,11 @@ def _slow_bf16(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
 
 
 def _ranks_per_host(plan: Plan, cluster: Cluster) -> list[int]:
-    """Hosts are filled in their order."""
+    """Hosts are filled in their order, each core with as many ranks as it takes for all to have a place."""
     left, placed = plan.ranks, []
+    per_device = math.ceil(plan.ranks / cluster.devices)
     for capacity in cluster.devices_per_host:
-        placed.append(min(capacity, left))
+        placed.append(min(capacity * per_device, left))
         left -= placed[-1]
     return placed
 

@@ -15,9 +15,18 @@ from paceline.plan.check import reasons_against, warnings_about
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp64"]
 MemoryFormat = Literal["contiguous", "channels_last"]
+Compile = Literal["off", "on", "reduce-overhead"]
+Transport = Literal["auto", "shm", "gloo"]
 
 _LEAST = {"dp": 1, "microbatches": 1, "threads": 0}
-_CHOICES = {"precision": ("fp32", "bf16", "fp64"), "memory_format": ("contiguous", "channels_last"), "sync": ("allreduce",)}
+_CHOICES = {
+    "precision": ("fp32", "bf16", "fp64"),
+    "memory_format": ("contiguous", "channels_last"),
+    "compile": ("off", "on", "reduce-overhead"),
+    "sync": ("allreduce",),
+    "transport": ("auto", "shm", "gloo"),
+}
+_EXAMPLES = {"compile": "on", "transport": "gloo", **dict.fromkeys(("dp", "microbatches", "threads"), "2")}
 _SWITCHES = {"on": True, "off": False}
 _LATER = ("fsdp", "tp", "pp", "cp", "ep", "schedule", "remat", "compress")  # keys that are kept for coming versions
 
@@ -34,11 +43,12 @@ class Plan:
     microbatches: int = 1  # parts of a replica's share, computed one after the other
     precision: Precision | None = None  # of the arithmetic; None: the job's
     memory_format: MemoryFormat = "contiguous"  # of images and convolutions
-    compile: bool = False  # torch.compile
+    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode of that name, which replays CUDA graphs
     threads: int = 0  # per rank; 0: the host's physical cores, shared out evenly
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step
     sync: str = "allreduce"  # how the replicas come to agree
+    transport: Transport = "auto"  # of bytes between ranks on CPUs; auto: shared memory within a host, else gloo. GPUs have NCCL
 
     def __post_init__(self) -> None:
         problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
@@ -72,7 +82,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the plan needs, one per device."""
+        """How many ranks the plan needs: one per device, where there are enough."""
         return self.dp
 
     def precision_for(self, job: Job) -> Precision:
@@ -149,4 +159,4 @@ def _not_one_of(key: str, value: Any, choices: tuple[str, ...]) -> str | None:
 
 
 def _example(key: str) -> str:
-    return "2" if key in _LEAST else _CHOICES[key][-1] if key in _CHOICES else "on"
+    return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")

@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.loss import Loss, Metric
 from paceline.job.zoo.losses import ModelsOwn
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Compile, Plan
 from paceline.sync import RULES, Replica, SyncRule
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 from paceline.train.batch import Batch, place, rows, split, target_of
@@ -89,7 +89,7 @@ class Engine:
         self.rule: SyncRule = RULES[plan.sync]()
         self.rule.attach(self.replica)
         self.notes.tensor = self.replica.notes
-        self._forward: Callable[..., Any] = _compiled(self.model) if plan.compile else self.model
+        self._forward: Callable[..., Any] = _compiled(self.model, plan.compile, self.device)
         self.items_per_sample: float | None = None
         self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
         self._skipped_in_a_row = 0
@@ -361,11 +361,15 @@ class _AveragedBuffers(AbstractContextManager[None]):
             buffer.copy_(own)
 
 
-def _compiled(model: nn.Module) -> Callable[..., Any]:
+def _compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[..., Any]:
     """The model's forward pass through torch.compile, whose failure to compile becomes an error that says what to do."""
+    if how == "off":
+        return model
+    if how == "reduce-overhead" and device.type != "cuda":
+        raise PlanError("compile=reduce-overhead replays CUDA graphs, and this rank has no GPU; use compile=on")
     from torch._inductor.exc import InductorError  # heavy
 
-    compiled: Callable[..., Any] = torch.compile(model)
+    compiled: Callable[..., Any] = torch.compile(model, mode=None if how == "on" else how)
 
     def forward(*args: Any, **keywords: Any) -> Any:
         try:
@@ -373,7 +377,7 @@ def _compiled(model: nn.Module) -> Callable[..., Any]:
         except InductorError as error:
             what = str(error).strip().partition("\n")[0]
             raise PlanError(
-                f"compile=on: torch cannot compile the model here: {what}. It needs a C++ compiler and Python's headers "
+                f"compile={how}: torch cannot compile the model here: {what}. It needs a C++ compiler and Python's headers "
                 "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
             ) from error
 

@@ -21,6 +21,7 @@ from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
+from paceline.plan.plan import Plan
 from paceline.train.batch import Batch
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.checkpoint_read import load_latest
@@ -38,7 +39,7 @@ MAX_REWINDS = 3  # in a row, without a new checkpoint between them
 def run_rank(arguments: list[str]) -> None:
     """Train the run in the directory `arguments[0]` as the rank that the environment names."""
     run = Run(arguments[0])
-    with joined(deadline_s=run.job.deadline_s) as group:
+    with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:
         train_in(run, group)
 
 
@@ -50,17 +51,16 @@ def train_in(run: Run, group: Group) -> None:
             f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
             "Install a build of torch for the GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
-    _seed(job.seed)
+    seed_all(job.seed)
     model = job.model.build()
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    engine = build_engine(job, run, model, data, group)
-    _seed(job.seed * 1_000_003 + 1 + group.rank)  # from here on every replica draws numbers of its own
+    engine = build_engine(job, run.plan, model, data, group)
+    seed_all(job.seed * 1_000_003 + 1 + group.rank)  # from here on every replica draws numbers of its own
     Loop(run, engine, data, group).run()
 
 
-def build_engine(job: Job, run: Run, model: nn.Module, data: DataSets, group: Group) -> Engine:
+def build_engine(job: Job, plan: Plan, model: nn.Module, data: DataSets, group: Group) -> Engine:
     """The engine of this rank for a job: its optimizer, loss and share of the data."""
-    plan = run.plan
     optimizer = job.optimizer.build(model, fused=plan.fused)
     host_samples = _host_samples(job, data, group)
     partition = Partition(
@@ -233,12 +233,15 @@ class Loop:
             self._saved_clock_s = self.stop.elapsed_s
         details = {"step": self.engine.step_count, "plan": str(self.run_directory.plan), "replicas": self.group.size}
         details |= {
+            "transport": self.group.transport,
             "samples_per_epoch": self.engine.loader.partition.samples,
             "steps_per_epoch": self.epoch_steps,
             "total_steps": self.total_steps,
         }
         details |= {"parameters": sum(p.numel() for p in self.engine.model.parameters()), "synthetic": self.data.synthetic}
         self._event("resume" if loaded is not None else "start", details)
+        if self.group.transport_note is not None:
+            self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
 
     def _rewound(self, result: StepResult) -> bool:
         """Follow the policy after an update that was left out; True if training went back to a checkpoint."""
@@ -299,7 +302,7 @@ class Loop:
             self.progress.event({"event": event, **details})
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Start every source of random numbers that models and data sets draw from."""
     torch.manual_seed(seed)
     random.seed(seed)

@@ -45,10 +45,15 @@ class Run:
         Raises:
             RunError: it holds a run already, or cannot be written.
         """
-        if (path / "job.yaml").exists():
-            raise RunError(f"{path} holds a run already. Continue it with --resume, or name another directory.")
+        cls.must_be_new(path)
         _describe(path, job, cluster, plan)
         return cls(path)
+
+    @staticmethod
+    def must_be_new(path: Path) -> None:
+        """Raise RunError where a run is in the directory already."""
+        if (path / "job.yaml").exists():
+            raise RunError(f"{path} holds a run already. Continue it with --resume, or name another directory.")
 
     @classmethod
     def newest(cls, root: Path, name: str) -> Run | None:
@@ -70,7 +75,7 @@ class Run:
             JobError: the job would train something else. Names every key that differs.
             RunError: the directory cannot be written.
         """
-        differing = list(_differences(_work(self.job), _work(job)))
+        differing = list(differences(_work(self.job), _work(job)))
         if differing:
             raise JobError(
                 f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a new run without --resume."
@@ -195,6 +200,16 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
+    """What differs between two nested groups of plain values, in words: `optimizer.lr was 0.1, is 0.2`."""
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from differences(before, after, f"{where}{key}.")
+        elif before != after:
+            yield f"{where}{key} was {before}, is {after}"
+
+
 def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     """Write what is to be trained, where and how, with `job.yaml` last: it makes a directory a run."""
     try:
@@ -226,12 +241,3 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 def _work(job: Job) -> dict[str, Any]:
     return {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE_KEYS}
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{where}{key}.")
-        elif before != after:
-            yield f"{where}{key} was {before}, is {after}"

@@ -43,7 +43,7 @@ def setup(
         loss: `loss(output, target)`, the mean over the samples of a batch. `paceline.job.loss.Loss` tells how to weigh other items.
         loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every batch to the
             replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order.
-        plan: `"auto"` (one replica per rank), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
+        plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
         precision: `fp32`, `bf16` (autocast; weights stay fp32) or `fp64`.
         clip_norm: largest L2 norm of the gradient.
         nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use `paceline.train`.)
@@ -66,25 +66,23 @@ def setup(
     if clip_norm is not None and clip_norm <= 0:
         raise JobError(f"clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing")
     _check_optimizer(model, optimizer)
-    group = join(deadline_s=deadline_s)
+    asked = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
+    group = join(deadline_s=deadline_s, transport=asked.transport if isinstance(asked, Plan) else "auto")
     atexit.register(leave, group)
-    chosen = _plan(plan, group)
+    chosen = asked if isinstance(asked, Plan) else Plan(dp=group.size)
+    _check_ranks(chosen, group)
     if chosen.fused:
         _fuse(optimizer)
     settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
     return Engine(model, optimizer, cast(Loss, loss), _deal(loader, group, seed), chosen, group, settings)
 
 
-def _plan(plan: Plan | str, group: Group) -> Plan:
-    if plan == "auto":
-        return Plan(dp=group.size)
-    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    if chosen.ranks != group.size:
-        how = f"torchrun --nproc-per-node {chosen.ranks}" if chosen.ranks > 1 else "plain python"
+def _check_ranks(plan: Plan, group: Group) -> None:
+    if plan.ranks != group.size:
+        how = f"torchrun --nproc-per-node {plan.ranks}" if plan.ranks > 1 else "plain python"
         raise PlanError(
-            f"plan {chosen} needs {chosen.ranks} ranks, but {group.size} were started. Start it with {how}, or use dp={group.size}."
+            f"plan {plan} needs {plan.ranks} ranks, but {group.size} were started. Start it with {how}, or use dp={group.size}."
         )
-    return chosen
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
