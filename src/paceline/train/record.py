@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
+from paceline.cluster.energy import Energy, cpu_energy, gpu_energy
 from paceline.train.meter import PARTS, Timing
 from paceline.train.run import Lines
 from paceline.train.tensorboard import TensorBoard
@@ -22,6 +24,7 @@ _STEP = '"step":%d,"epoch":%d,"time":%.3f,"loss":%s,"samples":%d,"local_samples"
 _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 
 USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
+_PSS_SHARE = 0.001  # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
 
 
 class Recorder:
@@ -75,48 +78,78 @@ class Recorder:
 
 
 class Use:
-    """What this rank uses: CPU (cores), memory, GPU, bytes over the network."""
+    """What this rank uses: CPU (cores), memory, energy, GPU, bytes over the network.
+
+    Read with the first step, then at twice, four times, … that age, and then every second: however short a run is, it has a reading, and
+    the newest one is from its second half.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.group, self.device = engine.group, engine.device
+        self.group = engine.group
         self.process = psutil.Process()
         self.fresh = True  # so that a short run has its first step in TensorBoard
-        self._read_at = time.monotonic()
-        self._cpu_s = _cpu_seconds(self.process)
-        self._network = psutil.net_io_counters()
-        self._reduced = 0
-        self._gpu = _gpu_counters(self.device)
+        self._gpu, energy = _gpu_counters(engine.device)
+        if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
+            energy.append(cpu_energy())  # all of the host's, so one of its ranks notes it
+        self._energy = [counter for counter in energy if counter.why_not is None]
+        self._joules = 0.0
+        self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
+        self._started = self._read_at = self._due = self._pss_due = time.monotonic()
 
     def read(self) -> str:
-        """A JSON member to append, or nothing when the last reading is younger than a second."""
+        """A JSON member to append, or nothing when no reading is due."""
         now = time.monotonic()
-        passed = now - self._read_at
-        if passed < USE_EVERY_S:
+        if now < self._due:
             return ""
-        self._read_at, self.fresh = now, True
-        cpu_s, network = _cpu_seconds(self.process), psutil.net_io_counters()
+        passed_s = now - self._read_at
+        self._read_at, self._due, self.fresh = now, now + min(USE_EVERY_S, now - self._started), True
+        cpu_s, network = time.process_time(), psutil.net_io_counters()
         use: dict[str, Any] = {
-            "cpu_cores": round((cpu_s - self._cpu_s) / passed, 3),
+            "cpu_cores": round((cpu_s - self._cpu_s) / passed_s, 3),
             "memory_bytes": self.process.memory_info().rss,
+            **_kernel_counts("status", {"VmHWM": "peak_memory_bytes"}),
+            **self._shared_by_its_share(now),
             "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
             "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
             "reduced_bytes": self.group.bytes_reduced - self._reduced,
+            **self._used_energy(),
         }
         if self._gpu is not None:
             use |= self._gpu()
         self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
         return f',"use":{json.dumps(use)}'
 
+    def _shared_by_its_share(self, now: float) -> dict[str, int]:
+        """`pss_bytes`, unless it was read too short a time ago for what that costs."""
+        if now < self._pss_due:
+            return {}
+        found = _kernel_counts("smaps_rollup", {"Pss": "pss_bytes"})
+        self._pss_due = now + (time.monotonic() - now) / _PSS_SHARE
+        return found
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+    def _used_energy(self) -> dict[str, float]:
+        """`energy_joules` since the last reading, where every counter that there is answers."""
+        readings = [joules for counter in self._energy if (joules := counter.joules()) is not None]
+        if not readings or len(readings) < len(self._energy):
+            return {}
+        before, self._joules = self._joules, sum(readings)
+        return {"energy_joules": round(self._joules - before, 3)}
 
 
-def _gpu_counters(device: torch.device) -> Any:
-    """A function that reads memory and use of this rank's GPU; None on the CPU."""
+def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
+    """Sizes in bytes from a file of /proc/self, by the names that they get here; one that the kernel does not show is left out."""
+    try:
+        lines = Path("/proc/self", file).read_bytes().decode().splitlines()
+    except OSError:
+        return {}
+    shown = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {ours: int(shown[theirs].split()[0]) * 1024 for theirs, ours in names.items() if theirs in shown}
+
+
+def _gpu_counters(device: torch.device) -> tuple[Callable[[], dict[str, Any]] | None, list[Energy]]:
+    """A function that reads memory and use of this rank's GPU, and its energy; None on the CPU."""
     if device.type != "cuda":
-        return None
+        return None, []
     import pynvml
 
     pynvml.nvmlInit()
@@ -129,7 +162,7 @@ def _gpu_counters(device: torch.device) -> Any:
             "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
         }
 
-    return read
+    return read, [gpu_energy(pynvml, handle)]
 
 
 def _tensorboard(run: Path) -> TensorBoard | None:
