@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.bench.protocol import bench
     from paceline.cluster.cluster import Cluster
     from paceline.errors import PacelineError
     from paceline.job.job import Job
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.train.run import Run
     from paceline.train.setup import setup
 
-__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "setup", "train"]
+__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "setup", "train"]
 
 _HOMES = {
     "Cluster": "paceline.cluster.cluster",
@@ -27,6 +28,7 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "Plan": "paceline.plan.plan",
     "Run": "paceline.train.run",
+    "bench": "paceline.bench.protocol",
     "setup": "paceline.train.setup",
     "train": "paceline.launch.train",
 }

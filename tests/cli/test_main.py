@@ -20,7 +20,11 @@ def modules_after(code: str) -> set[str]:
     return set(shown.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["export", "--help"], ["train", "job.yaml", "--plann", "dp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [*([command, "--help"] for command in ("train", "export", "bench", "report", "doctor")), ["train", "job.yaml", "--plann", "dp=2"]],
+    ids=" ".join,
+)
 def test_help_on_a_command_and_mistyped_options_wait_for_no_torch(arguments: list[str]) -> None:
     loaded = modules_after(f"sys.argv[1:] = {arguments}; import paceline.cli; paceline.cli.main()")
     assert "paceline.cli.train" in loaded
@@ -42,6 +46,7 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
     shown = paceline("--help", folder=tmp_path, COLUMNS="200")
     assert shown.says("Train any PyTorch model", "train", "Train a job on every device", "export", "newest checkpoint")
+    assert shown.says("bench", "interleaved runs", "report", "report.html", "doctor", "how fast it is")
     shown = paceline("train", "--help", folder=tmp_path, COLUMNS="200")
     assert shown.says("JOB", "--plan", "--resume", "--restarts", "Directory of the run.", "runs/JOB-TIME", "a free one")
 

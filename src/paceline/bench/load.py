@@ -1,0 +1,63 @@
+"""How busy other processes kept the machine while a run was measured, and what that may have cost the run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import psutil
+
+from paceline.cluster.cluster import Host
+from paceline.stats import Interval
+
+NOISE_CORES = 0.05  # what a machine's own housekeeping takes
+WARN_CORES = 0.1
+_MOST_STOLEN = 0.9
+
+
+class OtherLoad:
+    """A reading begins when this is made. Sees the CPU only: what others compute on a GPU is not in it."""
+
+    def __init__(self, host: Host) -> None:
+        self.cores = [core for group in host.affinity for core in group]
+        self._started = time.monotonic()
+        self._all_s, self._own_s = self._busy_s(), _own_cpu_s()
+
+    def busy_cores(self) -> float | None:
+        """Cores that others kept busy on average since the beginning, among those that we may use; None where the system does not tell.
+
+        The time of this process and of all that it started and waited for is taken off, and time that a hypervisor gave to others is in.
+        """
+        passed_s = time.monotonic() - self._started
+        all_s, own_s = self._busy_s() - self._all_s, _own_cpu_s() - self._own_s
+        if all_s < own_s / 2:  # the system counts something else, as some sandboxes do
+            return None
+        return max(0.0, all_s - own_s) / passed_s
+
+    def _busy_s(self) -> float:
+        """Without the time in interrupts, which belongs to no process and is largely our own traffic."""
+        times = psutil.cpu_times(percpu=True)
+        if self.cores and max(self.cores) < len(times):
+            times = [times[core] for core in self.cores]
+        return float(sum(t.user + t.system + getattr(t, "nice", 0.0) + getattr(t, "steal", 0.0) for t in times))
+
+
+def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> float:
+    """The most that others may have slowed a run: the part of one core that they took from a rank, for all ranks wait for that one.
+
+    What fits on the cores that the run leaves free costs nothing.
+    """
+    stolen = (other_cores or 0.0) - max(0, cores - devices)
+    return min(stolen, _MOST_STOLEN) if stolen > NOISE_CORES else 0.0
+
+
+def undisturbed(time_s: Interval, stolen: float) -> Interval:
+    """Times of disturbed runs: undisturbed they may have been shorter by what was stolen, and not longer. Nothing is left out."""
+    return Interval(time_s.low * (1 - stolen), time_s.middle, time_s.high)
+
+
+def _own_cpu_s() -> float:
+    times = os.times()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return times.user + times.system + children.ru_utime + children.ru_stime

@@ -1,0 +1,72 @@
+"""`paceline bench job.yaml`"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def command(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="How many devices to compare, e.g. 1,2,4. One is always measured: it is what a speedup is against.",
+            show_default="1 and all",
+        ),
+    ] = None,
+    plans: Annotated[str | None, typer.Option(help='More settings, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".')] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of every setting; fewer than 3 claim no difference.")] = 5,
+    steps: Annotated[
+        int | None, typer.Option(min=6, help="Steps of every run.", show_default="to the target that the job names, else 60")
+    ] = None,
+    weak: Annotated[bool, typer.Option("--weak/--no-weak", help="Measure N devices also with N times the global batch.")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the benchmark; one that was interrupted goes on.", show_default="bench/JOB-TIME"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")] = False,
+) -> None:
+    """Measure how a job scales, in interleaved runs on 1 and N devices, and say what limits it."""
+    from rich.console import Console
+
+    from paceline.bench.protocol import Benchmark
+    from paceline.bench.table import figures, show
+    from paceline.errors import RunError
+    from paceline.report.page import write_bench_page
+
+    line = shlex.join(["paceline", *sys.argv[1:]])
+    benchmark = Benchmark(job, plans=_plans(plans), devices=_numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line)
+    report = benchmark.run()
+    if report is not None:
+        show(report, Console())
+        typer.echo(f"report   {write_bench_page(report, benchmark.path)}")
+    if benchmark.stopped_by:
+        go_on = line if out else f"{line} --out {shlex.quote(str(benchmark.path))}"
+        typer.echo(f"stopped  {benchmark.stopped_by}; what is measured is kept. Go on: {go_on}")
+    if report is not None and as_json:
+        typer.echo(json.dumps({"figures": figures(report), "environment": report.environment}))
+    if benchmark.stopped_by:
+        raise typer.Exit(EXIT_CODES.get(benchmark.stopped_by, 1))
+    if benchmark.failures:
+        raise RunError("\n".join(f"{title} could not be measured: {error}" for title, error in benchmark.failures.items()))
+
+
+def _plans(text: str | None) -> list[str]:
+    return [plan.strip() for plan in (text or "").split(";") if plan.strip()]
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2", param_hint="--devices")
+    return [int(word) for word in words]
