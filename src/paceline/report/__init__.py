@@ -1,0 +1,1 @@
+"""Pictures: pages that open offline, of a run or of a benchmark."""

@@ -1,0 +1,224 @@
+"""What the page of a benchmark says: its headline, cards, table and charts, from the values of a `Report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from paceline.bench.limits import excess_s
+from paceline.bench.result import Measured, Report
+from paceline.errors import RunError
+from paceline.report import charts, words
+from paceline.report.chart import Chart
+from paceline.report.definitions import PARTS
+from paceline.report.words import Shown
+from paceline.stats import LEAST_REPEATS, Interval
+
+Cell = Shown | str
+_TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One of the big figures at the top: a definition's name, the figure or the words in its place, and what to compare it with."""
+
+    term: str
+    cell: Cell
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a definition's name and a figure, or words in its place, for each setting."""
+
+    term: str
+    cells: list[Cell]
+
+
+class BenchView:
+    """A report as the template shows it. `folder`: the benchmark's directory.
+
+    Raises:
+        RunError: nothing was measured.
+    """
+
+    def __init__(self, report: Report, folder: Path) -> None:
+        if not report.settings:
+            raise RunError(
+                f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one setting. "
+                "Run its command again to go on."
+            )
+        self.report, self.settings = report, report.settings
+        self.reference = next((s for s in self.settings if s.devices == 1), None)
+        self.best = _best(self.settings)
+        self.parts = list(PARTS)
+        self.scalings = [name for name in ("strong", "weak") if any(s.scaling == name and s.devices > 1 for s in self.settings)]
+        self.any_alike = any(s.speedup is not None and not s.is_speedup for s in self.settings)
+        there = {self.name(s): [run for run in s.runs if (folder / run).is_dir()] for s in self.settings}
+        self.runs = {name: runs for name, runs in there.items() if runs}
+
+    @property
+    def created(self) -> str:
+        """When the benchmark was made, as people write it."""
+        try:
+            return datetime.fromisoformat(self.report.created).strftime("%Y-%m-%d %H:%M %Z").strip()
+        except ValueError:
+            return self.report.created
+
+    def name(self, setting: Measured) -> str:
+        """The setting's label, and that its scaling is weak where it is."""
+        return f"{setting.label}, weak" if setting.scaling == "weak" and setting.devices > 1 else setting.label
+
+    # The headline
+
+    @property
+    def verdict(self) -> str:
+        """What one learns, in one sentence; never a speedup where there is no difference."""
+        best = self.best
+        if best is self.reference:
+            return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
+        devices = f"{best.devices} devices" if best.devices > 1 else best.plan
+        if best.speedup is None:
+            return f"{devices} were measured; to know what they gain, measure one device, too (--devices 1,{best.devices})."
+        if not best.is_speedup:
+            few = len(best.pairs) < LEAST_REPEATS
+            return f"No difference between 1 device and {devices}: {'too few repeats to tell' if few else 'the intervals overlap'}."
+        gain = words.digits(best.speedup.middle)
+        if best.speedup.middle < 1:
+            return f"Slower with {devices}: {gain} of the speed of one device."
+        return f"{gain} times as fast with {devices}{', at the same batch per device' if best.scaling == 'weak' else ''}."
+
+    @property
+    def cards(self) -> list[Card]:
+        """The figures of the headline, all of one setting."""
+        best, cards = self.best, []
+        if best.speedup is not None and best.is_speedup:
+            cards = [Card("speedup", _speedup(best)), Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×")]
+        elif best.speedup is not None:
+            cards = [Card("speedup", "no difference"), Card("step_time", words.seconds(best.step_time_s), self._of_one("step_time_s"))]
+        cards.append(Card("throughput", words.rate(best.throughput), self._of_one("throughput", words.rate)))
+        used = {card.term for card in cards}
+        term = next((t for t, name in _TIMES.items() if t not in used and getattr(best, name) is not None), None)
+        if term is not None:
+            cards.append(Card(term, words.seconds(getattr(best, _TIMES[term])), self._of_one(_TIMES[term])))
+        return cards
+
+    def _of_one(self, name: str, shown: Callable[[Interval], Shown] = words.seconds) -> str:
+        """The same figure of one device."""
+        if self.reference is None or self.reference is self.best or getattr(self.reference, name) is None:
+            return ""
+        of_one = shown(getattr(self.reference, name))
+        return f"1 device: {of_one} ({of_one.interval})"
+
+    @property
+    def lost(self) -> list[tuple[str, Shown]]:
+        """What each part adds to the headline's step beyond the ideal, the largest first; the sum stands last, without a name."""
+        best, one = self.best, self.reference
+        if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
+            return []
+        if best.efficiency is None or best.efficiency.high >= 1:  # within the interval nothing is lost
+            return []
+        added = excess_s(one, best)
+        by_size = sorted(added.items(), key=lambda x: -x[1])
+        return [(part, words.milliseconds(s)) for part, s in (*by_size, ("", sum(added.values())))]
+
+    # The table
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every figure of every setting; rows that this job or machine cannot have are left out."""
+        has_tokens = any(s.tokens_per_sample for s in self.settings)
+        has_gpu = any(rank.gpu_memory_bytes for s in self.settings for rank in s.ranks)
+        to_end = any(s.training_time_s for s in self.settings)
+        to_target = to_end and self.report.target
+        return [
+            Row("global_batch", [Shown(s.global_batch, f"{s.global_batch:,}", "samples") for s in self.settings]),
+            Row("step_time", [words.seconds(s.step_time_s) for s in self.settings]),
+            Row("throughput", [words.rate(s.throughput) for s in self.settings]),
+            *([Row("tokens", [_tokens(s) for s in self.settings])] if has_tokens else []),
+            *([Row("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])] if to_end else []),
+            *([Row("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])] if to_target else []),
+            Row("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
+            Row("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
+            Row("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
+            Row("wire", [_largest(s, "wire_bytes") for s in self.settings]),
+            Row("memory", [_largest(s, "memory_bytes") for s in self.settings]),
+            *([Row("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
+            Row("energy", ["not available" if s.energy_joules is None else words.joules(s.energy_joules) for s in self.settings]),
+        ]
+
+    def _or_reference(self, setting: Measured, cell: Callable[[Measured], Cell]) -> Cell:
+        if setting is self.reference:
+            return "reference"
+        return "needs 1 device" if setting.speedup is None else cell(setting)
+
+    # The charts
+
+    @property
+    def scaling(self) -> Chart | None:
+        """The curve against the ideal; none where nothing was compared with one device."""
+        if all(s.speedup is None for s in self.settings):
+            return None
+        points = [f"{self.name(s)}: {self._or_reference(s, _speedup)}." for s in self.settings if s is not self.reference]
+        return Chart(
+            "scaling", charts.scaling(self.settings), " ".join(["Speedup over the number of devices, against the ideal.", *points])
+        )
+
+    @property
+    def breakdown(self) -> Chart | None:
+        """The step of every rank of every setting, part by part."""
+        bars = [
+            charts.Bar(self.name(s), f"rank {rank}", use.parts_s, self._ideal_s(s))
+            for s in self.settings
+            for rank, use in enumerate(s.ranks)
+        ]
+        return Chart("breakdown", charts.breakdown(bars), "Time of one step on each rank, part by part.") if bars else None
+
+    def _ideal_s(self, setting: Measured) -> float | None:
+        if self.reference is None or setting.devices == 1:
+            return None
+        return self.reference.step_time_s.middle / (setting.devices if setting.scaling == "strong" else 1)
+
+    @property
+    def losses(self) -> list[tuple[str, Chart]]:
+        """The training loss over time and over samples."""
+        curves = [(s, self.name(s), s.curve) for s in self.settings if s.curve is not None and s.curve.steps]
+        if not curves:
+            return []
+        return [
+            (title, Chart(f"loss-{over}", charts.losses(curves, over), f"{title} of each setting."))
+            for over, title in (("seconds", "Training loss over time"), ("samples", "Training loss over samples"))
+        ]
+
+
+def _best(settings: Sequence[Measured]) -> Measured:
+    """What the headline is about: strong scaling on the most devices, and of several such plans the fastest."""
+    return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.devices, s.throughput.middle))
+
+
+def _speedup(setting: Measured) -> Cell:
+    return words.ratio(setting.speedup) if setting.speedup is not None and setting.is_speedup else "no difference"
+
+
+def _efficiency(setting: Measured) -> Cell:
+    return words.percent(setting.efficiency) if setting.efficiency is not None and setting.is_speedup else "not stated"
+
+
+def _pairs(setting: Measured) -> Cell:
+    return " · ".join(words.digits(pair) for pair in setting.pairs) if setting.is_speedup else "not stated"
+
+
+def _tokens(setting: Measured) -> Cell:
+    per_sample = setting.tokens_per_sample
+    return "not available" if per_sample is None else words.rate(setting.throughput.times(per_sample), "tokens/s")
+
+
+def _time(time_s: Interval | None, absent: str) -> Cell:
+    return absent if time_s is None else words.seconds(time_s)
+
+
+def _largest(setting: Measured, what: str) -> Cell:
+    values = [value for rank in setting.ranks if (value := getattr(rank, what)) is not None]
+    return words.size(max(values)) if values else "not available"

@@ -1,0 +1,249 @@
+"""The charts of a page, as plotly figures: transparent, so that they stand on a light page and on a dark one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import plotly.graph_objects as go
+
+from paceline.bench.result import Curve, Measured
+from paceline.report.definitions import PARTS
+from paceline.report.words import digits
+
+# Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8F98"
+SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+PART_COLOURS = {"data": ORANGE, "compute": BLUE, "comm": VERMILLION, "imbalance": PURPLE, "optimizer": GREEN, "checkpoint": GREY}
+Middle = Callable[[Sequence[float]], float]
+POINTS = 400  # a curve of more is drawn by the means of its stretches
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One rank's step in a breakdown: seconds by part, and what the step would take if the scaling were ideal."""
+
+    group: str
+    rank: str
+    parts_s: dict[str, float]
+    ideal_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one series over one axis; None is a gap."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: str = BLUE
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at `x`, drawn as a vertical line."""
+
+    x: float
+    text: str
+
+
+def scaling(settings: Sequence[Measured]) -> go.Figure:
+    """Speedup over devices, strong and weak, against the ideal; what is no speedup is a hollow point at 1 that says so."""
+    figure = _figure("devices", "times the speed of one device")
+    compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
+    most = max(s.devices for s in compared)
+    figure.add_scatter(
+        x=[0, most], y=[0, most], name="ideal", mode="lines", line={"color": GREY, "dash": "dash", "width": 2}, hoverinfo="skip"
+    )
+    plain = [s for s in compared if s.devices > 1 and s.label == f"{s.devices} devices"]
+    for name, points, colour, side in (
+        ("strong scaling", [s for s in plain if s.scaling == "strong"], BLUE, "bottom right"),
+        ("weak scaling", [s for s in plain if s.scaling == "weak"], ORANGE, "top left"),
+        ("other plans", [s for s in compared if s not in plain], GREEN, "middle right"),
+    ):
+        if points:
+            figure.add_scatter(**_curve(points, colour, from_one=points[0] in plain), name=name, textposition=side)
+    tops = [s.speedup.high for s in compared if s.speedup is not None]
+    room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # for the words beside the last point
+    figure.update_xaxes(range=[0, most * room], tickvals=sorted({1, *(s.devices for s in compared)}), showgrid=False)
+    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval leaves the chart
+    figure.update_yaxes(range=[0, top], dtick=1 if most <= 8 else None)
+    return figure
+
+
+def _curve(points: Sequence[Measured], colour: str, *, from_one: bool) -> dict[str, object]:
+    """A trace through the points, from one device on where it is a curve at all, each with its interval."""
+    gains = [p.speedup for p in points if p.speedup is not None]
+    at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
+    words = [f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)]
+    more = [max(gain.high - y, 0.0) for y, gain in zip(at, gains, strict=True)]
+    less = [max(y - gain.low, 0.0) for y, gain in zip(at, gains, strict=True)]
+    about = [f"{escape(p.label)}<br>{escape(p.plan)}<br>{text}" for p, text in zip(points, words, strict=True)]
+    one = [0.0] if from_one else []  # the first point of a curve, which is exact
+    return {
+        "x": [1 for _ in one] + [p.devices for p in points],
+        "y": [1.0 for _ in one] + at,
+        "error_y": {"type": "data", "array": one + more, "arrayminus": one + less, "thickness": 1.5, "width": 7},
+        "mode": "lines+markers+text" if from_one else "markers+text",
+        "text": ["" for _ in one] + words,
+        "line": {"color": colour, "width": 2.5},
+        "marker": {
+            "size": 8,
+            "color": colour,
+            "symbol": ["circle" for _ in one] + ["circle" if p.is_speedup else "circle-open" for p in points],
+            "line": {"width": 2, "color": colour},
+        },
+        "hovertext": ["1 device" for _ in one] + about,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
+
+
+def breakdown(bars: Sequence[Bar]) -> go.Figure:
+    """One step of each rank, part by part, as stacked bars under the heading of their group; a tick marks the ideal."""
+    longest = max(sum(bar.parts_s.values()) for bar in bars)
+    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    places, headings, rows = _rows(bars)
+    figure = _figure(f"{unit} per step", "")
+    for part, definition in PARTS.items():
+        figure.add_bar(
+            y=places,
+            x=[bar.parts_s.get(part, 0.0) * factor for bar in bars],
+            name=definition.name,
+            orientation="h",
+            width=0.72,
+            marker={"color": PART_COLOURS[part]},
+            customdata=[f"{escape(bar.group)}, {escape(bar.rank)}" for bar in bars],
+            hovertemplate=f"%{{customdata}}<br>{definition.name} %{{x:.3~g}} {unit}<extra></extra>",
+        )
+    marked = [(place, bar.ideal_s * factor) for place, bar in zip(places, bars, strict=True) if bar.ideal_s is not None]
+    if marked:
+        figure.add_scatter(
+            y=[place for place, _ in marked],
+            x=[ideal for _, ideal in marked],
+            name="ideal",
+            mode="markers",
+            marker={"symbol": "line-ns-open", "size": 27, "line": {"width": 3}},
+            hovertemplate=f"ideal %{{x:.3~g}} {unit}<extra></extra>",
+        )
+    for place, heading in headings:
+        figure.add_annotation(text=f"<b>{escape(heading)}</b>", x=0, y=place, xref="paper", xanchor="left", xshift=-48, showarrow=False)
+    figure.update_layout(barmode="stack", height=56 + 29 * rows, showlegend=False, hovermode="closest")
+    ranks = [escape(bar.rank) for bar in bars]
+    figure.update_yaxes(tickvals=places, ticktext=ranks, range=[rows - 0.4, -0.6], showgrid=False, fixedrange=True)
+    figure.update_xaxes(rangemode="tozero")
+    return figure
+
+
+def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
+    """The bars' places from the top, the headings and theirs, and how many rows that makes."""
+    places, headings, place = [], [], 0.0
+    for number, bar in enumerate(bars):
+        if number == 0 or bar.group != bars[number - 1].group:
+            place += 0.25 if number else 0.0
+            if bar.group:
+                headings.append((place, bar.group))
+                place += 0.9
+        places.append(place)
+        place += 1.0
+    return places, headings, place
+
+
+def losses(curves: Sequence[tuple[Measured, str, Curve]], over: str) -> go.Figure:
+    """The training loss of each setting over `steps`, `seconds` or `samples`; a plan keeps its colour, weak scaling is dashed."""
+    plans = list(dict.fromkeys(setting.plan for setting, _, _ in curves))
+    series = [
+        Line(name, getattr(curve, over), curve.losses, SERIES[plans.index(setting.plan) % len(SERIES)], dashed=setting.scaling == "weak")
+        for setting, name, curve in curves
+    ]
+    figure = lines(series, over, "training loss", log_if_wide=True)
+    return figure.update_layout(height=figure.layout.height + 18 * max(0, len(series) - 3))  # the legend's lines
+
+
+def lines(
+    series: Sequence[Line],
+    over: str,
+    what: str,
+    *,
+    marks: Sequence[Mark] = (),
+    points: Sequence[Line] = (),
+    middle: Middle = statistics.fmean,
+    log_if_wide: bool = False,
+) -> go.Figure:
+    """Series over one axis, long ones thinned, a few `points` as markers, and `marks` of what happened."""
+    figure = _figure(over, what)
+    for line in series:
+        x, y = _thinned(line, middle)
+        stroke = {"width": 2, "color": line.colour, "dash": "dash" if line.dashed else "solid"}
+        figure.add_scatter(x=x, y=y, name=escape(line.name), mode="lines", line=stroke)
+    for line in points:
+        stroke = {"width": 2, "color": line.colour}
+        figure.add_scatter(x=list(line.x), y=list(line.y), name=escape(line.name), mode="lines+markers", line=stroke, marker={"size": 7})
+    for mark in marks:
+        note = {"text": escape(mark.text), "textangle": -90, "yanchor": "top", "xanchor": "right"}
+        figure.add_vline(x=mark.x, line={"color": PURPLE, "dash": "dot", "width": 1.5}, annotation=note)
+    values = [y for line in (*series, *points) for y in line.y if y is not None and math.isfinite(y)]
+    if log_if_wide and values and min(values) > 0 and max(values) > 30 * min(values):
+        figure.update_yaxes(type="log", dtick=1)
+    elif series and (not values or min(values) >= 0):
+        figure.update_yaxes(rangemode="tozero")
+    figure.for_each_trace(
+        lambda trace: trace.update(hovertemplate=f"{trace.name}<br>{over} %{{x:,.4~g}}<br>{escape(what)} %{{y:,.4~g}}<extra></extra>")
+    )
+    figure.update_layout(showlegend=len(series) + len(points) > 1)
+    return figure
+
+
+def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) -> go.Figure:
+    """Where the time of the steps went as training went on: areas that add up to the step."""
+    figure = _figure("step", "ms per step")
+    for part, definition in PARTS.items():
+        x, y = _thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=definition.name,
+            mode="lines",
+            stackgroup="step",
+            line={"width": 0, "color": PART_COLOURS[part]},
+            fillcolor=PART_COLOURS[part],
+            hovertemplate="%{y:.3~g} ms",
+        )
+    figure.update_layout(hovermode="x unified", showlegend=False)
+    return figure
+
+
+def _figure(x: str, y: str) -> go.Figure:
+    axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,136,148,.22)", "linecolor": "rgba(128,136,148,.5)"}
+    return go.Figure(
+        layout={
+            "template": "none",
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", "size": 13},
+            "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+            "height": 330,
+            "xaxis": axis | {"title": {"text": x, "standoff": 8, "font": {"size": 13}}, "showline": True},
+            "yaxis": axis | {"title": {"text": y, "standoff": 8, "font": {"size": 13}}},
+            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+            "hoverlabel": {"namelength": -1, "bgcolor": "#171b21", "bordercolor": "#171b21", "font": {"color": "#ffffff"}},
+        }
+    )
+
+
+def steps_per_point(steps: int) -> int:
+    """How many steps stand behind one point of a curve."""
+    return max(1, math.ceil(steps / POINTS))
+
+
+def _thinned(line: Line, middle: Middle) -> tuple[list[float], list[float | None]]:
+    """At most `POINTS` points: each is the middle of a stretch of the line; a stretch without any value is a gap."""
+    size = steps_per_point(len(line.x))
+    if size == 1:
+        return list(line.x), list(line.y)
+    stretches = [slice(start, start + size) for start in range(0, len(line.x), size)]
+    known = [[y for y in line.y[stretch] if y is not None] for stretch in stretches]
+    return [line.x[stretch][-1] for stretch in stretches], [middle(values) if values else None for values in known]

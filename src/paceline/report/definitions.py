@@ -1,0 +1,106 @@
+"""What each figure means: one definition, printed with its label wherever the figure stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.stats import LEAST_REPEATS
+from paceline.train.run import WARM_UP_STEPS
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A figure's name in tables and captions, and what it is."""
+
+    name: str
+    text: str
+
+
+_PARTS = {  # those of `paceline.train.meter.PARTS`, in its order
+    "data": ("data wait", "The part of a step in which a rank waits for its next batch."),
+    "compute": (
+        "compute",
+        "The part of a step spent in the forward and backward pass. It is timed before the collective, so that a slow rank shows as slow.",
+    ),
+    "comm": (
+        "exposed communication",
+        "The part of a step spent in collectives that no computation hides, without the wait for slower ranks.",
+    ),
+    "imbalance": ("imbalance wait", "The part of a step in which a rank is ready to communicate and waits for the slowest rank."),
+    "optimizer": ("optimizer", "The part of a step in which the parameters are updated."),
+    "checkpoint": ("checkpoint stall", "The part of a step in which training waits for a checkpoint."),
+}
+_FIGURES = {
+    "throughput": ("throughput", "Samples per second = global batch / median step time, warm-up excluded."),
+    "tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
+    "step_time": ("step time", "Median wall-clock time of one optimizer step, warm-up excluded."),
+    "global_batch": ("global batch", "Samples per optimizer step, over all devices."),
+    "training_time": (
+        "training time",
+        "Wall-clock time from the first step to the stop rule, evaluations and checkpoints included.",
+    ),
+    "time_to_target": (
+        "time to target",
+        "Wall-clock time from the first step until the loss or metric that the job names was reached.",
+    ),
+    "speedup": (
+        "speedup",
+        "S(N) = T(1 device) / T(N devices) for the same job. T is the training time where the runs train to the job’s stop rule, else the "
+        "time per sample. Strong: same global batch. Weak: same batch per device.",
+    ),
+    "pairs": (
+        "speedup by round",
+        "The speedup within each round of interleaved runs, in which one device and N devices take turns.",
+    ),
+    "efficiency": ("efficiency", "S(N) / N: the share of the ideal speedup that is reached."),
+    "ideal": (
+        "ideal",
+        "N devices train N times as fast as one: S(N) = N. A step then takes 1/N of the time at the same global batch (strong), and the "
+        "same time at the same batch per device (weak).",
+    ),
+    "lost": (
+        "lost to the ideal",
+        "What a part takes in a step of N devices, in the mean over the ranks, beyond 1/N of what it takes on one; less than 0 is a gain.",
+    ),
+    "strong": ("strong scaling", "The same global batch on more devices: the same work, sooner."),
+    "weak": ("weak scaling", "The same batch per device on more devices: more work in about the same time."),
+    "interval": (
+        "95 % interval",
+        "Bootstrap interval of the median over the repeats: 95 of 100 such intervals hold the true median.",
+    ),
+    "no_difference": (
+        "no difference",
+        f"The intervals of the two compared times overlap, or there are fewer than {LEAST_REPEATS} repeats: nothing is claimed.",
+    ),
+    "wire": ("bytes on the wire", "Payload that one rank hands to collectives in a step; that of the rank with most."),
+    "memory": (
+        "memory per rank",
+        "Largest resident memory seen, shared pages counted by their share where the system tells; that of the rank with most.",
+    ),
+    "memory_now": ("resident memory", "Memory of the rank’s process that is in use at that moment, as the system counts it."),
+    "gpu_memory": ("GPU memory per rank", "Memory that the rank has allocated on its GPU; in a table that of the rank with most."),
+    "energy": ("energy per step", "Energy of all ranks in one step, from RAPL or NVML where the machine tells."),
+    "warm_up": (
+        "warm-up",
+        f"The first {WARM_UP_STEPS} steps, left out of speeds and breakdowns: they allocate memory and fill caches.",
+    ),
+    "loss": ("training loss", "Mean loss over a step’s global batch, before the update of that step."),
+    "held_out": ("held-out metric", "A measure of the model on samples that it is not trained on."),
+    "knobs": ("knobs", "Settings that change the speed and not the result, tried on the real model; the fastest are kept."),
+    "load": ("load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."),
+}
+
+PARTS = {name: Definition(*words) for name, words in _PARTS.items()}
+DEFINITIONS = PARTS | {name: Definition(*words) for name, words in _FIGURES.items()}
+
+
+class Used:
+    """Looks definitions up and remembers which a page has used, in order: those stand in its list of definitions."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str) -> Definition:
+        if name not in self.names:
+            self.names.append(name)
+        return DEFINITIONS[name]

@@ -1,0 +1,77 @@
+"""Pages about a benchmark or a run: one HTML file each, with all that it needs inside; it asks no host for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from paceline.bench.result import Report
+from paceline.errors import RunError
+from paceline.report.bench_view import BenchView
+from paceline.report.charts import PART_COLOURS
+from paceline.report.definitions import Used
+from paceline.report.environment import described
+from paceline.report.run_charts import run_charts
+from paceline.report.run_view import RunView
+from paceline.train.run import Run, write_whole
+
+PAGE = "report.html"
+
+
+def write_bench_page(report: Report, folder: Path) -> Path:
+    """Write `report.html` about a benchmark into its folder, which the report's run directories are relative to.
+
+    Raises:
+        RunError: nothing was measured, or the file cannot be written.
+    """
+    view = BenchView(report, folder)
+    facts = {"machine": report.cluster, "command": report.command, "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings))}
+    return _write(folder / PAGE, "bench.html.j2", report=report, view=view, facts=described(facts, report.environment))
+
+
+def write_run_page(run: Run) -> Path:
+    """Write `report.html` about a run into its directory.
+
+    Raises:
+        RunError: the run has not finished a step, or the file cannot be written.
+    """
+    view = RunView(run)
+    return _write(run.path / PAGE, "run.html.j2", view=view, charts=run_charts(view.record), facts=described(view.facts, view.environment))
+
+
+def _write(file: Path, template: str, **values: Any) -> Path:
+    plotly, script = _scripts()
+    policy = f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; img-src data: blob:"
+    fixed = {"define": Used(), "colours": PART_COLOURS, "plotly": plotly, "script": script, "policy": policy}
+    text = _templates().get_template(template).render(fixed, **values)
+    try:
+        write_whole(file, text)
+    except OSError as error:
+        raise RunError(f"{file} cannot be written: {error.strerror or error}") from error
+    return file
+
+
+@cache
+def _templates() -> Environment:
+    return Environment(
+        loader=PackageLoader("paceline.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+@cache
+def _scripts() -> tuple[Markup, Markup]:
+    """plotly.js, and ours; neither holds anything of a user's."""
+    ours, *_ = _templates().loader.get_source(_templates(), "page.js")  # type: ignore[union-attr]
+    return Markup(get_plotlyjs()), Markup(ours)
+
+
+def _hash(script: str) -> str:
+    """The name by which the page's policy lets this script run and no other, also none that slipped in with a job's name."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,0 +1,106 @@
+"""The charts of a run's page, after the breakdown: losses, held-out metrics, throughput, the parts over the steps, memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.report import charts
+from paceline.report.chart import Chart
+from paceline.report.definitions import PARTS
+from paceline.report.run_record import RunRecord, timed
+from paceline.report.words import digits
+
+_MARKED = {  # events that a curve shows; after a restart there is a resume
+    "nonfinite": "not finite",
+    "checkpoint_damaged": "checkpoint damaged",
+    "rewind": "rewind",
+    "resume": "resume",
+}
+_MEMORY = {"memory_bytes": ("Memory of each rank", "memory_now"), "gpu_memory_bytes": ("GPU memory of each rank", "gpu_memory")}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart with its title and the definitions that its caption needs."""
+
+    title: str
+    terms: list[str]
+    chart: Chart
+
+
+def run_charts(record: RunRecord) -> list[Drawn]:
+    """All charts that the record has values for, in the order of the page."""
+    speeds = [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
+    return [*_losses(record), *_metrics(record), *speeds, *_memory(record)]
+
+
+def _losses(record: RunRecord) -> Iterator[Drawn]:
+    steps = record.ranks[0]
+    losses = [s["loss"] for s in steps]
+    clock_of = record.clock_of
+    evaluated = [e for e in record.evaluations if "loss" in e["metrics"] and e["step"] in clock_of]
+    each = charts.steps_per_point(len(losses))
+    note = f"Each point is the mean of {each:,} steps." if each > 1 else ""
+    places: dict[str, dict[int, float]] = {"steps": {s["step"]: s["step"] for s in steps}, "time": clock_of}
+    for over, place in places.items():
+        training = charts.Line("training", list(place.values()), losses)
+        held_out = charts.Line(
+            "held out", [place[e["step"]] for e in evaluated], [e["metrics"]["loss"] for e in evaluated], charts.VERMILLION
+        )
+        figure = charts.lines(
+            [training],
+            "seconds" if over == "time" else over,
+            "loss",
+            points=[held_out] if evaluated else [],
+            marks=[charts.Mark(place[step], text) for step, text in _marks(record).items()],
+            log_if_wide=True,
+        )
+        terms = ["loss", "held_out"] if evaluated else ["loss"]
+        yield Drawn(f"Loss over {over}", terms, Chart(f"loss-{over}", figure, f"Loss over {over}.", note))
+
+
+def _marks(record: RunRecord) -> dict[int, str]:
+    """What a reader of the curve should know of, by the first step after it."""
+    steps, marks = record.ranks[0], dict[int, str]()
+    for event in record.events:
+        if event["event"] in _MARKED:
+            after = next((s["step"] for s in steps if s["time"] >= event["time"]), steps[-1]["step"])
+            text = _MARKED[event["event"]]
+            marks[after] = f"{marks[after]}, {text}" if after in marks else text
+    return marks
+
+
+def _metrics(record: RunRecord) -> Iterator[Drawn]:
+    names = dict.fromkeys(name for e in record.evaluations for name in e["metrics"] if name != "loss")
+    for number, name in enumerate(names):
+        measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
+        line = charts.Line(name, [step for step, _ in measured], [value for _, value in measured], charts.GREEN)
+        label = f"{name} on held-out samples; newest {digits(measured[-1][1])}."
+        yield Drawn(f"Held out: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label))
+
+
+def _throughput(record: RunRecord) -> Drawn:
+    steps = timed(record.ranks[0])
+    line = charts.Line("throughput", [record.clock_of[s["step"]] for s in steps], [s["samples"] / s["step_s"] for s in steps])
+    figure = charts.lines([line], "seconds", "samples per second", middle=statistics.median)
+    return Drawn("Throughput over time", ["throughput"], Chart("throughput", figure, "Throughput over time, in samples per second."))
+
+
+def _parts(record: RunRecord) -> Drawn:
+    steps = timed(record.ranks[0])
+    figure = charts.parts_over_steps([s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS})
+    return Drawn("Where rank 0’s time went", list(PARTS), Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."))
+
+
+def _memory(record: RunRecord) -> Iterator[Drawn]:
+    for key, (title, term) in _MEMORY.items():
+        series = []
+        for rank, steps in record.ranks.items():
+            read = [(s["step"], s["use"][key] / 1e6) for s in steps if key in s.get("use", {})]
+            if read:
+                colour = charts.SERIES[rank % len(charts.SERIES)]
+                series.append(charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour))
+        if series:
+            yield Drawn(title, [term], Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB."))

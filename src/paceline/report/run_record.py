@@ -1,0 +1,122 @@
+"""The files of a run's directory as values, with a word for each thing that is missing or cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from paceline.train.meter import PARTS
+from paceline.train.run import WARM_UP_STEPS, Run, read_lines
+
+_NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run wrote down.
+
+    Attributes:
+        ranks: the steps of each rank, each step once, in order.
+        gaps: what is missing or unreadable, a sentence each.
+    """
+
+    ranks: dict[int, list[dict[str, Any]]]
+    events: list[dict[str, Any]]
+    environment: dict[str, Any]
+    plan: str
+    machine: str
+    gaps: list[str]
+
+    @classmethod
+    def read(cls, run: Run) -> RunRecord:
+        """Read what can be read. Broken lines are counted and left out."""
+        gaps: list[str] = []
+        ranks = {}
+        for rank in range(_ranks(run)):
+            name = f"steps/rank-{rank}.jsonl"
+            if not (run.path / name).is_file():
+                gaps.append(f"{name} is missing: rank {rank} is not shown.")
+                continue
+            newest = {line["step"]: line for line in _whole_lines(run.path, name, _is_step, gaps)}
+            ranks[rank] = [newest[step] for step in sorted(newest)]
+        events = _whole_lines(run.path, "events.jsonl", _is_event, gaps)
+        if not events:
+            gaps.append("events.jsonl has no event: how the run began, what was measured and why it ended is not known.")
+        return cls(ranks, events, _environment(run.path / "environment.json", gaps), str(run.plan), run.cluster.describe(), gaps)
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The events that hold held-out metrics."""
+        return [e for e in self.events if e["event"] == "evaluation"]
+
+    @cached_property
+    def clock_s(self) -> list[float]:
+        """Seconds of training at the end of each step of rank 0: the time between two attempts is left out."""
+        steps = self.ranks[0]
+        attempts = [e["time"] for e in self.events if e["event"] in ("start", "resume")]
+        clock = [steps[0]["step_s"]]
+        for before, after in pairwise(steps):
+            paused = any(before["time"] < begun <= after["time"] for begun in attempts)
+            clock.append(clock[-1] + (after["step_s"] if paused else max(after["time"] - before["time"], 0.0)))
+        return clock
+
+    @cached_property
+    def clock_of(self) -> dict[int, float]:
+        """`clock_s` by step."""
+        return {s["step"]: second for s, second in zip(self.ranks[0], self.clock_s, strict=True)}
+
+
+def timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps that speeds are made of: after the warm-up, and with times (on CUDA an attempt's last step has none)."""
+    return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
+
+
+def _ranks(run: Run) -> int:
+    """As many as the plan has, or more where an earlier attempt had more."""
+    there = [int(f.stem[5:]) + 1 for f in (run.path / "steps").glob("rank-*.jsonl") if f.stem[5:].isdecimal()]
+    return max([run.plan.ranks, *there])
+
+
+def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps: list[str]) -> list[dict[str, Any]]:
+    if not (folder / name).is_file():
+        return []
+    whole = [line for line in read_lines(folder / name) if is_whole(line)]
+    with (folder / name).open("rb") as file:
+        broken = sum(1 for line in file if line.strip()) - len(whole)
+    if broken:
+        lines, verb = ("1 line", "is") if broken == 1 else (f"{broken:,} lines", "are")
+        gaps.append(f"{lines} of {name} cannot be read and {verb} left out; a crash cuts a line short.")
+    return whole
+
+
+def _is_step(line: Any) -> bool:
+    if not isinstance(line, dict) or not all(_is_number(line.get(name)) for name in _NUMBERS):
+        return False
+    return (line.get("loss", "") is None or _is_number(line.get("loss"))) and isinstance(line.get("use", {}), dict)
+
+
+def _is_event(line: Any) -> bool:
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
+        return False
+    metrics = line.get("metrics")
+    return line["event"] != "evaluation" or ("step" in line and isinstance(metrics, dict) and all(map(_is_number, metrics.values())))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        gaps.append("environment.json is missing or cannot be read: machine and versions are not shown.")
+        return {}
+    return found

@@ -1,0 +1,182 @@
+"""What the page of a run says: its headline, sentences and events, from the files of its directory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import cached_property
+from typing import Any
+
+from paceline.bench.words import listed
+from paceline.errors import RunError
+from paceline.report import charts, words
+from paceline.report.bench_view import Card
+from paceline.report.chart import Chart
+from paceline.report.definitions import PARTS
+from paceline.report.run_record import RunRecord, timed
+from paceline.train.progress import event_sentence
+from paceline.train.run import WARM_UP_STEPS, Run
+
+TROUBLE = ("nonfinite", "restart", "checkpoint_damaged", "rewind", "resume")
+TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up
+WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
+EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well
+
+
+class RunView:
+    """A run as the template shows it.
+
+    Raises:
+        RunError: rank 0 of the run has not finished a step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.record = run, RunRecord.read(run)
+        if not self.record.ranks.get(0):
+            raise RunError(
+                f"{run.path} holds no finished step of rank 0, so there is nothing to show. One step is enough for the loss; throughput "
+                f"and the breakdown need {WARM_UP_STEPS + 1}, as the first {WARM_UP_STEPS} are warm-up. " + " ".join(self.record.gaps)
+            )
+        self.steps, self.events = self.record.ranks[0], self.record.events
+        self.timed = timed(self.steps)
+        self.parts = list(PARTS)
+        self.began = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.steps[0]["time"]))
+        self.facts = {"run": str(run.path.resolve()), "plan": self.record.plan, "machine": self.record.machine}
+        self.environment = self.record.environment
+        self.start = self._newest("start", "resume") or {}
+        newest = self._newest("start", "resume", "end")
+        self.end = newest if newest is not None and newest["event"] == "end" else None
+        self.synthetic = bool(self.start.get("synthetic", False))
+
+    def _newest(self, *kinds: str) -> dict[str, Any] | None:
+        return next((e for e in reversed(self.events) if e["event"] in kinds), None)
+
+    # The headline
+
+    @property
+    def verdict(self) -> str:
+        """How far it came and how it ended, in one sentence."""
+        newest = self.steps[-1]["step"]
+        steps = f"{newest:,} step{'s' if newest != 1 else ''}"
+        if self.end is None:
+            return f"{steps} so far: the run has not ended, or it crashed."
+        took, reason = words.seconds(self._elapsed_s), str(self.end.get("reason"))
+        if self.end.get("interrupted"):
+            return f"Interrupted by {reason} after {steps} in {took}."
+        if reason.startswith(TARGETS):
+            return f"Reached its target ({reason.partition(': ')[2]}) after {steps} in {took}."
+        return f"Trained {steps} in {took} ({reason})."
+
+    @property
+    def cards(self) -> list[Card]:
+        """The figures of the headline."""
+        ranks, too_few = len(self.record.ranks), f"needs {WARM_UP_STEPS + 1} steps"
+        cards = [Card("throughput", words.rate(self.throughput) if self.timed else too_few, f"on {ranks} rank{'s' if ranks > 1 else ''}")]
+        reached = self.end is not None and str(self.end.get("reason")).startswith(TARGETS)
+        until = "from the first step" if self.end is not None else "until the newest step"
+        cards.append(Card("time_to_target" if reached else "training_time", words.seconds(self._elapsed_s), until))
+        if self.timed:
+            median_s = statistics.median(s["step_s"] for s in self.timed)
+            cards.append(Card("step_time", words.seconds(median_s), f"over {len(self.timed):,} step{'s' if len(self.timed) > 1 else ''}"))
+        metrics: dict[str, float] = (self._newest("evaluation") or {"metrics": {}})["metrics"]
+        name = next((n for n in metrics if n != "loss"), None)
+        if name is not None:
+            return [*cards, Card("held_out", words.number(metrics[name]), f"{name}, newest")]
+        losses = [s["loss"] for s in self.steps if s["loss"] is not None]
+        return [*cards, Card("loss", words.number(losses[-1]) if losses else "never finite", "newest step")]
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, warm-up excluded; as `Run.throughput` has it."""
+        return float(statistics.median(s["samples"] for s in self.timed) / statistics.median(s["step_s"] for s in self.timed))
+
+    @property
+    def _elapsed_s(self) -> float:
+        return float(self.end["elapsed_s"]) if self.end is not None and "elapsed_s" in self.end else self.record.clock_s[-1]
+
+    # Where the time goes
+
+    @cached_property
+    def mean_parts_s(self) -> dict[int, dict[str, float]]:
+        """Seconds of each part in the mean step of every rank, warm-up excluded; only ranks that have such steps."""
+        steps_of = {rank: timed(steps) for rank, steps in self.record.ranks.items()}
+        return {rank: {p: statistics.fmean(s[f"{p}_s"] for s in steps) for p in PARTS} for rank, steps in steps_of.items() if steps}
+
+    @property
+    def sentences(self) -> list[str]:
+        """Where the time goes, and which rank the others wait for."""
+        each = list(self.mean_parts_s.values())
+        if not each:
+            return []
+        step_s = statistics.fmean(sum(parts.values()) for parts in each)
+        shares = {part: statistics.fmean(parts[part] for parts in each) / step_s for part in PARTS}
+        largest = sorted(shares.items(), key=lambda x: -x[1])
+        named = [f"{_percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
+        return [f"A step takes {words.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
+
+    def _slow_rank(self, step_s: float) -> list[str]:
+        waits = {rank: parts["imbalance"] for rank, parts in self.mean_parts_s.items()}
+        if len(waits) < 2 or max(waits.values()) < WAITED_FOR * step_s:
+            return []
+        slow = min(waits, key=lambda rank: waits[rank])
+        others = statistics.fmean(wait for rank, wait in waits.items() if rank != slow)
+        if waits[slow] > others / 3:
+            return [
+                f"The ranks wait for each other in turn, up to {words.seconds(max(waits.values()))} a step: no rank is always the slow one."
+            ]
+        waiting = f"{words.seconds(others)} of each step, {_percent(others / step_s)}"
+        return [f"The others wait for rank {slow}: {waiting}. A faster rank {slow} makes all of them faster."]
+
+    @property
+    def breakdown(self) -> Chart | None:
+        """The mean step of each rank; none without steps after the warm-up."""
+        bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.mean_parts_s.items()]
+        return (
+            Chart("breakdown", charts.breakdown(bars), " ".join(["Mean step of each rank, part by part.", *self.sentences]))
+            if bars
+            else None
+        )
+
+    # What happened, and what is not known
+
+    @property
+    def missing(self) -> list[str]:
+        """What could not be drawn, and why."""
+        notes = list(self.record.gaps)
+        if not self.timed:
+            notes.append(
+                f"Throughput, step time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed steps, as the first "
+                f"{WARM_UP_STEPS} are warm-up, and this run has {len(self.steps)}."
+            )
+        if not any("use" in s for steps in self.record.ranks.values() for s in steps):
+            notes.append("Memory is not shown: no reading of it was written.")
+        return notes
+
+    @property
+    def happened(self) -> list[tuple[str, str, bool]]:
+        """Time, sentence and whether it is trouble, for each event that a person is told of; checkpoints are only counted."""
+        told = [
+            (f"{event['time'] - self.events[0]['time']:,.1f} s", sentence, event["event"] in TROUBLE)
+            for event in self.events
+            if (sentence := _sentence(event)) is not None
+        ]
+        if len(told) > EVENTS:
+            told = [("", f"{len(told) - EVENTS:,} earlier events are in events.jsonl", False), *told[-EVENTS:]]
+        saved = [e for e in self.events if e["event"] == "checkpoint_saved"]
+        if saved:
+            many = f"{len(saved)} checkpoint{'s' if len(saved) > 1 else ''} saved"
+            told.append(("", f"{many}, the newest at step {saved[-1].get('step')}", False))
+        return told
+
+
+def _sentence(event: dict[str, Any]) -> str | None:
+    match event["event"]:
+        case "start":
+            return f"started with plan {event.get('plan')}, {event.get('parameters', 0):,} parameters"
+        case "end":
+            return f"ended at step {event.get('step')}: {event.get('reason')}"
+    return event_sentence(event)
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share)}\N{NO-BREAK SPACE}%"

@@ -1,0 +1,101 @@
+"""A real browser for tests: headless Chromium, which opens a page from its file and tells all that happened while it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+_ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+
+
+class Browser:
+    """One tab. Everything that it prints to the console or asks a network for is kept."""
+
+    def __init__(self, driver: Chrome) -> None:
+        self.driver = driver
+
+    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a page from its file, at this width of the window, in the light or the dark theme."""
+        self.resize(width, height)
+        theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": theme})
+        self.driver.get("about:blank")  # what the browser's own first page asks for is not the page's
+        self.driver.get_log("performance")
+        self.driver.get(page.resolve().as_uri())
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Give the page this many CSS pixels; a window of Chromium is never as narrow as a telephone."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def all(self, css: str) -> list[WebElement]:
+        """The elements that a CSS selector finds."""
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def one(self, css: str) -> WebElement:
+        """The only element that a CSS selector finds."""
+        [element] = self.all(css)
+        return element
+
+    def hover(self, element: WebElement) -> None:
+        """Scroll to the element and put the pointer on it."""
+        self.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+        ActionChains(self.driver).move_to_element(element).perform()
+
+    def run(self, script: str, *arguments: object) -> Any:
+        """What the JavaScript `return`s."""
+        return self.driver.execute_script(script, *arguments)
+
+    def console(self) -> list[str]:
+        """What the page wrote to the console as a warning or an error: scripts that failed, things that its policy refused."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """The addresses the page asked for, without the page itself and what lies inside it."""
+        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        return [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+
+    def screenshot(self, file: Path) -> None:
+        """A picture of the whole page."""
+        height = self.run("return document.documentElement.scrollHeight")
+        self.resize(self.run("return window.innerWidth"), height)
+        self.driver.get_screenshot_as_file(str(file))
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Browser]:
+    """A browser that keeps its profile and temporary files in `folder`, and is gone afterwards with every process of its own."""
+    options = ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for argument in (*_ARGUMENTS, f"--user-data-dir={folder / 'profile'}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+    own = {"TMPDIR": str(folder), "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    driver = Chrome(options, Service(shutil.which("chromedriver"), env={**os.environ, **own}))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()

@@ -1,0 +1,36 @@
+"""`paceline report`: a page about a run or a benchmark, and an error that helps where the directory is neither."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands import paceline, write_job
+from reports import report
+
+
+def test_it_writes_the_page_of_a_run_and_says_where(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
+    assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
+    shown = paceline("report", "run", folder=tmp_path)
+    assert (shown.code, shown.out, shown.err) == (0, "run/report.html\n", "")
+    assert "Trained 12 steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_it_writes_the_page_of_a_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "report.json").write_text(report().to_json())
+    shown = paceline("report", "bench", folder=tmp_path)
+    assert (shown.code, shown.out) == (0, "bench/report.html\n")
+    assert "2.43 times as fast with 4 devices." in (tmp_path / "bench" / "report.html").read_text()
+
+
+def test_a_directory_that_is_neither_is_an_error(tmp_path: Path) -> None:
+    error = paceline("report", ".", folder=tmp_path).error
+    assert error.startswith(". is neither the directory of a run (it has no job.yaml) nor of a benchmark")
+    error = paceline("report", "absent", folder=tmp_path).error
+    assert error.startswith("absent: no such directory. Name one that `paceline train` or `paceline bench` has written")
+
+
+def test_a_report_that_is_broken_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"job": "digits"')
+    assert paceline("report", ".", folder=tmp_path).error.startswith("report.json cannot be read as a benchmark's report")

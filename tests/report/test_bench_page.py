@@ -1,0 +1,257 @@
+"""The page of a benchmark in a real browser: it shows the report's numbers, explains them, claims no more, and asks no host."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from browser import Browser
+from paceline.bench.result import Measured, Report
+from paceline.errors import RunError
+from paceline.report.definitions import DEFINITIONS
+from paceline.report.page import write_bench_page
+from paceline.train.meter import PARTS
+from reports import alike, around, report, setting
+
+needs_chromium = pytest.mark.needs_chromium
+CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]
+HOSTILE = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>"
+
+
+def page_of(values: Report, folder: Path) -> Path:
+    return write_bench_page(values, folder)
+
+
+def shown_values(browser: Browser, figure: str) -> list[float]:
+    """The numbers behind a line of the table."""
+    return [float(cell.get_attribute("data-value") or "nan") for cell in browser.all(f"tr[data-figure={figure}] td[data-value]")]
+
+
+@needs_chromium
+def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(report(), tmp_path))
+    assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == [f"plot-{name}" for name in CHARTS]
+    assert len(browser.all("#plot-scaling .scatterlayer .trace")) == 3, "ideal, strong and weak"
+    assert len(browser.all("#plot-scaling .errorbar")) == 6, "an interval at 1, 2 and 4 devices, strong and weak"
+    bars = browser.all("#plot-breakdown .barlayer .trace")
+    assert len(bars) == len(PARTS)
+    ranks = 1 + 2 * (2 + 4)
+    assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == len(PARTS) * ranks
+    assert len(browser.all("#plot-breakdown .scatterlayer .point")) == ranks - 1, "the ideal is marked but for one device"
+    for over in ("seconds", "samples"):
+        assert len(browser.all(f"#plot-loss-{over} .scatterlayer .trace")) == 5
+    assert browser.console() == []
+    assert browser.requests() == []
+
+
+@needs_chromium
+def test_the_browser_itself_refuses_a_request_or_a_script_that_is_not_the_pages(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(report(), tmp_path))
+    browser.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.stolen = 3'}))")
+    browser.run("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/x.png'}))")
+    assert browser.run("return window.stolen") is None
+    assert sum("Content Security Policy" in line for line in browser.console()) == 2
+    assert browser.requests() == ["http://127.0.0.1:9/x.png"], "the attempt; so an empty list elsewhere means that there was none"
+
+
+@needs_chromium
+def test_the_numbers_are_those_of_the_report(browser: Browser, tmp_path: Path) -> None:
+    values = report()
+    browser.open(page_of(values, tmp_path))
+    settings, more = values.settings, values.settings[1:]
+    assert shown_values(browser, "step_time") == [s.step_time_s.middle for s in settings]
+    assert shown_values(browser, "throughput") == [s.throughput.middle for s in settings]
+    assert shown_values(browser, "speedup") == [s.speedup.middle for s in more if s.speedup]
+    assert shown_values(browser, "efficiency") == [s.efficiency.middle for s in more if s.efficiency]
+    assert shown_values(browser, "wire") == [max(r.wire_bytes or 0 for r in s.ranks) for s in settings]
+    assert shown_values(browser, "memory") == [max(r.memory_bytes or 0 for r in s.ranks) for s in settings]
+    speedup = browser.one(".card[data-figure=speedup]").text
+    assert re.findall(r"[\d.]+", speedup.replace("95 %", "")) == ["2.43", "2.38", "2.48"]
+    four = settings[2]
+    lost = [float(cell.get_attribute("data-value") or "nan") for cell in browser.all(".lost td")]
+    assert lost[-1] == pytest.approx(four.step_time_s.middle - settings[0].step_time_s.middle / 4)
+    assert sum(lost[:-1]) == pytest.approx(lost[-1])
+    assert "not available" in browser.one("tr[data-figure=energy]").text
+    for text in (values.command, values.cluster, *values.limits, *values.knobs, "2.13.0+cpu", "0.04, 0.17, 0.08"):
+        assert " ".join(text.split()) in " ".join(browser.one("body").text.split())
+
+
+@needs_chromium
+def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(report(), tmp_path))
+    terms = browser.all(".term")
+    named = {str(term.get_attribute("href")).rpartition("#definition-")[2] for term in terms}
+    rows = {row.get_attribute("data-figure") for row in browser.all("tr[data-figure]")}
+    assert rows | set(PARTS) | {"ideal", "interval", "lost", "loss"} <= named
+    for name in named:
+        assert browser.one(f"#text-{name}").text == DEFINITIONS[name].text, "in the list at the end, which the link leads to"
+    assert all(browser.all(f"#{term.get_attribute('aria-describedby')}") for term in terms)
+
+    tip = browser.one("#tip")
+    assert not tip.is_displayed()
+    browser.hover(browser.all("tr[data-figure=efficiency] .term")[0])
+    assert tip.text == f"efficiency {DEFINITIONS['efficiency'].text}"
+    browser.hover(browser.one("footer"))
+    assert not tip.is_displayed()
+    browser.run("document.querySelector('tr[data-figure=wire] .term').focus({preventScroll: true})")
+    assert DEFINITIONS["wire"].text in tip.text
+    assert all(chart.get_attribute("aria-label") for chart in browser.all("[role=img]"))
+
+
+@needs_chromium
+def test_where_the_intervals_overlap_no_speedup_stands_anywhere(browser: Browser, tmp_path: Path) -> None:
+    values = alike()
+    browser.open(page_of(values, tmp_path))
+    assert browser.one("#verdict").text == "No difference between 1 device and 2 devices: the intervals overlap."
+    assert browser.one(".card[data-figure=speedup] .value").text == "no difference"
+    assert browser.all(".card[data-figure=efficiency]") == []
+    assert shown_values(browser, "speedup") == shown_values(browser, "efficiency") == []
+    texts = [text.text for text in browser.all("#plot-scaling .textpoint")]
+    assert [text for text in texts if text] == ["no difference"]
+    assert values.warnings[0] in browser.one("#warnings").text
+    gain = values.settings[1].speedup
+    assert gain is not None
+    page = f"{browser.one('body').text} {browser.one('#plot-scaling').get_attribute('outerHTML')}"
+    assert f"{gain.middle:.2f} ×" not in page.replace("\N{NO-BREAK SPACE}", " ")
+
+
+@needs_chromium
+def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path: Path) -> None:
+    one = dataclasses.replace(setting(1, "strong", 20, 0.01), label=HOSTILE, plan=HOSTILE)
+    two = dataclasses.replace(setting(2, "strong", 11, 0.01), label=HOSTILE, plan=HOSTILE, runs=[HOSTILE.replace("/", "")])
+    (tmp_path / HOSTILE.replace("/", "")).mkdir()
+    hostile = report(
+        job=HOSTILE,
+        command=HOSTILE,
+        cluster=HOSTILE,
+        created=HOSTILE,
+        target=HOSTILE,
+        settings=[one, two],
+        limits=[HOSTILE],
+        warnings=[HOSTILE],
+        knobs=[HOSTILE],
+        environment={"host": HOSTILE, HOSTILE: {"a": HOSTILE}, "gpus": [{"name": HOSTILE, "memory_bytes": 1}]},
+    )
+    browser.open(page_of(hostile, tmp_path))
+    assert HOSTILE in browser.one(".kicker").text
+    assert len(browser.all(".plot.js-plotly-plot")) == len(CHARTS)
+    browser.hover(browser.all("#plot-breakdown .bars .point path")[0])
+    assert browser.run("return window.stolen") is None
+    assert browser.all("img") == []
+    assert browser.console() == [], "not even tried: the page's policy would have refused it with a message"
+
+
+@needs_chromium
+def test_it_fits_into_windows_wide_and_narrow(browser: Browser, tmp_path: Path) -> None:
+    outside = "return [...document.querySelectorAll('.main-svg, .card, section')].filter(e => e.getBoundingClientRect().right > innerWidth)"
+    for name in ("alike", "scales"):
+        (tmp_path / name).mkdir()
+    page_of(alike(synthetic=True, complete=False), tmp_path / "alike")
+    page_of(report(), tmp_path / "scales")
+    for name, width in (("alike", 320), ("scales", 400), ("scales", 1200)):
+        browser.open(tmp_path / name / "report.html", width=width)
+        assert browser.run("return document.documentElement.scrollWidth") == width
+        assert browser.run(outside) == []
+        browser.hover(browser.all("#breakdown .term")[-1])
+        assert browser.run("return document.getElementById('tip').getBoundingClientRect().right") <= width
+
+
+@needs_chromium
+def test_text_can_be_read_in_both_themes_and_paper_is_white(browser: Browser, tmp_path: Path) -> None:
+    page = page_of(alike(), tmp_path)
+    in_html, in_svg = ("#limits p", ".about", "td"), (".xtick text", ".ytick text", ".xtitle", ".legendtext", ".textpoint text")
+    for dark in (False, True):
+        browser.open(page, dark=dark)
+        assert (luminance(browser, "body", "backgroundColor") < 0.1) == dark
+        card = luminance(browser, "#limits", "backgroundColor")
+        inks = {css: luminance(browser, css, "color") for css in in_html} | {
+            css: luminance(browser, f".plot {css}", "fill") for css in in_svg
+        }
+        assert {css: contrast(ink, card) for css, ink in inks.items() if contrast(ink, card) < 4.5} == {}, "WCAG 2: at least 4.5"
+        assert contrast(luminance(browser, ".warnings", "color"), luminance(browser, ".warnings", "backgroundColor")) > 4.5
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert luminance(browser, "body", "backgroundColor") == 1
+    assert luminance(browser, ".plot .xtick text", "fill") < 0.1
+
+
+def test_synthetic_data_and_an_interrupted_benchmark_are_said_at_the_top(tmp_path: Path) -> None:
+    text = page_of(report(synthetic=True, complete=False), tmp_path).read_text()
+    top = text[: text.index('id="scaling"')]
+    for words in ('loud">synthetic data', 'loud">incomplete', "The data is synthetic", "The benchmark was interrupted"):
+        assert words in top
+    plain = page_of(report(), tmp_path).read_text()
+    assert 'class="warnings" id="warnings"' not in plain
+    assert 'loud">' not in plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        ([setting(1, "strong", 20, 0.01)], "Measured on one device"),
+        ([setting(2, "strong", 20, 0.01, speedup=None, efficiency=None, is_speedup=False)], "measure one device, too (--devices 1,2)"),
+        ([setting(1, "strong", 20, 0.01), setting(2, "strong", 40, 0.01)], "Slower with 2 devices: 0.480 of the speed of one device."),
+        (
+            [setting(1, "strong", 20, 0.01), setting(2, "weak", 20, 0.01)],
+            "1.92 times as fast with 2 devices, at the same batch per device.",
+        ),
+        (
+            [setting(1, "strong", 20, 0.01), setting(2, "strong", 9, 0.01, is_speedup=False, pairs=[2.1])],
+            "No difference between 1 device and 2 devices: too few repeats to tell.",
+        ),
+    ],
+    ids=["one device", "no reference", "slower", "weak only", "one repeat"],
+)
+def test_the_headline_says_what_was_measured(settings: list[Measured], verdict: str, tmp_path: Path) -> None:
+    assert verdict in page_of(report(settings=settings), tmp_path).read_text()
+
+
+def test_a_plan_on_one_device_is_compared_as_well(tmp_path: Path) -> None:
+    gain = around(1.4, 0.01)
+    plan = setting(1, "strong", 13.7, 0.01, label="dp=1 threads=2", plan="dp=1 threads=2", speedup=gain, efficiency=gain, is_speedup=True)
+    text = page_of(report(settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 11, 0.01), plan]), tmp_path).read_text()
+    assert "1.40\N{NO-BREAK SPACE}×" in text
+    assert '"other plans"' in text
+
+
+def test_a_setting_without_ranks_curve_or_training_time_leaves_those_out(tmp_path: Path) -> None:
+    bare = [
+        setting(n, "strong", 20 / n, 0.01, ranks=[], curve=None, training_time_s=None, time_to_target_s=None, runs=[], pairs=[])
+        for n in (1, 2)
+    ]
+    text = page_of(report(settings=bare, target=None, limits=[], knobs=[], environment={}), tmp_path).read_text()
+    assert 'id="plot-scaling"' in text
+    for absent in ('id="plot-breakdown"', 'id="plot-loss', 'data-figure="training_time"', 'id="knobs"', 'id="runs"', 'id="limits"'):
+        assert absent not in text
+
+
+def test_run_directories_that_are_still_there_are_linked(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "2-strong-1").mkdir(parents=True)
+    text = page_of(report(), tmp_path).read_text()
+    assert re.findall(r'href="\./(.*?)"', text) == ["runs/2-strong-1/"]
+
+
+def test_a_benchmark_that_measured_nothing_is_an_error_that_says_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"measured nothing yet.*at least one run of one setting"):
+        page_of(report(settings=[]), tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot be written: No such file or directory"):
+        page_of(report(), tmp_path / "absent")
+
+
+def luminance(browser: Browser, css: str, name: str) -> float:
+    """Relative luminance of a colour of the first such element, as WCAG 2 defines it."""
+    colour = browser.run(f"return getComputedStyle(document.querySelector({css!r})).{name}")
+    parts = [int(x) / 255 for x in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: float, other: float) -> float:
+    """Contrast ratio of two luminances, 1 to 21."""
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)

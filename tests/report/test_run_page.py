@@ -1,0 +1,228 @@
+"""The page of a run: what its files say, in a real browser, and a word on whatever is missing or broken in them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import Browser
+from paceline.errors import RunError
+from paceline.report.page import write_run_page
+from paceline.report.run_record import RunRecord
+from paceline.report.run_view import RunView
+from paceline.train.meter import PARTS
+from paceline.train.run import WARM_UP_STEPS, Run
+from ranks import Ranks
+from small_jobs import new_run, points, small_job, train_as_rank, train_here
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps with held-out measurements; tests change copies of it."""
+    job = small_job(data=points(held_out=0.2), metrics=["accuracy"], evaluate={"every_steps": 5})
+    return train_here(tmp_path_factory.mktemp("trained") / "run", job).path
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Run:
+    return Run(shutil.copytree(trained, tmp_path / "run"))
+
+
+def shorten(run: Run, steps: int) -> None:
+    """Cut the record of rank 0 after so many steps, as a crash would."""
+    file = run.path / "steps" / "rank-0.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:steps]))
+
+
+def rewrite(run: Run, rank: int, change: Any) -> None:
+    """Change every step's record of a rank."""
+    source = run.path / "steps" / "rank-0.jsonl"
+    lines = [change(json.loads(line)) for line in source.read_text().splitlines()]
+    (run.path / "steps" / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.needs_chromium
+def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, browser: Browser, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", small_job(data=points(held_out=0.2), metrics=["accuracy"], evaluate={"every_steps": 5}), plan="dp=2")
+    ranks(2, train_as_rank, run.path)
+    browser.open(write_run_page(Run(run.path)))
+
+    assert browser.one("#verdict").text.startswith("Trained 20 steps in ")
+    figures = {card.get_attribute("data-figure"): card for card in browser.all(".card")}
+    assert list(figures) == ["throughput", "training_time", "step_time", "held_out"]
+    shown = {
+        name: float(card.find_element("css selector", ".value").get_attribute("data-value") or "nan") for name, card in figures.items()
+    }
+    assert shown["throughput"] == Run(run.path).throughput
+    assert shown["training_time"] == Run(run.path).training_time_s
+    assert shown["held_out"] == Run(run.path).metrics["accuracy"]
+
+    charts = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
+    assert charts == [f"plot-{n}" for n in ("breakdown", "loss-steps", "loss-time", "metric-0", "throughput", "parts", "memory_now")]
+    assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == 2 * len(PARTS)
+    assert len(browser.all("#plot-loss-steps .scatterlayer .trace")) == 2, "training and held out"
+    assert len(browser.all("#plot-parts .scatterlayer .trace")) == len(PARTS)
+    assert len(browser.all("#plot-memory_now .scatterlayer .trace")) == 2
+    assert browser.console() == []
+    assert browser.requests() == []
+    browser.open(run.path / "report.html", width=400)
+    assert browser.run("return document.documentElement.scrollWidth") == 400
+    assert len(browser.all("#events tr")) > 3
+
+
+def test_the_parts_of_the_breakdown_sum_to_the_mean_step(run: Run) -> None:
+    [parts] = RunView(run).mean_parts_s.values()
+    mean = statistics.fmean(s["step_s"] for s in run.steps()[WARM_UP_STEPS:])
+    assert sum(parts.values()) == pytest.approx(mean, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("waits", "sentence"),
+    [
+        ([0.08, 0.001, 0.08], "The others wait for rank 1: 80.0\N{NO-BREAK SPACE}ms of each step, 40\N{NO-BREAK SPACE}%."),
+        ([0.04, 0.04, 0.05], "The ranks wait for each other in turn, up to 50.0\N{NO-BREAK SPACE}ms a step"),
+        ([0.001, 0.0, 0.001], None),
+    ],
+    ids=["one rank is slow", "in turn", "none"],
+)
+def test_the_rank_that_others_wait_for_is_named(waits: list[float], sentence: str | None, run: Run) -> None:
+    (run.path / "plan.txt").write_text("dp=3\n")
+    for rank in (1, 2, 0):
+        times = {f"{part}_s": 0.0 for part in PARTS} | {"step_s": 0.2, "imbalance_s": waits[rank], "compute_s": 0.2 - waits[rank]}
+        rewrite(run, rank, lambda line, times=times: line | times)
+    sentences = RunView(Run(run.path)).sentences
+    assert sentences[0].startswith("A step takes 200\N{NO-BREAK SPACE}ms on average: ")
+    assert sentence is None or sentence in sentences[1]
+    assert len(sentences) == (1 if sentence is None else 2)
+
+
+def test_a_run_without_a_step_is_an_error_that_says_how_many_are_needed(run: Run) -> None:
+    shorten(run, 0)
+    with pytest.raises(RunError, match=r"no finished step of rank 0.*One step is enough for the loss; .* need 6"):
+        write_run_page(run)
+    (run.path / "steps" / "rank-0.jsonl").unlink()
+    with pytest.raises(RunError, match=r"steps/rank-0.jsonl is missing"):
+        write_run_page(run)
+    assert not (run.path / "report.html").exists()
+
+
+@pytest.mark.parametrize("steps", [1, WARM_UP_STEPS])
+def test_a_run_no_longer_than_the_warm_up_shows_its_loss_and_says_what_is_not_shown(steps: int, run: Run) -> None:
+    shorten(run, steps)
+    text = write_run_page(run).read_text()
+    assert f"they need 6 timed steps, as the first 5 are warm-up, and this run has {steps}." in text
+    assert 'id="plot-loss-steps"' in text
+    assert 'id="plot-breakdown"' not in text
+    assert "needs 6 steps" in text
+
+
+def test_one_step_more_than_the_warm_up_is_enough(run: Run) -> None:
+    shorten(run, WARM_UP_STEPS + 1)
+    text = write_run_page(run).read_text()
+    assert 'id="plot-breakdown"' in text
+    assert 'id="warnings"' not in text
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [b'{"step": 12, "lo', b"\xff\xfe\x00\n", b"42\n", b'{"step": 12}\n', b'{"step": "x", "loss": []}\n'],
+    ids=["cut short", "no text", "no record", "no times", "no numbers"],
+)
+def test_broken_lines_are_left_out_and_counted(broken: bytes, run: Run) -> None:
+    file = run.path / "steps" / "rank-0.jsonl"
+    whole = RunRecord.read(run)
+    file.write_bytes(file.read_bytes() + broken)
+    record = RunRecord.read(run)
+    assert record.gaps == [*whole.gaps, "1 line of steps/rank-0.jsonl cannot be read and is left out; a crash cuts a line short."]
+    assert record.ranks == whole.ranks
+    assert record.gaps[-1] in write_run_page(run).read_text()
+
+
+def test_missing_files_are_named_and_the_rest_is_shown(run: Run) -> None:
+    (run.path / "plan.txt").write_text("dp=2\n")
+    (run.path / "environment.json").write_text("{")
+    (run.path / "events.jsonl").unlink()
+    text = write_run_page(run).read_text()
+    for words in ("steps/rank-1.jsonl is missing: rank 1 is not shown.", "environment.json is missing or cannot be read", "has no event"):
+        assert words in text
+    assert "20 steps so far: the run has not ended, or it crashed." in text
+    assert 'id="plot-breakdown"' in text
+
+
+def test_losses_and_metrics_that_are_not_finite_are_gaps(run: Run) -> None:
+    rewrite(run, 0, lambda line: line | ({"loss": None} if line["step"] > 7 else {}))
+    events = run.path / "events.jsonl"
+    events.write_text(re.sub(r'"accuracy": [\d.]+', '"accuracy": NaN', events.read_text()))
+    text = write_run_page(run).read_text()
+    data = re.search(r'id="data-loss-steps">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["data"][0]["y"][6:9] == [run.losses[6], None, None]
+    rewrite(run, 0, lambda line: line | {"loss": None})
+    assert 'id="plot-loss-steps"' in write_run_page(run).read_text()
+
+
+def test_the_time_between_two_attempts_is_left_out_and_the_resume_is_marked(tmp_path: Path) -> None:
+    path = train_here(tmp_path / "run", small_job(stop={"steps": 9})).path
+    run = train_here(path, small_job(stop={"steps": 20}))
+    late = {step: (3600.0 if step > 9 else 0.0) for step in range(1, 21)}
+    rewrite(run, 0, lambda line: line | {"time": line["time"] + late[line["step"]]})
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    resumed = next(i for i, e in enumerate(events) if e["event"] == "resume")
+    for event in events[resumed:]:
+        event["time"] += 3600
+    (path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    record = RunRecord.read(Run(path))
+    assert record.clock_s == sorted(record.clock_s)
+    assert record.clock_s[-1] < 600
+    text = write_run_page(Run(path)).read_text()
+    assert '"text": "resume"' in text
+    assert "resumed at step 9" in text
+
+
+def test_what_happened_at_the_same_moment_is_one_mark(run: Run) -> None:
+    moment = run.steps()[9]["time"] - 1e-3
+    rewound = [
+        {"event": "nonfinite", "time": moment, "step": 10, "problem": "the loss of step 10 is NaN", "policy": "rewind"},
+        {"event": "rewind", "time": moment, "from_step": 10, "to_step": 8},
+    ]
+    with (run.path / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in rewound)
+    text = write_run_page(run).read_text()
+    assert text.count('"text": "not finite, rewind"') == 2, "over steps and over time"
+    assert "went back from step 10 to step 8" in text
+
+
+def test_long_runs_are_thinned_and_the_page_says_so(run: Run) -> None:
+    rewrite(run, 0, lambda line: line)
+    first = json.loads((run.path / "steps" / "rank-0.jsonl").read_text().splitlines()[0])
+    lines = [json.dumps(first | {"step": n, "time": first["time"] + 0.01 * n, "loss": float(n)}) for n in range(1, 5001)]
+    (run.path / "steps" / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
+    page = write_run_page(run)
+    assert "Each point is the mean of 13 steps." in page.read_text()
+    data = re.search(r'id="data-loss-steps">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert data is not None
+    drawn = json.loads(data[1])["data"][0]
+    assert (drawn["x"][0], drawn["y"][0]) == (13, 7.0)
+    assert len(drawn["x"]) == 385
+    assert page.stat().st_size < 6_000_000
+
+
+def test_synthetic_data_is_labelled(tmp_path: Path) -> None:
+    data = {"kind": "synthetic", "samples": 70, "held_out": 0}
+    run = train_here(tmp_path / "run", small_job(model={"zoo": "mlp", "args": {"hidden": 8}}, data=data))
+    text = write_run_page(run).read_text()
+    assert 'loud">synthetic data' in text
+    assert "The data is synthetic" in text
+
+
+def test_a_run_that_reached_its_target_says_the_time_to_it(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", small_job(stop={"steps": 200, "loss_below": 0.9}))
+    text = write_run_page(run).read_text()
+    assert "Reached its target (" in text
+    assert 'data-figure="time_to_target"' in text
