@@ -13,8 +13,9 @@ help: ## List the targets.
 
 install: $(VENV)/.test ## Make .venv with the package and all its extras.
 
-demo: $(VENV)/.all ## Train the demo on real data, on all cores.
+demo: $(VENV)/.all ## Train on real data with all cores, then measure 1 against all of them: ends with report.html.
 	@$(BIN)/paceline train examples/digits.yaml
+	@$(BIN)/paceline bench examples/digits.yaml --repeat 5
 
 test: check ## Run every check and every test that is not slow.
 	@$(BIN)/pytest

@@ -6,7 +6,7 @@ the backward pass makes them, and a full bucket travels while the rest is still 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,14 @@ class AllReduce(SyncRule):
             return
         for bucket in self.buckets:
             if bucket.pending is None:
-                bucket.send(replica.dp)
+                bucket.fill()
+                if self.overlap:
+                    bucket.send(replica.dp)
+                else:
+                    replica.dp.all_reduce(bucket.flat)  # nothing is left to be done beside it
         for bucket in self.buckets:
-            assert bucket.pending is not None
-            bucket.pending.wait()
+            if bucket.pending is not None:
+                bucket.pending.wait()
             bucket.hand_out()
 
     def after_step(self, step: int) -> None:
@@ -87,6 +91,7 @@ class AllReduce(SyncRule):
             if bucket.pending is None:
                 if len(bucket.seen) < len(bucket.parameters):
                     return
+                bucket.fill()
                 bucket.send(self.replica.dp)
 
 
@@ -115,13 +120,16 @@ class Bucket:
             self.seen.add(i)
         self.parameters[i].grad = None
 
-    def send(self, dp: Group) -> None:
-        """Note who was reached by the backward pass, zero the others, and begin the sum over the replicas."""
+    def fill(self) -> None:
+        """Note who was reached by the backward pass, and zero the others."""
         unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         self.used.fill_(1.0)
         if unseen:
             self.used[unseen] = 0.0
             torch._foreach_zero_([self.views[i] for i in unseen])
+
+    def send(self, dp: Group) -> None:
+        """Begin the sum over the replicas."""
         self.pending = dp.start_all_reduce(self.flat)
 
     def hand_out(self) -> None:
@@ -135,16 +143,32 @@ class Bucket:
 
 
 def _broadcast(replica: Replica) -> None:
-    """Give every replica the weights and buffers of the first, in one collective per dtype."""
+    """Give every replica the weights and buffers of the first, many small ones in one collective."""
+    if replica.dp.size == 1:
+        return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (*replica.model.parameters(), *replica.model.buffers()):
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for tensors in by_dtype.values():
-        if replica.dp.size > 1:
-            flat = torch.cat([t.reshape(-1) for t in tensors])
+        for together in _in_parts(tensors, BUCKET_BYTES):
+            flat = torch.cat([t.reshape(-1) for t in together])
             replica.dp.broadcast(flat, root=0)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+def _in_parts(tensors: list[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of about `limit_bytes` in all, so that what is sent is never a second copy of the model."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        part.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= limit_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
