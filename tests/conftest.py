@@ -18,7 +18,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: model
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),
     "needs_iproute2": ("the command `ip` (package iproute2)", lambda: shutil.which("ip") is not None),
-    "needs_chromium": ("the command `chromium` (package chromium)", lambda: shutil.which("chromium") is not None),
+    "needs_chromium": (
+        "the commands `chromium` and `chromedriver` (packages chromium, chromium-driver)",
+        lambda: bool(shutil.which("chromium") and shutil.which("chromedriver")),
+    ),
 }
 MUST_RUN_ALL = os.environ.get("CI") == "true"
 
@@ -34,7 +37,7 @@ def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
 
 @pytest.fixture
 def ranks(_fork_server: None) -> Ranks:
-    """`ranks(4, function, *args, deadline_s=60)`: call a top-level function of the test file on 4 real ranks over gloo."""
+    """`ranks(4, function, *args, deadline_s=60)`: call a function of the test file on 4 real ranks, over gloo or `backend="shm"`."""
     return run_on_ranks
 
 

@@ -1,4 +1,4 @@
-"""Run a function of a test on several real ranks: processes that talk over gloo, with a deadline.
+"""Run a function of a test on several real ranks: processes that talk over gloo or shared memory, with a deadline.
 
 The ranks are forked from a server that has torch imported, so that they start in milliseconds. A function is named by its file, so it may
 stand in any test file, which is no module that a fresh process could import.
@@ -21,10 +21,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from leaks import of_the_transport
 
 _fork_server = multiprocessing.get_context("forkserver")
-_GRACE_S = 3.0  # for the other ranks to end after one has failed
+Backend = Literal["gloo", "shm"]
+_GRACE_S = 10.0  # for the other ranks to end after one has failed
 
 
 class RankError(AssertionError):
@@ -34,22 +37,25 @@ class RankError(AssertionError):
 class Ranks(Protocol):
     """The fixture `ranks`."""
 
-    def __call__(self, size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
-        """Call `function(*args)` on `size` ranks in an initialised gloo group; returns their results in rank order (pickled)."""
+    def __call__(
+        self, size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0, backend: Backend = "gloo"
+    ) -> list[Any]:
+        """Call `function(*args)` on `size` ranks in an initialised group; returns their results in rank order (pickled)."""
         ...
 
 
-def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
+def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0, backend: Backend = "gloo") -> list[Any]:
     """Call `function(*args)` on `size` ranks, as `Ranks` says.
 
     The function must stand at the top level of its file. A rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
+    Over shared memory, a rank fails that keeps a mapping, descriptor or thread of the transport after the group has ended.
 
     Raises:
         RankError: with the traceback of the rank that failed first.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         call = _Call(function.__code__.co_filename, function.__module__, function.__qualname__, pickle.dumps(args))
-        started = [_start(rank, size, call, Path(folder), deadline_s) for rank in range(size)]
+        started = [_start(rank, size, call, Path(folder), deadline_s, backend) for rank in range(size)]
         try:
             return _results(started, deadline_s)
         finally:
@@ -93,21 +99,24 @@ class _Started:
     stack: Path
 
 
-def _start(rank: int, size: int, call: _Call, folder: Path, deadline_s: float) -> _Started:
+def _start(rank: int, size: int, call: _Call, folder: Path, deadline_s: float, backend: Backend) -> _Started:
     stack = folder / f"rank-{rank}.stack"
     receive, send = _fork_server.Pipe(duplex=False)
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = (call, {**os.environ, **place}, os.getcwd(), stack, deadline_s, send)
+    arguments = (call, {**os.environ, **place}, os.getcwd(), stack, deadline_s, backend, send)
     process = _fork_server.Process(target=_run_rank, args=arguments, name=f"rank {rank}")
     process.start()
     send.close()
     return _Started(rank, process, receive, stack)
 
 
-def _run_rank(call: _Call, environment: dict[str, str], folder: str, stack: Path, deadline_s: float, outcome: Connection) -> None:
+def _run_rank(
+    call: _Call, environment: dict[str, str], folder: str, stack: Path, deadline_s: float, backend: Backend, outcome: Connection
+) -> None:
     import torch
     import torch.distributed as dist
 
+    import paceline.comm.shm  # noqa: F401 - registers the backend
     from paceline.launch.failure import ErrorRecord
 
     os.environ.clear()
@@ -118,12 +127,15 @@ def _run_rank(call: _Call, environment: dict[str, str], folder: str, stack: Path
     with open(stack, "w") as file:
         faulthandler.dump_traceback_later(deadline_s, file=file, exit=True)
         try:
-            dist.init_process_group("gloo", init_method=f"file://{stack.parent}/store", rank=rank, world_size=size)
-            result: tuple[Any, ...] = (True, call())
-            dist.destroy_process_group()
+            dist.init_process_group(backend, init_method=f"file://{stack.parent}/store", rank=rank, world_size=size)
+            result = pickle.dumps((True, call()))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if found := of_the_transport():
+                raise AssertionError(f"still there after the end of the process group: {found}")
         except BaseException as error:  # noqa: BLE001 - the test shows it
-            result = (False, time.time(), ErrorRecord.of(error, rank).secondary, traceback.format_exc())
-        outcome.send_bytes(pickle.dumps(result))
+            result = pickle.dumps((False, time.time(), ErrorRecord.of(error, rank).secondary, traceback.format_exc()))
+        outcome.send_bytes(result)
         faulthandler.cancel_dump_traceback_later()
 
 

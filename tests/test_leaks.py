@@ -1,5 +1,6 @@
 """The check that every test gets does see what a test leaves behind."""
 
+import mmap
 import os
 import socket
 import subprocess
@@ -48,6 +49,18 @@ def test_shared_memory_is_seen(before: Snapshot) -> None:
     segment.close()
     assert before.left_over() == [f"shared memory: {segment.name}"]
     segment.unlink()
+
+
+def test_a_memory_file_is_seen_while_it_is_open_and_while_it_is_mapped(before: Snapshot) -> None:
+    fd = os.memfd_create("paceline-forgotten")
+    os.ftruncate(fd, 4096)
+    expected = ["memory files: /memfd:paceline-forgotten (deleted)"]
+    assert before.left_over() == expected
+    mapped = mmap.mmap(fd, 4096)
+    os.close(fd)
+    assert before.left_over() == expected
+    mapped.close()
+    assert before.left_over() == []
 
 
 def test_a_temporary_file_is_seen(before: Snapshot) -> None:

@@ -35,7 +35,7 @@ def listening():
 
 
 def show(arguments):
-    with joined(deadline_s=30) as group:
+    with joined(deadline_s=30, transport=arguments[1]) as group:
         group.all_reduce(torch.ones(100_000))
         Path(arguments[0], f"sockets-{group.rank}").write_text(" ".join(listening()))
         group.barrier()
@@ -43,13 +43,45 @@ def show(arguments):
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # 127.0.0.1, mapped into IPv6, and ::1
 
 
-def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_ranks_listen_on_loopback_only(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "ranks_that_listen.py"
     script.write_text(SOCKETS)
-    paceline.launch.local.launch([f"{script}:show", str(tmp_path)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    arguments = [f"{script}:show", str(tmp_path), transport]
+    paceline.launch.local.launch(arguments, ranks=2, threads=1, pin_cores=None, deadline_s=60)
     found = [(tmp_path / f"sockets-{rank}").read_text().split() for rank in range(2)]
     assert found[0], "rank 0 serves the store, so it listens somewhere"
     assert set(found[0] + found[1]) <= LOOPBACK
+    if transport == "shm":
+        assert not found[1], "shared memory needs no socket"
+
+
+AGAIN = """
+from pathlib import Path
+
+import torch
+
+from paceline.comm.backend import joined
+
+
+def meet(arguments):
+    transports = []
+    for turn in range(3):
+        with joined(deadline_s=30) as group:
+            tensor = torch.ones(100_000)
+            group.all_reduce(tensor)
+            assert (tensor == 2).all()
+            transports.append((group.transport, group.transport_note))
+    Path(arguments[0], f"transports-{group.rank}").write_text(str(transports))
+"""
+
+
+def test_a_rank_may_join_again_after_it_has_left(tmp_path: Path) -> None:
+    script = tmp_path / "ranks_that_meet_again.py"
+    script.write_text(AGAIN)
+    paceline.launch.local.launch([f"{script}:meet", str(tmp_path)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    for rank in range(2):
+        assert (tmp_path / f"transports-{rank}").read_text() == str([("shm", None)] * 3)
 
 
 def test_alone_there_is_a_group_of_one_and_no_process_group() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,13 @@ import torch
 import paceline.launch.local
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from ranks import Ranks
+from ranks import Backend, Ranks
 
 
 def collectives() -> dict[str, Any]:
     """The results of every collective, where rank r brings (r, r + 10) or r + 1 rows."""
     with joined(deadline_s=30) as group:
-        results: dict[str, Any] = {"rank": group.rank, "hosts": group.hosts}
+        results: dict[str, Any] = {"rank": group.rank, "hosts": group.hosts, "transport": group.transport}
         for op in ("sum", "mean", "max"):
             tensor = torch.tensor([1.0, 10.0]) * (group.rank + 1)
             group.all_reduce(tensor, op)
@@ -38,13 +40,15 @@ def collectives() -> dict[str, Any]:
         return results
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_collectives_give_every_rank_the_same(ranks: Ranks, size: int) -> None:
-    results = ranks(size, collectives)
+def test_collectives_give_every_rank_the_same(ranks: Ranks, size: int, backend: Backend) -> None:
+    results = ranks(size, collectives, backend=backend)
     total = sum(range(1, size + 1))
     for rank, result in enumerate(results):
         assert result["rank"] == rank
         assert result["hosts"] == (0,) * size
+        assert result["transport"] == backend
         assert result["sum"] == [total, 10 * total]
         assert result["mean"] == pytest.approx([total / size, 10 * total / size])
         assert result["max"] == [size, 10 * size]
@@ -64,6 +68,8 @@ def test_a_group_of_one_returns_what_it_is_given() -> None:
     assert tensor.item() == 3.0
     assert group.gather_rows(rows, [2])[0] is rows
     assert group.gather_json({"a": [1]}) == [{"a": [1]}]
+    assert group.empty(3, torch.float64).tolist() == [0.0] * 3
+    assert (group.transport, group.transport_note) == ("none", None)
     assert (group.bytes_reduced, group.spans_hosts) == (0, False)
 
 
@@ -84,8 +90,8 @@ from paceline.errors import SyncError
 
 
 def meet(arguments):
-    folder, behaviour = Path(arguments[0]), arguments[1]
-    with joined(deadline_s=3) as group:
+    folder, behaviour, transport = Path(arguments[0]), arguments[1], arguments[2]
+    with joined(deadline_s=3, transport=transport) as group:
         group.barrier()
         if group.rank == 1:
             if behaviour == "leaves":
@@ -104,12 +110,14 @@ def meet(arguments):
 """
 
 
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("behaviour", ["stays away", "leaves"])
-def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path, behaviour: str) -> None:
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path, behaviour: str, transport: str) -> None:
     script = tmp_path / "ranks_that_meet.py"
     script.write_text(ABSENT)
     started = time.monotonic()
-    paceline.launch.local.launch([f"{script}:meet", str(tmp_path), behaviour], ranks=3, threads=1, pin_cores=None, deadline_s=60)
+    arguments = [f"{script}:meet", str(tmp_path), behaviour, transport]
+    paceline.launch.local.launch(arguments, ranks=3, threads=1, pin_cores=None, deadline_s=60)
     assert time.monotonic() - started < 60
     for rank in (0, 2):
         waited_s, text = (tmp_path / f"error-{rank}").read_text().split("\n", 1)
@@ -117,6 +125,42 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path, 
         assert f"rank {rank} waited" in text
         assert "in all-reduce and ranks [1] did not come (deadline 3 s)" in text
         assert "raise deadline_s" in text
+
+
+def shared_tensors(limit: int | None) -> dict[str, Any]:
+    """Tensors of `Group.empty`; with a limit, the last rank is refused memory for more than so many bytes."""
+    with joined(deadline_s=30) as group:
+        if limit is not None and group.rank == group.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        results: dict[str, Any] = {"sums": []}
+        for numel, dtype in ((0, torch.float32), (1, torch.bfloat16), (1000, torch.float64), (1_000_000, torch.float32)):
+            tensor = group.empty(numel, dtype)
+            assert (tensor.shape, tensor.dtype, bool(tensor.any())) == ((numel,), dtype, False)
+            tensor.fill_(group.rank + 1)
+            group.all_reduce(tensor)
+            part = tensor[numel // 3 : numel // 2]
+            group.all_reduce(part, "mean")
+            results["sums"].append(sorted(set(tensor.tolist())))
+        results["shared"] = Path("/proc/self/maps").read_text().count("/memfd:paceline-tensor")
+        results["note"] = group.transport_note
+        return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tensor_of_the_group_lies_in_shared_memory_where_that_is_the_transport(ranks: Ranks, size: int) -> None:
+    total = float(sum(range(1, size + 1)))
+    for backend in ("shm", "gloo"):
+        for result in ranks(size, shared_tensors, None, backend=backend):
+            assert result["sums"] == [[], [total], [total], [total]]
+            assert result["note"] is None
+            assert result["shared"] == (4 * size if backend == "shm" else 0), "every rank maps every rank's"
+
+
+def test_memory_that_one_rank_is_refused_is_private_on_all_and_said(ranks: Ranks) -> None:
+    for result in ranks(3, shared_tensors, 100_000, backend="shm"):
+        assert result["sums"] == [[], [6.0], [6.0], [6.0]]
+        assert result["shared"] == 3 * 3, "the small ones"
+        assert "there is no shared memory for a tensor of 4000000 bytes" in result["note"]
 
 
 def without_a_store() -> str:
@@ -136,3 +180,7 @@ def without_a_store() -> str:
 
 def test_a_lost_connection_in_a_process_group_of_the_users_own_blames_no_one(ranks: Ranks) -> None:
     assert "some rank did not come, or a connection failed" in ranks(2, without_a_store)[0]
+
+
+def test_a_lost_rank_in_a_process_group_of_the_users_own_is_named_over_shared_memory(ranks: Ranks) -> None:
+    assert re.search(r"all_reduce: rank 1 \(pid \d+\) ended", ranks(2, without_a_store, backend="shm")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.job.loss import LossSpec
 from paceline.train.engine import Engine
+from ranks import Ranks
 
 SAMPLES, FEATURES, CLASSES = 61, 12, 5  # 61 leaves a last batch of 13, or of 1 with a global batch of 20 or 12
 STEPS = 8
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def ranks(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
+    """Each test over each transport."""
+    return partial(ranks, backend=request.param)
 
 
 class Tied(nn.Module):
@@ -120,20 +128,20 @@ def assert_equal(one: dict[str, Any], many: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("make", [plain, Tied, Branches, frozen], ids=lambda f: f.__name__)
-def test_replicas_learn_what_one_process_learns(ranks: Any, make: Callable[[], nn.Module], replicas: int) -> None:
+def test_replicas_learn_what_one_process_learns(ranks: Ranks, make: Callable[[], nn.Module], replicas: int) -> None:
     one = trained(make, "dp=1", 20)
     for many in ranks(replicas, trained, make, f"dp={replicas}", 20):
         assert_equal(one, many)
 
 
-def test_a_last_batch_smaller_than_the_replicas_is_weighed_exactly(ranks: Any) -> None:
+def test_a_last_batch_smaller_than_the_replicas_is_weighed_exactly(ranks: Ranks) -> None:
     one = trained(plain, "dp=1", 12)
     for many in ranks(4, trained, plain, "dp=4", 12):
         assert_equal(one, many)
 
 
 @pytest.mark.parametrize("make", [normalised, images], ids=lambda f: f.__name__)
-def test_synchronised_batch_norm_sees_the_global_batch(ranks: Any, make: Callable[[], nn.Module]) -> None:
+def test_synchronised_batch_norm_sees_the_global_batch(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     one = trained(make, "dp=1", 16, batch_norm="sync")
     for many in ranks(3, trained_with_sync, make):
         assert_equal(one, many)
@@ -147,7 +155,7 @@ def trained_with_clipping(plan: str) -> dict[str, Any]:
     return trained(plain, plan, 20, clip_norm=0.05)
 
 
-def test_clipping_uses_the_norm_of_the_whole_gradient(ranks: Any) -> None:
+def test_clipping_uses_the_norm_of_the_whole_gradient(ranks: Ranks) -> None:
     one = trained_with_clipping("dp=1")
     assert min(one["norms"]) > 0.05, "otherwise nothing is clipped here"
     for many in ranks(2, trained_with_clipping, "dp=2"):
@@ -159,14 +167,14 @@ def trained_with_ignored_labels(plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("plan", ["dp=3", "dp=2 microbatches=3"])
-def test_ignored_labels_do_not_count_on_any_replica(ranks: Any, plan: str) -> None:
+def test_ignored_labels_do_not_count_on_any_replica(ranks: Ranks, plan: str) -> None:
     one = trained_with_ignored_labels("dp=1")
     for many in ranks(int(plan[3]), trained_with_ignored_labels, plan):
         assert_equal(one, many)
 
 
 @pytest.mark.parametrize("plan", ["dp=1 microbatches=4", "dp=2 microbatches=3"])
-def test_accumulated_microbatches_give_the_gradient_of_the_whole_batch(ranks: Any, plan: str) -> None:
+def test_accumulated_microbatches_give_the_gradient_of_the_whole_batch(ranks: Ranks, plan: str) -> None:
     one = trained(Tied, "dp=1", 20)
     for many in ranks(int(plan[3]), trained, Tied, plan, 20):
         assert_equal(one, many)
@@ -185,7 +193,7 @@ def reduced_bytes(plan: str) -> int:
     return engine.group.bytes_reduced - before
 
 
-def test_accumulation_communicates_once_a_step(ranks: Any) -> None:
+def test_accumulation_communicates_once_a_step(ranks: Ranks) -> None:
     assert ranks(2, reduced_bytes, "dp=2 microbatches=5") == ranks(2, reduced_bytes, "dp=2")
 
 
@@ -199,7 +207,7 @@ def trained_overlapping(replicas: int) -> dict[str, Any]:
     return trained(Branches, f"dp={replicas}", 20)
 
 
-def test_buckets_sent_during_the_backward_pass_carry_the_same_gradients(ranks: Any) -> None:
+def test_buckets_sent_during_the_backward_pass_carry_the_same_gradients(ranks: Ranks) -> None:
     one = trained(Branches, "dp=1", 20)
     for many in ranks(3, trained_overlapping, 3):
         assert_equal(one, many)

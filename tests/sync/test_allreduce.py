@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from paceline.sync import AllReduce, Replica
 from ranks import RankError, Ranks
 
 NOTES = 5
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def ranks(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
+    """Each test over each transport."""
+    return partial(ranks, backend=request.param)
 
 
 class Mixed(nn.Module):
@@ -135,6 +142,7 @@ def used_counts(bucket_bytes: int | None, steps: int) -> list[float]:
             model.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             rule.after_backward()
+        rule.detach()
         return [count for bucket in rule.buckets for count in bucket.used.tolist()]
 
 

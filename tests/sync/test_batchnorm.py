@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from ranks import Ranks
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 CHANNELS, SHARES = 3, (5, 2, 4)
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def ranks(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
+    """Each test over each transport."""
+    return partial(ranks, backend=request.param)
 
 
 def layer(dimensions: int, **settings: Any) -> BatchNorm:

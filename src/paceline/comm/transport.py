@@ -13,11 +13,11 @@ from typing import Any, Literal
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.shm import futex
+from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
 
 Transport = Literal["auto", "shm", "gloo"]
-_PROOF_BYTES = 2**20
 
 
 def choose(store: Store, rank: int, size: int, wanted: Transport, timeout_s: float) -> tuple[str, str | None]:
@@ -48,11 +48,11 @@ def _why_not(store: Store, rank: int, size: int, timeout_s: float) -> str | None
     own, reason = None, futex.unsupported()
     try:
         if reason is None:
-            own = create(_PROOF_BYTES, "proof")
+            own = create(segment_bytes(size), "proof")
     except ClusterError as error:
         reason = str(error)
-    offers = _tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle), reason])
     try:
+        offers = _tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle), reason])
         if len({host for host, _, _ in offers}) > 1:
             reason = "the ranks are on several hosts"
         elif all(handle for _, handle, _ in offers):

@@ -168,6 +168,8 @@ class Tail:
 def event_sentence(event: dict[str, Any]) -> str | None:
     """What a person is told of an event, e.g. `step 120: held-out loss 0.1021, accuracy 0.9722`; None for the others."""
     match event["event"]:
+        case "transport":
+            return f"the ranks talk over {event['transport']}: {event['reason']}"
         case "resume":
             return f"resumed at step {event['step']}"
         case "evaluation":

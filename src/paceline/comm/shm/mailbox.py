@@ -89,11 +89,18 @@ class Inbox:
         self._words, self._ring = rounds.mailbox(sender, rounds.rank)
         self._read = 0
         self._coming: Message | None = None
+        self._abandoned = False
         self._kept: deque[Message] = deque()
         self._requests: deque[Request] = deque()
 
     def request(self, request: Request) -> None:
-        """Ask for a message; those who ask first are served first."""
+        """Ask for a message; those who ask first are served first.
+
+        Raises:
+            SyncError: one was asked for and not waited for, so nobody knows which message is whose.
+        """
+        if self._abandoned:
+            raise SyncError(f"this group cannot be used any more for messages from rank {self.peer.rank}, since a receive from it failed")
         self._requests.append(request)
         self._match()
 
@@ -103,11 +110,19 @@ class Inbox:
         Raises:
             SyncError: it has another size than the place.
         """
-        while request.message is None or not request.message.whole:
-            self.pump()
-            if request.message is None or not request.message.whole:
-                yield
+        try:
+            while request.message is None or not request.message.whole:
+                self.pump()
+                if request.message is None or not request.message.whole:
+                    yield
+        except GeneratorExit:
+            self.abandon()
+            raise
         self.deliver(request)
+
+    def abandon(self) -> None:
+        """Take no further requests."""
+        self._abandoned = True
 
     def deliver(self, request: Request) -> None:
         """Put a whole message where it was asked for."""
@@ -141,8 +156,9 @@ class Inbox:
             self._coming = None
 
     def waits_for(self) -> list[Peer]:
-        """The sender, while nothing of it is there to be read."""
-        return [self.peer] if self._words[_WRITTEN] == self._read else []
+        """The sender, while nothing of it is there to be read, or only a part of a header."""
+        there = self._words[_WRITTEN] - self._read
+        return [self.peer] if there == 0 or (self._coming is None and there < _HEADER_BYTES) else []
 
     def _begin(self, tag: int, size: int) -> Message:
         """Straight into the first place that waits for it; else into memory of its own."""
@@ -188,10 +204,15 @@ def receive_from_any(inboxes: Sequence[Inbox], request: Request) -> Steps:
     """Wait for a message with the tag from whichever rank has one first; the result is that rank."""
     for inbox in inboxes:
         inbox.request(request)
-    while request.inbox is None:
+    try:
+        while request.inbox is None:
+            for inbox in inboxes:
+                inbox.pump()
+            if request.inbox is None:
+                yield
+    except GeneratorExit:
         for inbox in inboxes:
-            inbox.pump()
-        if request.inbox is None:
-            yield
+            inbox.abandon()
+        raise
     yield from request.inbox.receive(request)
     return request.inbox.peer.rank

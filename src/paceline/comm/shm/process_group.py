@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import ReduceOp, Store  # type: ignore[attr-defined]
 
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.mailbox import Inbox, Outbox, Request, receive_from_any
+from paceline.comm.shm.profile import start
 from paceline.comm.shm.progress import Lane, Operation, Peer, Progress, Steps
 from paceline.comm.shm.reduction import Op, Reduction
 from paceline.comm.shm.rounds import Rounds
@@ -76,7 +78,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Options = None) -> dist.Work:  # type: ignore[override]
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return self._start("all_reduce", lambda: self._all_reduce(tensors, op), opts, list(tensors))
+        return self._start("all_reduce", lambda: self._all_reduce(tensors, op), opts, tensors, list(tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Options = None) -> dist.Work:
         return self.allreduce(tensors, opts)
@@ -87,18 +89,18 @@ class ShmProcessGroup(dist.ProcessGroup):
                 yield from all_reduce_sparse(self._collectives, tensor, op)
                 continue
             flat = _flat(tensor)
-            yield from self._collectives.all_reduce(flat, Reduction(op, tensor.dtype, self.size()))
+            yield from self._collectives.all_reduce(flat, Reduction.of(op, tensor.dtype, self._collectives.size))
             _put_back(flat, tensor)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
             for tensor in tensors:
                 flat = _flat(tensor)
-                yield from self._collectives.reduce(flat, Reduction(opts.reduceOp, tensor.dtype, self.size()), opts.rootRank)
+                yield from self._collectives.reduce(flat, Reduction.of(opts.reduceOp, tensor.dtype, self.size()), opts.rootRank)
                 if self.rank() == opts.rootRank:
                     _put_back(flat, tensor)
 
-        return self._start("reduce", steps, opts, list(tensors))
+        return self._start("reduce", steps, opts, tensors, list(tensors))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
@@ -108,17 +110,18 @@ class ShmProcessGroup(dist.ProcessGroup):
                 if self.rank() != opts.rootRank:
                     _put_back(flat, tensor)
 
-        return self._start("broadcast", steps, opts, list(tensors))
+        return self._start("broadcast", steps, opts, tensors, list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
             for targets, tensor in zip(outputs, inputs, strict=True):
                 _check_count("all_gather", len(targets), self.size())
+                _check_sizes("all_gather", targets, tensor)
                 flats = [_flat(target) for target in targets]
                 yield from self._collectives.all_gather(flats, _flat(tensor))
                 _put_all_back(flats, targets)
 
-        return self._start("all_gather", steps, opts, [list(targets) for targets in outputs])
+        return self._start("all_gather", steps, opts, inputs, [list(targets) for targets in outputs])
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
         by_input = list(zip(*outputs, strict=True))
@@ -135,7 +138,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 yield from self._collectives.all_gather(flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), _flat(tensor))
                 _put_back(flat, output)
 
-        return self._start("all_gather", steps, opts, list(outputs))
+        return self._start("all_gather", steps, opts, inputs, list(outputs))
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -143,27 +146,29 @@ class ShmProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
             targets = outputs[0] if self.rank() == opts.rootRank else []
+            _check_sizes("gather", targets, inputs[0])
             flats = [_flat(target) for target in targets]
             yield from self._collectives.gather(flats, _flat(inputs[0]), opts.rootRank)
             _put_all_back(flats, targets)
 
-        return self._start("gather", steps, opts, [list(targets) for targets in outputs])
+        return self._start("gather", steps, opts, inputs, [list(targets) for targets in outputs])
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
             sources = inputs[0] if self.rank() == opts.rootRank else []
+            _check_sizes("scatter", sources, outputs[0])
             flat = _flat(outputs[0])
             yield from self._collectives.scatter(flat, [_flat(source) for source in sources], opts.rootRank)
             _put_back(flat, outputs[0])
 
-        return self._start("scatter", steps, opts, list(outputs))
+        return self._start("scatter", steps, opts, chain(*inputs), list(outputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options = None) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
             for output, sources in zip(outputs, inputs, strict=True):
                 yield from self._reduce_scatter(output, [_flat(source) for source in sources], opts)
 
-        return self._start("reduce_scatter", steps, opts, list(outputs))
+        return self._start("reduce_scatter", steps, opts, chain(*inputs), list(outputs))
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -175,16 +180,17 @@ class ShmProcessGroup(dist.ProcessGroup):
                 _check_count("reduce_scatter", flat.numel(), self.size() * output.numel())
                 yield from self._reduce_scatter(output, flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), opts)
 
-        return self._start("reduce_scatter", steps, opts, list(outputs))
+        return self._start("reduce_scatter", steps, opts, inputs, list(outputs))
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], opts: Options) -> Steps:
         _check_count("reduce_scatter", len(sources), self.size())
+        _check_sizes("reduce_scatter", sources, output)
         op = ReduceOp.SUM if opts is None else opts.reduceOp
         flat = _flat(output)
-        yield from self._collectives.reduce_scatter(flat, sources, Reduction(op, output.dtype, self.size()))
+        yield from self._collectives.reduce_scatter(flat, sources, Reduction.of(op, output.dtype, self.size()))
         _put_back(flat, output)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
@@ -193,7 +199,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             yield from self._collectives.all_to_all(flats, [_flat(tensor) for tensor in inputs])
             _put_all_back(flats, outputs)
 
-        return self._start("all_to_all", steps, opts, list(outputs))
+        return self._start("all_to_all", steps, opts, inputs, list(outputs))
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Options = None
@@ -204,36 +210,37 @@ class ShmProcessGroup(dist.ProcessGroup):
             yield from self._collectives.all_to_all(targets, sources)
             _put_back(flat, output)
 
-        return self._start("all_to_all", steps, opts, [output])
+        return self._start("all_to_all", steps, opts, [tensor], [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: Options = None) -> dist.Work:
-        return self._start("barrier", self._collectives.barrier, opts, [])
+        return self._start("barrier", lambda: self._collectives.barrier(), opts, [], [])
 
     # Messages
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
+        self._check_open()
         [tensor] = tensors
-        if receiver not in self._sending:
-            self._sending[receiver] = (Outbox(self._rounds, receiver), Lane())
-        outbox, lane = self._sending[receiver]
-        return self._launch(lane, f"send to rank {receiver}", outbox.send(_flat(tensor), tag), outbox.waits_for, [tensor])
+        outbox, lane = self._sending.get(receiver) or self._sending.setdefault(receiver, (Outbox(self._rounds, receiver), Lane()))
+        return self._launch(lane, "send", f"send to rank {receiver}", outbox.send(_flat(tensor), tag), outbox.waits_for, [tensor])
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
+        self._check_open()
         [tensor] = tensors
         inbox, flat = self._inbox(sender), _flat(tensor)
-        request = Request(tag, flat.view(torch.uint8))
-        inbox.request(request)
 
         def steps() -> Steps:
+            request = Request(tag, flat.view(torch.uint8))
+            inbox.request(request)  # here, where no other thread is at the inbox
             yield from inbox.receive(request)
             _put_back(flat, tensor)
             return sender
 
-        return self._launch(Lane(), f"receive from rank {sender}", steps(), inbox.waits_for, [tensor])
+        return self._launch(Lane(), "recv", f"receive from rank {sender}", steps(), inbox.waits_for, [tensor])
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        self._check_open()
         [tensor] = tensors
         inboxes, flat = [self._inbox(r) for r in range(self.size()) if r != self.rank()], _flat(tensor)
 
@@ -246,31 +253,30 @@ class ShmProcessGroup(dist.ProcessGroup):
             silent = [peer for inbox in inboxes for peer in inbox.waits_for()]
             return silent if len(silent) == len(inboxes) and all(peer.is_gone() for peer in silent) else []
 
-        return self._launch(Lane(), "receive from any rank", steps(), waits_for, [tensor])
+        return self._launch(Lane(), "recvAnySource", "receive from any rank", steps(), waits_for, [tensor])
 
     def _inbox(self, sender: int) -> Inbox:
-        if sender not in self._inboxes:
-            self._inboxes[sender] = Inbox(self._rounds, sender)
-        return self._inboxes[sender]
+        return self._inboxes.get(sender) or self._inboxes.setdefault(sender, Inbox(self._rounds, sender))
 
     # How they are run
 
-    def _start(self, what: str, steps: Callable[[], Steps], opts: Options, result: list[Any]) -> dist.Work:
+    def _start(self, what: str, steps: Callable[[], Steps], opts: Options, inputs: Iterable[Tensor], result: list[Any]) -> dist.Work:
+        self._check_open()
         waits = getattr(opts, "asyncOp", True)
         timeout = getattr(opts, "timeout", None)
         deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
         operation = Operation(what, steps(), deadline_s, self._rounds.missing)
-        self._check_open()
-        self._progress.start(self._lane, operation)
+        start(self._progress, self._lane, operation, self.getBackendName(), what, inputs)
         if waits:
             return ShmWork(self._progress, operation, result)
         self._progress.wait(operation)
         return DONE
 
-    def _launch(self, lane: Lane, what: str, steps: Steps, waits_for: Callable[[], list[Peer]], result: list[Tensor]) -> dist.Work:
-        self._check_open()
+    def _launch(
+        self, lane: Lane, title: str, what: str, steps: Steps, waits_for: Callable[[], list[Peer]], result: list[Tensor]
+    ) -> dist.Work:
         operation = Operation(what, steps, self._timeout_s, waits_for)
-        self._progress.start(lane, operation)
+        start(self._progress, lane, operation, self.getBackendName(), title, result)
         return ShmWork(self._progress, operation, result)
 
     def _check_open(self) -> None:
@@ -283,6 +289,10 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Let go of the shared memory."""
         if not self._closed:
             self._closed = True
+            # torch's own caches may keep this object for as long as the process lives.
+            del self._collectives, self._rounds, self._progress
+            self._sending.clear()
+            self._inboxes.clear()
             _Shared.release()
 
     abort = shutdown
@@ -336,7 +346,9 @@ def _flat(tensor: Tensor) -> Tensor:
     """All of it in one dimension: the tensor's own memory where that is contiguous, else a copy."""
     if tensor.device.type != "cpu":
         raise ValueError(f"the backend shm moves tensors of the CPU; this one is on {tensor.device}. For GPUs there is nccl.")
-    return tensor.detach().reshape(-1)
+    flat = tensor.detach().contiguous()
+    # Not `reshape`, whose result may have gaps, nor `view`, which keeps the stride of a single element.
+    return flat.as_strided((flat.numel(),), (1,))
 
 
 def _put_back(flat: Tensor, tensor: Tensor) -> None:
@@ -363,6 +375,13 @@ def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> li
 def _check_divides(tensor: Tensor, ranks: int) -> None:
     if tensor.dim() and tensor.shape[0] % ranks:
         raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be dealt evenly to {ranks} ranks; give the sizes")
+
+
+def _check_sizes(what: str, of_ranks: Sequence[Tensor], own: Tensor) -> None:
+    for rank, tensor in enumerate(of_ranks):
+        if tensor.numel() * tensor.element_size() != own.numel() * own.element_size():
+            sizes = " and ".join(f"{t.numel()} {t.dtype}".replace("torch.", "") for t in (own, tensor))
+            raise ValueError(f"{what}: this rank's tensor and that for rank {rank} must have the same size, not {sizes}")
 
 
 def _check_count(what: str, found: int, wanted: int) -> None:

@@ -24,9 +24,9 @@ from paceline.comm.shm.segment import Handle, Segment, attach, create
 
 Steps = Generator[None, None, Any]
 
-_SPIN_S = 100e-6  # about what it costs to put a core to sleep and to wake it
+_SPIN_S = 20e-6  # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
-_YIELD_CROWDED_S = 50e-6  # the same with more ranks than cores
+_YIELD_CROWDED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
 _SLEEPERS, _RUNG = 0, 1  # the words of a bell
 
@@ -52,6 +52,9 @@ class Operation:
                 self.result, self.done = end.value, True
             except Exception as error:  # noqa: BLE001 - raised by `Progress.wait`
                 self.fail(error)
+            except BaseException as error:  # Ctrl-C: a second try must not find it done
+                self.fail(DistBackendError(f"{self.what} was interrupted by {type(error).__name__}"))
+                raise
         return self.done
 
     def fail(self, error: Exception) -> None:
@@ -92,7 +95,9 @@ class Peer:
 
     def is_gone(self) -> bool:
         """Whether the process has ended; one that nobody has waited for yet has ended, too."""
-        return bool(select.select([self.life], [], [], 0)[0])
+        poll = select.poll()  # `select` knows no descriptor above 1023
+        poll.register(self.life, select.POLLIN)
+        return bool(poll.poll(0))
 
     def ring(self) -> None:
         """Wake it if it sleeps. A fence must lie between the store that it waits for and this look."""
@@ -259,7 +264,7 @@ def _lost(operation: Operation) -> DistBackendError | None:
         return DistBackendError(f"{operation.what}: {who} ended after {waited_s:.1f} s of waiting for it")
     if waited_s > operation.deadline_s:
         late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
-        return DistBackendError(f"{operation.what}: timed out after {waited_s:.1f} s" + (f"; {late} did not come" if late else ""))
+        return DistBackendError(f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else ""))
     return None
 
 

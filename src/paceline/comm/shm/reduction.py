@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,8 +28,16 @@ Op = Any  # torch's ReduceOp, or a member of its enumeration
 class Reduction:
     """One way to combine the tensors of several ranks."""
 
-    def __init__(self, op: Op, dtype: torch.dtype, size: int) -> None:
-        kind = getattr(op, "op", op)
+    @classmethod
+    def of(cls, op: Op, dtype: torch.dtype, size: int) -> Reduction:
+        """The way that torch's `op` names.
+
+        Raises:
+            ValueError: it is not offered.
+        """
+        return _reduction(getattr(op, "op", op), dtype, size)
+
+    def __init__(self, kind: ReduceOp.RedOpType, dtype: torch.dtype, size: int) -> None:
         if kind not in _BINARY:
             raise ValueError(
                 f"{kind} is not offered between the processes of one host; there are {', '.join(n for n, _ in _BINARY.values())}"
@@ -60,3 +69,6 @@ class Reduction:
         if self._divisor:
             total.div_(self._divisor, rounding_mode="trunc" if self._whole else None)
         return total
+
+
+_reduction = cache(Reduction)

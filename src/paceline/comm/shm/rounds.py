@@ -30,6 +30,11 @@ _CALL_BYTES = 512
 _PLACE = struct.Struct("<QQ")
 
 
+def segment_bytes(size: int) -> int:
+    """What every rank of a group of `size` shares."""
+    return _SLOTS_AT + 2 * _SLOT_BYTES + size * (MAIL_BYTES + MAIL_WORDS_BYTES)
+
+
 @dataclass(frozen=True)
 class Arena:
     """Memory that every rank has a segment of, for tensors that live there: this rank's and the others' copies, by rank."""
@@ -45,7 +50,7 @@ class Rounds:
         self.rank, self.size, self.progress, self.timeout_s = rank, size, progress, timeout_s
         self.round = 0
         self.arenas: list[Arena] = []
-        own = create(_SLOTS_AT + 2 * _SLOT_BYTES + size * (MAIL_BYTES + MAIL_WORDS_BYTES), "group")
+        own = create(segment_bytes(size), "group")
         try:
             handles = _exchange(store, rank, size, own.handle, progress.bell, timeout_s)
             self.segments = [own.segment if r == rank else attach(handle) for r, (handle, _) in enumerate(handles)]

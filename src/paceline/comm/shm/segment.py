@@ -8,7 +8,6 @@ once all have mapped it the descriptor is closed: the memory ends with the last 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import secrets
 from dataclasses import asdict, dataclass
@@ -45,14 +44,19 @@ class Segment:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        self.map = mmap.mmap(fd, size + _TOKEN_BYTES)
-        self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8, count=size)
+        # Python's own mmap would keep a copy of the descriptor for as long as the memory is mapped, and leave the door open.
+        try:
+            mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size + _TOKEN_BYTES, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        self.map: memoryview = mapped.numpy().data
+        self.bytes: Tensor = mapped[:size]
         self.address = self.bytes.data_ptr()
 
     def words(self, start: int = 0, count: int | None = None) -> memoryview:
         """64-bit unsigned words from byte `start` on. A store to one is one instruction, so nobody reads half of it."""
         end = self.size if count is None else start + 8 * count
-        return memoryview(self.map)[start : end - (end - start) % 8].cast("Q")
+        return self.map[start : end - (end - start) % 8].cast("Q")
 
 
 @dataclass
@@ -106,6 +110,8 @@ def attach(handle: Handle) -> Segment:
         if os.fstat(fd).st_size != handle.size + _TOKEN_BYTES:
             raise ClusterError(f"{path} is not the shared memory that was announced: its size differs")
         segment = Segment(fd, handle.size)
+    except OSError as error:
+        raise ClusterError(f"shared memory of process {handle.pid} cannot be mapped: {error}") from error
     finally:
         os.close(fd)
     if segment.map[handle.size :].hex() != handle.token:

@@ -31,7 +31,8 @@ def all_reduce_sparse(collectives: Collectives, tensor: Tensor, op: Op) -> Steps
         torch.cat([rows[: int(count)] for rows, count in zip(values, counts, strict=True)]),
         own.shape,
     ).coalesce()
-    tensor.detach().copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)  # not of `tensor.detach()`, whose indices and values are others once they are replaced
 
 
 def _gathered(collectives: Collectives, rows: Tensor, most: int) -> Steps:

@@ -1,0 +1,20 @@
+"""What torch's profilers see of collectives and messages: an event each, from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
+
+from paceline.comm.shm.progress import Lane, Operation, Progress
+
+
+def start(progress: Progress, lane: Lane, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
+    """Start an operation; where a profiler runs in this thread, as an event `backend:what` with the tensors' shapes."""
+    if not _profiler_enabled():
+        progress.start(lane, operation)
+        return
+    event = _record_function_with_args_enter(f"{backend}:{what}", *tensors)
+    progress.start(lane, operation)
+    progress.call_when_done(operation, lambda: _record_function_with_args_exit(event))

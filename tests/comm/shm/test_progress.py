@@ -1,0 +1,262 @@
+"""A wait ends: with the result, soon after a rank it waits for is gone, or at the deadline. Meanwhile it leaves the cores to others."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm import Group
+from paceline.comm.shm.progress import Operation, Steps
+from paceline.comm.shm.rounds import MAIL_BYTES
+from paceline.errors import SyncError
+from ranks import RankError, Ranks
+
+LARGE = 3_000_000
+
+
+def world(deadline_s: float = 60) -> Group:
+    backend = dist.new_group(backend="shm", timeout=timedelta(seconds=deadline_s))
+    return Group(dist.get_rank(), dist.get_world_size(), backend, deadline_s=deadline_s)
+
+
+def small(group: Group) -> None:
+    group.all_reduce(torch.zeros(4))
+
+
+def in_place(group: Group) -> None:
+    if not hasattr(group, "shared"):
+        group.shared = group.empty(LARGE, torch.float32)  # type: ignore[attr-defined]
+    group.all_reduce(group.shared)  # type: ignore[attr-defined]
+
+
+def through_slots(group: Group) -> None:
+    group.all_reduce(torch.zeros(LARGE))
+
+
+def from_its_root(group: Group) -> None:
+    group.broadcast(torch.zeros(LARGE), root=1)
+
+
+def in_the_background(group: Group) -> None:
+    pending = group.start_all_reduce(torch.zeros(LARGE))
+    time.sleep(0.01)
+    pending.wait()
+
+
+def killed_while(call: Callable[[Group], None], asleep: bool, folder: Path) -> None:
+    """Rank 1 is killed at some moment while all ranks make the call again and again, or while the others sleep in it."""
+    group = world()
+    call(group)
+    if group.rank == 1 and asleep:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 1:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            call(group)
+    except SyncError as error:
+        (folder / f"error-{group.rank}").write_text(str(error))
+    try:
+        group.barrier()
+    except SyncError as error:
+        (folder / f"again-{group.rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize("asleep", [False, True], ids=["at some moment", "while the others sleep"])
+@pytest.mark.parametrize("call", [small, in_place, through_slots, from_its_root, in_the_background], ids=lambda f: f.__name__)
+def test_a_killed_rank_is_named_by_all_others(ranks: Ranks, call: Callable[[Group], None], asleep: bool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 ended without a result, exit code -9"):  # and the others came to an end
+        ranks(3, killed_while, call, asleep, tmp_path, backend="shm")
+    for rank in (0, 2):
+        error = (tmp_path / f"error-{rank}").read_text()
+        assert f"rank {rank} waited" in error
+        assert re.search(r"rank 1 \(pid \d+\) ended after", error), error
+        assert "this group cannot be used any more, since: " in (tmp_path / f"again-{rank}").read_text()
+
+
+def lost_messages(direction: str, folder: Path) -> None:
+    """Rank 1 is killed before it sends what rank 0 waits for, in the middle of it, or before it takes what rank 0 sends."""
+    if dist.get_rank() == 1:
+        if direction == "middle":
+            dist.isend(torch.zeros(5 * MAIL_BYTES), 0)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if direction == "to it":
+            dist.send(torch.zeros(2 * MAIL_BYTES), 1)
+        elif direction == "from any":
+            dist.recv(torch.zeros(1))
+        else:
+            if direction == "middle":
+                time.sleep(0.8)
+            dist.recv(torch.zeros(5 * MAIL_BYTES), 1)
+    except RuntimeError as error:
+        (folder / "error").write_text(str(error))
+
+
+@pytest.mark.parametrize("direction", ["from it", "middle", "to it", "from any"])
+def test_a_killed_rank_is_named_by_who_waits_for_a_message(ranks: Ranks, direction: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 ended without a result, exit code -9"):
+        ranks(2, lost_messages, direction, tmp_path, backend="shm")
+    assert re.search(r"rank 1 \(pid \d+\) ended after", (tmp_path / "error").read_text())
+
+
+def left(folder: Path) -> None:
+    group = world()
+    if group.rank == 1:
+        os._exit(0)
+    try:
+        group.barrier()
+    except SyncError as error:
+        (folder / f"error-{group.rank}").write_text(str(error))
+
+
+def test_a_rank_that_ends_well_but_too_early_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 ended without a result, exit code 0"):
+        ranks(3, left, tmp_path, backend="shm")
+    for rank in (0, 2):
+        assert re.search(r"rank 1 \(pid \d+\) ended after", (tmp_path / f"error-{rank}").read_text())
+
+
+def stopped() -> str:
+    """Rank 1 is stopped; rank 0 lets it go on after the error."""
+    group = world(deadline_s=1)
+    pids = group.gather_json(os.getpid())
+    error = ""
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        try:
+            small(group)
+        except SyncError as caught:
+            error = str(caught)
+    if group.rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    return error
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(ranks: Ranks) -> None:
+    first, _, third = ranks(3, stopped, backend="shm")
+    for error in (first, third):
+        assert re.search(r"after \d+\.\d s; rank 1 \(pid \d+\) did not come", error), error
+        assert "raise deadline_s" in error
+
+
+def different(cases: list[list[str]]) -> list[list[str]]:
+    """What the ranks say that make one call each; in every case in a new group."""
+    errors: list[list[str]] = []
+    for calls in cases:
+        group = world()
+        errors.append([])
+        for _ in range(2):
+            try:
+                kind, size, dtype, how = calls[group.rank % len(calls)].split()
+                tensor = torch.zeros(int(size), dtype=getattr(torch, dtype))
+                if kind == "broadcast":
+                    group.broadcast(tensor, root=int(how))
+                else:
+                    group.all_reduce(tensor, "max" if how == "max" else "sum")
+            except SyncError as error:
+                errors[-1].append(str(error))
+    return errors
+
+
+DIFFERENT = [
+    (["all_reduce 4 float32 sum", "all_reduce 5 float32 sum"], ["all_reduce sum of 4 float32", "rank 1 all_reduce sum of 5 float32"]),
+    (["all_reduce 4 float32 sum", "all_reduce 90000 float32 sum"], ["of 4 float32", "of 90000 float32"]),
+    (["all_reduce 4 float32 sum", "all_reduce 4 int32 sum"], ["of 4 float32", "of 4 int32"]),
+    (["all_reduce 4 float32 sum", "all_reduce 4 float32 max"], ["all_reduce sum", "all_reduce max"]),
+    (["all_reduce 4 float32 sum", "broadcast 4 float32 0"], ["all_reduce sum of 4", "broadcast from rank 0 of 4"]),
+    (["broadcast 4 float32 1", "broadcast 4 float32 0"], ["broadcast from rank 1", "broadcast from rank 0"]),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_that_differ_are_both_named_and_end_the_group(ranks: Ranks, size: int) -> None:
+    for of_rank in ranks(size, different, [calls for calls, _ in DIFFERENT], backend="shm"):
+        for (first, second), (_, words) in zip(of_rank, DIFFERENT, strict=True):
+            assert "the ranks called different collectives" in first
+            assert all(word in first for word in words), first
+            assert "this group cannot be used any more, since: the ranks called different" in second
+
+
+def cpu_times(wait_s: float) -> float:
+    """The processor time that this rank took while one of them let the others wait."""
+    group = world()
+    group.barrier()
+    before = time.process_time()
+    if group.rank == 0:
+        time.sleep(wait_s)
+    group.barrier()
+    return time.process_time() - before
+
+
+def test_ranks_that_wait_leave_their_cores_to_others(ranks: Ranks) -> None:
+    for rank, used_s in enumerate(ranks(4, cpu_times, 2.0, backend="shm")):
+        assert used_s < 0.2 * 2.0, f"rank {rank} burnt {used_s:.2f} s while it waited for 2 s"
+
+
+def with_many_open_files() -> float:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    group = world()
+    if group.rank == 0:
+        time.sleep(0.5)  # the other looks whether this one lives
+    tensor = torch.ones(1)
+    group.all_reduce(tensor)
+    for file in files:
+        os.close(file)
+    return tensor.item()
+
+
+def test_a_process_with_more_than_a_thousand_open_files_can_wait(ranks: Ranks) -> None:
+    assert ranks(2, with_many_open_files, backend="shm") == [2.0, 2.0]
+
+
+def test_a_call_that_is_interrupted_is_no_result() -> None:
+    """Ctrl-C in the middle of it; who catches that must not take the tensor for the sum."""
+
+    def steps() -> Steps:
+        raise KeyboardInterrupt
+        yield
+
+    operation = Operation("all_reduce", steps(), 10, list)
+    with pytest.raises(KeyboardInterrupt):
+        operation.advance()
+    assert operation.advance()
+    assert "all_reduce was interrupted by KeyboardInterrupt" in str(operation.error)
+
+
+LEAVES = """
+import sys, torch, torch.distributed as dist
+import paceline.comm.shm
+
+rank = int(sys.argv[1])
+dist.init_process_group("shm", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+works = [dist.all_reduce(torch.zeros(300_000), async_op=True) for _ in range(50)]
+works[0].wait()
+"""
+
+
+def test_a_process_that_ends_with_calls_under_way_ends_well(tmp_path: Path) -> None:
+    for turn in range(2):
+        command = [sys.executable, "-c", LEAVES]
+        started = [subprocess.Popen([*command, str(rank), str(tmp_path / f"store-{turn}")], stderr=subprocess.PIPE) for rank in range(2)]
+        errors = [process.communicate(timeout=60)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], errors
