@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -79,17 +80,24 @@ class Group:
         """
         if self.size == 1:
             return
-        with self._named("all-reduce"):
-            self.bytes_reduced += tensor.numel() * tensor.element_size()
-            dist.all_reduce(tensor, op=_OPS[op], group=self.backend)
+        self.bytes_reduced += tensor.nbytes
+        started = time.monotonic()
+        try:
+            self._reduce(tensor, op, waits=True).wait()
+        except RuntimeError as error:
+            raise self._explain("all-reduce", time.monotonic() - started, error) from error
         if op == "mean":
             tensor.div_(self.size)
 
     def start_all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         """Begin an all-reduce (sum or maximum) and return at once; `wait()` on the result before `tensor` is read."""
-        self.bytes_reduced += tensor.numel() * tensor.element_size()
-        work = dist.all_reduce(tensor, op=_OPS[op], group=self.backend, async_op=True)
-        return Pending(self, work)
+        self.bytes_reduced += tensor.nbytes
+        return Pending(self, self._reduce(tensor, op, waits=False))
+
+    def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
+        """As `dist.all_reduce`, without the checks and the log around it: once a step, with cold caches, they cost as much as the sum."""
+        assert self.backend is not None
+        return self.backend.allreduce([tensor], _options(op, waits))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by that of rank `root` of the group."""
@@ -163,6 +171,13 @@ class Group:
         except RuntimeError:  # the store went down with the rank that served it
             return [0] if self.rank else []
         return missing
+
+
+@cache
+def _options(op: Op, waits: bool) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = _OPS[op], not waits  # type: ignore[assignment]  # torch converts it
+    return options
 
 
 @dataclass

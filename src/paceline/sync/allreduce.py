@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class AllReduce(SyncRule):
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
         self.overlap = replica.dp.device.type == "cuda" or replica.dp.spans_hosts
         self.buckets = _bucketize(replica, BUCKET_BYTES if self.overlap else None)
-        self.place: dict[Tensor, tuple[Bucket, int]] = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.parameters)}
-        self.hooks = [p.register_post_accumulate_grad_hook(self._collect) for b in self.buckets for p in b.parameters]
+        self.hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
+        ]
         replica.gradients = [b.flat[: b.gradient_size] for b in self.buckets if b.gradient_size]
 
     def after_backward(self) -> None:
@@ -73,15 +75,14 @@ class AllReduce(SyncRule):
         for hook in self.hooks:
             hook.remove()
 
-    def _collect(self, parameter: Tensor) -> None:
+    def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass just made into its bucket; send the bucket when it is full."""
-        bucket, i = self.place[parameter]
         if bucket.pending is not None:
             raise SyncError(
                 "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint does that); "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        bucket.take(i)
+        bucket.take(i, parameter)
         if self.overlap and self.replica.last_backward:
             self._send_full_buckets()
 
@@ -107,9 +108,9 @@ class Bucket:
     seen: set[int] = field(default_factory=set)
     pending: Pending | None = None
 
-    def take(self, i: int) -> None:
+    def take(self, i: int, parameter: Tensor) -> None:
         """Move the gradient of parameter `i` here: the first of a step overwrites, those of further microbatches add."""
-        gradient = self.parameters[i].grad
+        gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
             raise PlanError("a sparse gradient cannot be summed in a flat buffer; use sparse=False in the embedding, or dp=1")
@@ -118,7 +119,7 @@ class Bucket:
         else:
             self.views[i].copy_(gradient)
             self.seen.add(i)
-        self.parameters[i].grad = None
+        parameter.grad = None
 
     def fill(self) -> None:
         """Note who was reached by the backward pass, and zero the others."""

@@ -57,9 +57,13 @@ class Notes:
             staged[FIRST_VOTE + i] = float(what in self._asked)
         staged[FIRST_BUSY + self.group.rank] = busy_s
         self._asked.clear()
-        self.tensor.copy_(torch.tensor(staged, dtype=self.tensor.dtype))
-        self.tensor[LOSS] = self._loss
-        self.tensor[ITEMS] = self._items
+        if self.tensor.device.type == "cpu":
+            staged[LOSS], staged[ITEMS] = float(self._loss), float(self._items)
+            self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
+        else:
+            self.tensor.copy_(torch.tensor(staged, dtype=self.tensor.dtype))
+            self.tensor[LOSS] = self._loss
+            self.tensor[ITEMS] = self._items
         return busy_s
 
     def read(self) -> Agreed:
