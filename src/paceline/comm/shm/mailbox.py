@@ -6,6 +6,7 @@ that nobody has asked for yet is taken out and kept, so that it does not block t
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from paceline.comm.shm.progress import Peer, Steps
 from paceline.comm.shm.rounds import MAIL_BYTES, Rounds
 from paceline.errors import SyncError
 
-_HEADER_BYTES = 16
+_HEADER = struct.Struct("<qq")  # tag, size; a message is padded to a whole number of headers, so that none wraps around
+_STEP_BYTES = MAIL_BYTES // 8  # moved at a time, so that one side writes while the other reads
 _WRITTEN, _READ = 0, 8  # words: how many bytes ever, on cache lines of their own
 
 
@@ -27,30 +29,43 @@ class Outbox:
 
     def __init__(self, rounds: Rounds, receiver: int) -> None:
         self._peer = rounds.peers[receiver]
-        self._words, self._ring = rounds.mailbox(rounds.rank, receiver)
+        self._words, self._headers, self._ring = rounds.mailbox(rounds.rank, receiver)
         self._written = 0
 
     def send(self, tensor: Tensor, tag: int) -> Steps:
         """Write a message; done when all of it is in the ring or taken."""
-        data = tensor.view(torch.uint8)
-        for part in (torch.tensor([tag, len(data)]).view(torch.uint8), data):
-            start = 0
-            while start < len(part):
-                at = self._written % MAIL_BYTES
-                count = min(MAIL_BYTES - (self._written - self._words[_READ]), MAIL_BYTES - at, len(part) - start)
-                if count == 0:
-                    yield
-                    continue
-                self._ring[at : at + count].copy_(part[start : start + count])
+        data, size = tensor.view(torch.uint8), tensor.nbytes
+        while self._free() < _HEADER.size:
+            yield
+        _HEADER.pack_into(self._headers, self._written % MAIL_BYTES, tag, size)
+        self._written += _HEADER.size
+        start = 0
+        while start < size:
+            at = self._written % MAIL_BYTES
+            count = min(self._free(), MAIL_BYTES - at, size - start, _STEP_BYTES)
+            if count:
+                self._ring[at : at + count].copy_(data[start : start + count])
                 start += count
                 self._written += count
-                self._words[_WRITTEN] = self._written
-                futex.fence()
-                self._peer.ring()
+            if start < size:
+                self._tell()
+                if not count:
+                    yield
+        self._written += -size % _HEADER.size
+        self._tell()
+
+    def _free(self) -> int:
+        used: int = self._written - self._words[_READ]
+        return MAIL_BYTES - used
+
+    def _tell(self) -> None:
+        self._words[_WRITTEN] = self._written
+        futex.fence()
+        self._peer.ring()
 
     def waits_for(self) -> list[Peer]:
         """The receiver, while the ring is full."""
-        return [self._peer] if self._written - self._words[_READ] == MAIL_BYTES else []
+        return [self._peer] if self._free() < _HEADER.size else []
 
 
 @dataclass
@@ -58,13 +73,14 @@ class Message:
     """One that is coming in, or waits to be asked for."""
 
     tag: int
+    size: int
     data: Tensor
     received: int = 0
 
     @property
     def whole(self) -> bool:
         """Whether all of it is here."""
-        return self.received == len(self.data)
+        return self.received == self.size
 
 
 @dataclass
@@ -86,7 +102,7 @@ class Inbox:
 
     def __init__(self, rounds: Rounds, sender: int) -> None:
         self.peer = rounds.peers[sender]
-        self._words, self._ring = rounds.mailbox(sender, rounds.rank)
+        self._words, self._headers, self._ring = rounds.mailbox(sender, rounds.rank)
         self._read = 0
         self._coming: Message | None = None
         self._abandoned = False
@@ -128,9 +144,9 @@ class Inbox:
         """Put a whole message where it was asked for."""
         message, target = request.message, request.target
         assert message is not None
-        if len(message.data) != len(target):
+        if message.size != len(target):
             raise SyncError(
-                f"rank {self.peer.rank} sent a message of {len(message.data)} bytes (tag {request.tag}) for a tensor of {len(target)} bytes"
+                f"rank {self.peer.rank} sent a message of {message.size} bytes (tag {request.tag}) for a tensor of {len(target)} bytes"
             )
         if message.data is not target:
             target.copy_(message.data)
@@ -138,33 +154,30 @@ class Inbox:
     def pump(self) -> None:
         """Take what has come out of the ring."""
         while (there := self._words[_WRITTEN] - self._read) > 0:
-            if self._coming is None:
-                if there < _HEADER_BYTES:  # always written as a whole, but for one that wraps around
-                    return
-                tag, size = self._take(_HEADER_BYTES).view(torch.int64).tolist()
-                self._coming = self._begin(tag, size)
-                continue
-            message = self._coming
             at = self._read % MAIL_BYTES
-            count = min(there, MAIL_BYTES - at, len(message.data) - message.received)
-            message.data[message.received : message.received + count].copy_(self._ring[at : at + count])
-            message.received += count
-            self._advance(count)
-            if message.whole:
+            if self._coming is None:
+                tag, size = _HEADER.unpack_from(self._headers, at)
+                self._coming = self._begin(tag, size)
+                self._take(_HEADER.size)
+            else:
+                message = self._coming
+                count = min(there, MAIL_BYTES - at, message.size - message.received, _STEP_BYTES)
+                message.data[message.received : message.received + count].copy_(self._ring[at : at + count])
+                message.received += count
+                self._take(count)
+            if self._coming.whole:
+                self._take(-self._coming.size % _HEADER.size)
                 self._coming = None
-        if self._coming is not None and self._coming.whole:  # one of no bytes
-            self._coming = None
 
     def waits_for(self) -> list[Peer]:
-        """The sender, while nothing of it is there to be read, or only a part of a header."""
-        there = self._words[_WRITTEN] - self._read
-        return [self.peer] if there == 0 or (self._coming is None and there < _HEADER_BYTES) else []
+        """The sender, while nothing of it is there to be read."""
+        return [self.peer] if self._words[_WRITTEN] == self._read else []
 
     def _begin(self, tag: int, size: int) -> Message:
         """Straight into the first place that waits for it; else into memory of its own."""
         request = next((r for r in self._open() if r.tag == tag), None)
         fits = request is not None and len(request.target) == size
-        message = Message(tag, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8))
+        message = Message(tag, size, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8))
         if request is None:
             self._kept.append(message)
         else:
@@ -184,16 +197,7 @@ class Inbox:
         self._requests = deque(request for request in self._requests if request.message is None)
         return list(self._requests)
 
-    def _take(self, count: int) -> Tensor:
-        taken = torch.empty(count, dtype=torch.uint8)
-        at = self._read % MAIL_BYTES
-        first = min(count, MAIL_BYTES - at)
-        taken[:first].copy_(self._ring[at : at + first])
-        taken[first:].copy_(self._ring[: count - first])
-        self._advance(count)
-        return taken
-
-    def _advance(self, count: int) -> None:
+    def _take(self, count: int) -> None:
         self._read += count
         self._words[_READ] = self._read
         futex.fence()

@@ -7,6 +7,7 @@ never holds up another, and every wait ends: at its deadline, or soon after a pe
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import threading
@@ -28,6 +29,8 @@ _SPIN_S = 20e-6  # longer than a wait of ranks that keep step; they may have bee
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
 _YIELD_CROWDED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
+_GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
+_WATCH_S = 0.5  # how long the thread looks out for more, which spares the callers from waking it each time
 _SLEEPERS, _RUNG = 0, 1  # the words of a bell
 
 
@@ -118,6 +121,8 @@ class Progress:
         self._bell_address = self._own.segment.address + 8 * _RUNG
         self._peers: dict[Handle, tuple[Segment, int]] = {}
         self._wanted = threading.Event()
+        self._urgent = threading.Event()
+        self._watching = False
         self._thread: threading.Thread | None = None
         self._ending = False
 
@@ -142,17 +147,22 @@ class Progress:
 
     def close(self) -> None:
         """End the thread and let go of the peers."""
-        with self._lock:
-            self._ending = True
-            self._wanted.set()
-            self._bell[_RUNG] = (self._bell[_RUNG] + 1) & 0xFFFFFFFF
-            futex.wake(self._bell_address)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._end_thread()
         for _, life in self._peers.values():
             os.close(life)
         self._peers.clear()
         self._own.close_door()
+
+    def _end_thread(self) -> None:
+        atexit.unregister(self._end_thread)
+        with self._lock:
+            self._ending = True
+            self._wanted.set()
+            self._urgent.set()
+            self._bell[_RUNG] = (self._bell[_RUNG] + 1) & 0xFFFFFFFF
+            futex.wake(self._bell_address)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def start(self, lane: Lane, operation: Operation) -> None:
         """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
@@ -165,12 +175,15 @@ class Progress:
             self._advance()
 
     def in_background(self, operation: Operation) -> None:
-        """Have an operation go on while nobody waits for it."""
+        """Have an operation go on while nobody waits for it: soon, not at once, as most are waited for at once."""
         with self._lock:
-            if not operation.done:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="paceline-shm", daemon=True)
-                    self._thread.start()
+            if operation.done:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paceline-shm", daemon=True)
+                self._thread.start()
+                atexit.register(self._end_thread)  # a thread that is inside torch when Python ends aborts the process
+            if not self._watching:
                 self._wanted.set()
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
@@ -178,6 +191,7 @@ class Progress:
         with self._lock:
             if not operation.done:
                 operation.on_done.append(call)
+                self._urgent.set()
                 return
         call()
 
@@ -245,13 +259,29 @@ class Progress:
             operation.on_done.clear()
 
     def _run(self) -> None:
-        """The thread: sleeps while nothing is under way."""
+        """The thread: sleeps while nothing is under way, watches while there may be something, drives what nobody has waited for."""
         while not self._ending:
             self._wanted.wait()
             self._wanted.clear()
-            # It never spins: what it would gain, it would take from the thread that computes.
-            while self._busy and not self._ending:
-                self._sleep(lambda: not self._busy or self._ending)
+            until = time.monotonic() + _WATCH_S
+            while self._keeps_watching(until):
+                urgent = self._urgent.wait(_GRACE_S)
+                self._urgent.clear()
+                # It never spins: what it would gain, it would take from the thread that computes.
+                while self._busy and not self._ending and (urgent or self._oldest_s() > _GRACE_S):
+                    until = time.monotonic() + _WATCH_S
+                    self._sleep(lambda: not self._busy or self._ending)
+
+    def _keeps_watching(self, until: float) -> bool:
+        with self._lock:  # so that whoever starts an operation either is seen here, or sees that nobody watches
+            self._watching = not self._ending and (bool(self._busy) or time.monotonic() < until)
+            return self._watching
+
+    def _oldest_s(self) -> float:
+        """How long the operation that is under way the longest has been."""
+        with self._lock:
+            starts = [lane.queue[0].started for lane in self._busy if lane.queue]
+        return time.monotonic() - min(starts, default=time.monotonic())
 
 
 def _lost(operation: Operation) -> DistBackendError | None:

@@ -23,7 +23,7 @@ from paceline.errors import SyncError
 
 CHUNK_BYTES = 2**20  # of a tensor that is copied through the slots: small enough for a core's cache, large enough to outlast a wait
 _SLOT_BYTES = 2 * CHUNK_BYTES  # contributions for the other ranks, then this rank's result
-MAIL_BYTES = 2**19  # a ring for messages to each of the other ranks
+MAIL_BYTES = 2**21  # a ring for messages to each of the other ranks
 MAIL_WORDS_BYTES = 128  # how far it was written, how far read, on cache lines of their own
 _WORDS_AT, _CALLS_AT, _SLOTS_AT = 0, 256, 4096
 _CALL_BYTES = 512
@@ -147,11 +147,11 @@ class Rounds:
                 return arena.number, offset
         return 0, 0
 
-    def mailbox(self, sender: int, receiver: int) -> tuple[memoryview, Tensor]:
-        """The ring for messages between two ranks: its words, and its bytes."""
+    def mailbox(self, sender: int, receiver: int) -> tuple[memoryview, memoryview, Tensor]:
+        """The ring for messages between two ranks: how far it was written and read, and its bytes, for Python and for torch."""
         at = _SLOTS_AT + 2 * _SLOT_BYTES + receiver * (MAIL_BYTES + MAIL_WORDS_BYTES)
-        segment = self.segments[sender]
-        return segment.words(at, MAIL_WORDS_BYTES // 8), segment.bytes[at + MAIL_WORDS_BYTES : at + MAIL_WORDS_BYTES + MAIL_BYTES]
+        segment, ring = self.segments[sender], slice(at + MAIL_WORDS_BYTES, at + MAIL_WORDS_BYTES + MAIL_BYTES)
+        return segment.words(at, MAIL_WORDS_BYTES // 8), segment.map[ring], segment.bytes[ring]
 
 
 def _exchange(store: Store, rank: int, size: int, own: Handle, bell: Handle, timeout_s: float) -> list[tuple[Handle, Handle]]:
