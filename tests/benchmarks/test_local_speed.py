@@ -30,6 +30,7 @@ def test_ddp_and_our_loop_take_the_same_steps_on_the_same_batches(speed: Any, tm
         assert min(ddp.ask(["steps", 1]) + ours.ask(["steps", 1]) + ddp.ask(["batches", 1]) + ours.ask(["batches", 1])) > 0
 
 
+@pytest.mark.slow
 def test_other_work_than_that_of_ddp_is_not_timed(speed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "PROOF_STEPS", 5)
     work = speed.Work.lay_out(tmp_path / "work", speed.CNN)

@@ -136,7 +136,7 @@ def test_ctrl_c_saves_and_ends_the_run(job: Path, tmp_path: Path) -> None:
         outcome = ended(process)
     assert outcome.code == 130
     assert outcome.says("SIGINT: the ranks save a checkpoint and end", "stopped      SIGINT", f"--run {run.relative_to(tmp_path)} --resume")
-    assert checkpoints(run) == [f"step-{max(losses(run)):08d}"]
+    assert checkpoints(run)[-1] == f"step-{max(losses(run)):08d}"
 
 
 def test_a_second_ctrl_c_ends_ranks_at_once_that_cannot_save(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_
         assert full.code == 1
         assert "the checkpoint of step 20 was not written: No space left on device: rank " in full.error
         assert "Saved before and untouched: step-00000010" in full.error
-        assert checkpoints(disk / "run") == ["step-00000010"]
+        assert whole(checkpoints(disk / "run")) == ["step-00000010"]
 
         remount(disk, "ro")
         assert paceline(*options, "--resume", folder=tmp_path).error.startswith("the run cannot be kept in disk/run: Read-only file system")
@@ -182,6 +182,11 @@ def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_
         assert again.code == 0, again.err
         assert again.says("resumed at step 10")
         assert losses(disk / "run") == undisturbed
+
+
+def whole(names: list[str]) -> list[str]:
+    """The checkpoints among what lies in the folder, without the beginning of one that the next start removes."""
+    return [name for name in names if not name.startswith(".")]
 
 
 @contextmanager

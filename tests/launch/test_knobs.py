@@ -92,6 +92,7 @@ def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_p
         assert first.says("not kept, as other work took")
 
 
+@pytest.mark.slow
 def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launch.knobs._MOST_OTHER_WORK", 2.0)  # other tests may be at work beside this one
     job = network(tmp_path, "pass", stop={"steps": 1000})
@@ -182,6 +183,7 @@ def test_more_ranks_than_cores_train_the_same_and_are_told_what_it_costs(tmp_pat
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_are_measured_beside_all_of_them(tmp_path: Path) -> None:
     """Two of four ranks, as on a machine of four cores: the others wait, and nobody hangs."""
     real = sorted(os.sched_getaffinity(0))
