@@ -1,6 +1,8 @@
 """Energy from copies of the kernel's files. Wrong here: joules counted twice, negative ones, or a run that ends for want of them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,11 +61,26 @@ def test_a_counter_that_goes_away_ends_the_answers_and_nothing_else(tmp_path: Pa
     assert energy.joules() is None, "a sum with a gap in it is no sum"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_counters_for_root_only_are_named(tmp_path: Path) -> None:
-    file = machine(tmp_path) / "sys/class/powercap/intel-rapl:0/energy_uj"
-    file.chmod(0)
-    assert cpu_energy(tmp_path).why_not == "/sys/class/powercap/intel-rapl:0/energy_uj can be read by root only"
+def test_counters_for_root_only_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(tmp_path)
+    (tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj").chmod(0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # another user may not walk through the folders above
+    with as_nobody():
+        why_not = cpu_energy(Path()).why_not
+    assert why_not == "/sys/class/powercap/intel-rapl:0/energy_uj can be read by root only"
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without the rights of root, which may read every file."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
 
 
 def test_a_gpu_counts_in_millijoules() -> None:
