@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_loop import LR, answer
-from measure import environment_line
+from measure import environment_line, our_steps
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -322,16 +322,6 @@ def our_loop(run: Run, group: Group) -> Loop:
     loop = Loop(run, build_engine(run.job, run.plan, model, data, group), data, group)
     loop.progress = None  # under `paceline train` the launcher shows it, from another process
     return loop
-
-
-def our_steps(loop: Loop) -> Iterator[float]:
-    """What `paceline train` does at every step, with its record, stop rule and status; yields the loss."""
-    while True:
-        for batch in loop.engine.loader:
-            result = loop.advance(batch)
-            assert result is not None
-            loop.after_step(result)
-            yield result.loss
 
 
 def our_batches(loop: Loop) -> Iterator[object]:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from measure import environment_line
+from measure import environment_line, our_steps
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.job.job import Job
@@ -197,16 +197,6 @@ def plain_steps(loop: Loop) -> Generator[float, None, None]:
             loss.backward()
             optimizer.step()
             yield loss.item()
-
-
-def our_steps(loop: Loop) -> Generator[float, None, None]:
-    """What `paceline train` does at every step, with its record, stop rule and status; yields the loss."""
-    while True:
-        for batch in loop.engine.loader:
-            result = loop.advance(batch)
-            assert result is not None
-            loop.after_step(result)
-            yield result.loss
 
 
 def our_loop(folder: Path, job: dict[str, Any]) -> Loop:

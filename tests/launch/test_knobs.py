@@ -168,6 +168,8 @@ def test_ctrl_c_ends_the_measuring_and_trains_nothing(tmp_path: Path) -> None:
         outcome = ended(process)
     assert outcome.code == 130, outcome.err
     assert "Traceback" not in outcome.err
+    assert outcome.says("SIGINT: the ranks end.")
+    assert "checkpoint" not in outcome.err
     assert not (tmp_path / "runs").exists()
     assert not list(tmp_path.glob("paceline-*"))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +163,25 @@ def with_sparse_gradients() -> None:
 def test_a_sparse_gradient_is_refused_with_what_to_do(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="sparse=False"):
         ranks(2, with_sparse_gradients)
+
+
+def one_rule_after_another() -> list[int]:
+    """How many pieces of shared memory are mapped after each."""
+    mapped = []
+    with joined(deadline_s=30) as group:
+        for _ in range(3):
+            model, rule = nn.Linear(100, 100), AllReduce()
+            rule.attach(Replica(model, group, torch.zeros(NOTES)))
+            model(torch.ones(2, 100)).sum().backward()
+            rule.after_backward()
+            rule.detach()
+            del model, rule
+            gc.collect()
+            group.barrier()
+            mapped.append(Path("/proc/self/maps").read_text().count("memfd:paceline-tensor"))
+    return mapped
+
+
+def test_a_rule_that_lets_go_of_the_model_lets_go_of_its_shared_memory(ranks: Ranks) -> None:
+    """A trial of knobs attaches one rule after another; a large model's gradients must not pile up."""
+    assert ranks(2, one_rule_after_another, backend="shm") == [[0, 0, 0]] * 2

@@ -164,7 +164,7 @@ def _collectives(ranks: int, variables: Mapping[str, str]) -> speed.Speeds:
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         file = Path(folder, "speeds.json")
         arguments = ["paceline.comm.speed:run_rank", str(file)]
-        launch(arguments, ranks=ranks, threads=1, pin_cores=None, deadline_s=60, env=variables)
+        launch(arguments, ranks=ranks, threads=1, pin_cores=None, deadline_s=60, saves=False, env=variables)
         from paceline.comm.speed import Speeds  # with torch, so once the ranks have had the machine to themselves
 
         return Speeds.load(file)

@@ -60,7 +60,7 @@ class Group:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros on the group's device, which all ranks must ask for at the same time.
 
-        Where the transport is shared memory it lies there, so that an all-reduce of it moves each byte once; it lives until the group ends.
+        Where the transport is shared memory it lies there, so that an all-reduce of it moves each byte once; it lives until `release`.
         """
         if isinstance(self.backend, ShmProcessGroup) and self.size > 1:
             with self._named("the start of a shared tensor"):
@@ -71,6 +71,11 @@ class Group:
                 f"there is no shared memory for a tensor of {numel * dtype.itemsize} bytes; it is copied through smaller parts"
             )
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def release(self, tensor: Tensor) -> None:
+        """Let go of a tensor from `empty`."""
+        if isinstance(self.backend, ShmProcessGroup):
+            self.backend.release(tensor)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Replace `tensor` on every rank by the sum, mean or maximum over the ranks, the same bits everywhere.

@@ -163,6 +163,7 @@ def _launch(folder: Path, job: Job, cluster: Cluster, plan: Plan, on_tick: Calla
             threads=plan.threads_for(cluster.hosts[0], plan.ranks),
             pin_cores=None,
             deadline_s=job.deadline_s,
+            saves=False,
             on_tick=on_tick,
             on_event=note,
         )

@@ -54,6 +54,7 @@ def launch(
     start_deadline_s: float = 300,
     port: int | None = None,
     restarts: int = 0,
+    saves: bool = True,
     on_tick: Callable[[], None] | None = None,
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
     env: Mapping[str, str] = {},
@@ -71,6 +72,7 @@ def launch(
         start_deadline_s: the same for the start-up.
         port: for the rendezvous on 127.0.0.1; None takes a free one.
         restarts: how often to start again after a failure that another attempt may survive.
+        saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}) and ("restart", {attempt, rank, reason}).
         env: variables for the ranks, over those of this process.
@@ -84,7 +86,7 @@ def launch(
     with StopSignals() as signals, _CursorShown():
         number = 0
         while True:
-            setting = _Setting(module_args, ranks, threads, pin_cores, deadline_s, start_deadline_s, port, env, number)
+            setting = _Setting(module_args, ranks, threads, pin_cores, deadline_s, start_deadline_s, port, saves, env, number)
             with _Attempt(setting, signals, on_tick, on_event) as attempt:
                 failure = attempt.watch()
             if failure is None:
@@ -107,6 +109,7 @@ class _Setting:
     deadline_s: float
     start_deadline_s: float
     port: int | None
+    saves: bool
     env: Mapping[str, str]
     number: int
 
@@ -268,7 +271,8 @@ class _Attempt:
             raise SystemExit(130)
         if self.signals.first and not self._told:
             self._told = True
-            print(f"paceline: {self.signals.first}: the ranks save a checkpoint and end. Ctrl-C kills them at once.", file=sys.stderr)
+            what = "save a checkpoint and end" if self.setting.saves else "end"
+            print(f"paceline: {self.signals.first}: the ranks {what}. Ctrl-C kills them at once.", file=sys.stderr)
             if self.on_event:
                 self.on_event("stop", {"signal": self.signals.first})
             for rank, status in zip(self.ranks, self.board.read(), strict=True):

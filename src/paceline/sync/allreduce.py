@@ -74,6 +74,8 @@ class AllReduce(SyncRule):
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
+        for bucket in self.buckets:
+            self.replica.dp.release(bucket.flat)
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass just made into its bucket; send the bucket when it is full."""

@@ -183,6 +183,11 @@ class Collectives:
         """Wait until all ranks are here."""
         yield from self._meet(b"barrier")
 
+    def forget(self, arena: int) -> None:
+        """Keep no views of an arena."""
+        for key in [key for key in self._shares if key[0] == arena]:
+            del self._shares[key]
+
     # Rounds
 
     def _round(self) -> Steps:
@@ -233,7 +238,7 @@ class Collectives:
         start, end = (min(len(tensor), share * r) for r in (self.rank, self.rank + 1))
         order = [self.rank, *(r for r in range(self.size) if r != self.rank)]
         size = tensor.element_size()
-        segments = self.rounds.arenas[number - 1].segments
+        segments = self.rounds.arenas[number].segments
         shares = [segments[r].bytes[offset + start * size : offset + end * size].view(tensor.dtype) for r in order]
         step = _CACHED_BYTES // size
         return [[share[at : at + step] for share in shares] for at in range(0, end - start, step)]

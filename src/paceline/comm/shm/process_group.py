@@ -52,7 +52,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         """A flat tensor of zeros in shared memory, of which every rank gets one; all must ask for it at the same time.
 
         Reductions of it, or of contiguous parts of it that are at the same place on all ranks, move each byte once.
-        It lives until the group ends. None on every rank where one of them is refused the memory.
+        It lives until `release`, or the end of the group. None on every rank where one of them is refused the memory.
         """
         own = None
         try:
@@ -72,6 +72,14 @@ class ShmProcessGroup(dist.ProcessGroup):
             if own is not None:
                 own.close_door()
         return arena.segments[self.rank()].bytes[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Let go of the shared memory that a tensor from `empty` lies in; it ends when all ranks have, and no view is left."""
+        if self._closed:
+            return
+        number, _ = self._rounds.place_of(tensor, tensor.nbytes)
+        self._rounds.arenas.pop(number, None)
+        self._collectives.forget(number)
 
     # Collectives
 

@@ -49,7 +49,8 @@ class Rounds:
     def __init__(self, store: Store, rank: int, size: int, progress: Progress, timeout_s: float) -> None:
         self.rank, self.size, self.progress, self.timeout_s = rank, size, progress, timeout_s
         self.round = 0
-        self.arenas: list[Arena] = []
+        self.arenas: dict[int, Arena] = {}
+        self._arenas_made = 0  # the same on all ranks
         own = create(segment_bytes(size), "group")
         try:
             handles = _exchange(store, rank, size, own.handle, progress.bell, timeout_s)
@@ -133,14 +134,14 @@ class Rounds:
     def add_arena(self, own: Own, handles: list[Handle]) -> Arena:
         """Map the segments that the ranks made for tensors."""
         segments = [own.segment if r == self.rank else attach(handle) for r, handle in enumerate(handles)]
-        arena = Arena(len(self.arenas) + 1, segments)
-        self.arenas.append(arena)
+        self._arenas_made += 1
+        arena = self.arenas[self._arenas_made] = Arena(self._arenas_made, segments)
         return arena
 
     def place_of(self, tensor: Tensor, nbytes: int) -> tuple[int, int]:
         """The arena's number and the byte where a contiguous tensor begins there; (0, 0) where it lies elsewhere."""
         address = tensor.data_ptr()
-        for arena in self.arenas:
+        for arena in self.arenas.values():
             segment = arena.segments[self.rank]
             offset = address - segment.address
             if 0 <= offset <= segment.size - nbytes:
