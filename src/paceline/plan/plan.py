@@ -17,18 +17,23 @@ Precision = Literal["fp32", "bf16", "fp64"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 Compile = Literal["off", "on", "reduce-overhead"]
 Transport = Literal["auto", "shm", "gloo"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Remat = Literal["none", "selective", "block"]
 
-_LEAST = {"dp": 1, "microbatches": 1, "threads": 0}
+_LEAST = {**dict.fromkeys(("dp", "fsdp", "tp", "pp", "cp", "ep", "microbatches"), 1), "threads": 0, "zero": 1}
+_MOST = {"zero": 3}
 _CHOICES = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    "remat": ("none", "selective", "block"),
     "precision": ("fp32", "bf16", "fp64"),
     "memory_format": ("contiguous", "channels_last"),
     "compile": ("off", "on", "reduce-overhead"),
     "sync": ("allreduce",),
     "transport": ("auto", "shm", "gloo"),
 }
-_EXAMPLES = {"compile": "on", "transport": "gloo", **dict.fromkeys(("dp", "microbatches", "threads"), "2")}
+_EXAMPLES = {"compile": "on", "transport": "gloo", "cut": "blocks.2", **dict.fromkeys(_LEAST, "2")}
 _SWITCHES = {"on": True, "off": False}
-_LATER = ("fsdp", "tp", "pp", "cp", "ep", "schedule", "remat", "compress")  # keys that are kept for coming versions
+_LATER = ("compress",)  # keys that are kept for coming versions
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,17 @@ class Plan:
     """
 
     dp: int = 1  # replicas, each with a share of the global batch
+    fsdp: int = 1  # ranks that share out the state of a replica, each with a share of its batch (FSDP2)
+    tp: int = 1  # ranks that share out the matrices of every layer
+    pp: int = 1  # stages of layers, one after the other
+    cp: int = 1  # ranks that share out the tokens of every sequence
+    ep: int = 1  # ranks that share out the experts of every mixture, each with a share of the batch
+    zero: int = 3  # of fsdp, what is shared out: 1 optimizer state, 2 and gradients, 3 and parameters
+    offload: bool = False  # of fsdp: keep its shards in host memory
+    sequence: bool = False  # of tp: share out the tokens between the matrices as well (sequence parallel)
+    schedule: Schedule = "1f1b"  # of pp: the order in which microbatches pass the stages
+    cut: str = ""  # of pp: the modules that begin the second and later stages, comma between; "": balanced by measured cost
+    remat: Remat = "none"  # what the backward pass computes again instead of keeping it
     microbatches: int = 1  # parts of a replica's share, computed one after the other
     precision: Precision | None = None  # of the arithmetic; None: the job's
     memory_format: MemoryFormat = "contiguous"  # of images and convolutions
@@ -83,7 +99,17 @@ class Plan:
     @property
     def ranks(self) -> int:
         """How many ranks the plan needs: one per device, where there are enough."""
-        return self.dp
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def readers(self) -> int:
+        """Into how many shares a global batch is dealt: along the other axes ranks read the same samples."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def splits(self) -> bool:
+        """Whether a replica takes more than one rank, or is divided in time (remat)."""
+        return self.ranks > self.dp or self.remat != "none"
 
     def precision_for(self, job: Job) -> Precision:
         """The precision that the job is computed in under this plan."""
@@ -138,7 +164,7 @@ def _value(key: str, text: str) -> Any:
     """The value as its type, or the text itself where it is none (`_problem` then says so)."""
     if key in _LEAST:
         return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
-    return text if key in _CHOICES else _SWITCHES.get(text, text)
+    return text if key in _CHOICES or key == "cut" else _SWITCHES.get(text, text)
 
 
 def _text(value: Any) -> str:
@@ -147,10 +173,18 @@ def _text(value: Any) -> str:
 
 def _problem(key: str, value: Any) -> str | None:
     if key in _LEAST:
-        wrong = type(value) is not int or not _LEAST[key] <= value < 10**9
-        return f'{key} is a whole number, at least {_LEAST[key]}, not "{value}"' if wrong else None
+        most = _MOST.get(key, 10**9 - 1)
+        wrong = type(value) is not int or not _LEAST[key] <= value <= most
+        limits = f"at least {_LEAST[key]}" + (f" and at most {most}" if key in _MOST else "")
+        return f'{key} is a whole number, {limits}, not "{value}"' if wrong else None
     if key in _CHOICES:
         return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
+    if key == "cut":
+        return (
+            None
+            if isinstance(value, str) and all(value.split(",")) or value == ""
+            else f'cut is names of modules with commas between, not "{value}"'
+        )
     return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
 
 

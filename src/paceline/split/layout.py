@@ -1,0 +1,141 @@
+"""Which part of a tensor a rank holds: along each dimension some intervals, the same words for every kind of split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Interval = tuple[int, int]  # (start, stop)
+
+
+class Box(NamedTuple):
+    """A block that is contiguous both in a rank's own part and in the full tensor: where it begins in each, and its shape."""
+
+    own: tuple[int, ...]
+    full: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, own: Tensor) -> Tensor:
+        """The block as a view of the rank's own part."""
+        for dim, (start, length) in enumerate(zip(self.own, self.shape, strict=True)):
+            own = own.narrow(dim, start, length)
+        return own
+
+    def within(self, full: Tensor) -> Tensor:
+        """The block as a view of the full tensor."""
+        for dim, (start, length) in enumerate(zip(self.full, self.shape, strict=True)):
+            full = full.narrow(dim, start, length)
+        return full
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rank's part of a tensor of shape `full`.
+
+    `kept[d]` are the intervals of dimension d that the rank holds, in the order in which they lie in its own part: one interval for a
+    simple shard, three for a shard of a fused query-key-value matrix. Splits compose: each divides what the one before left.
+    """
+
+    full: tuple[int, ...]
+    kept: tuple[tuple[Interval, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Layout:
+        """All of a tensor."""
+        return cls(tuple(shape), tuple(((0, n),) for n in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rank's own part."""
+        return tuple(sum(stop - start for start, stop in intervals) for intervals in self.kept)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds the full tensor, in its order."""
+        return self == Layout.whole(self.full)
+
+    @property
+    def numel(self) -> int:
+        """How many elements the rank holds."""
+        return prod(self.shape)
+
+    def divide(self, dim: int, part: int, parts: int, sections: Sequence[int] | None = None) -> Layout:
+        """Part number `part` of `parts` equal ones along `dim`; with `sections` (sizes that sum to the own size), of each section.
+
+        Raises:
+            ValueError: a section is no multiple of `parts`.
+        """
+        kept: list[Interval] = []
+        start = 0
+        for size in sections or (self.shape[dim],):
+            if size % parts:
+                raise ValueError(f"{size} is no multiple of {parts}")
+            kept += self._intervals(dim, start + size // parts * part, start + size // parts * (part + 1))
+            start += size
+        if start != self.shape[dim]:
+            raise ValueError(f"the sections sum to {start}, not to {self.shape[dim]}")
+        return self._with(dim, kept)
+
+    def narrow(self, dim: int, start: int, stop: int) -> Layout:
+        """What lies between `start` and `stop` of the own part along `dim`."""
+        return self._with(dim, self._intervals(dim, start, stop))
+
+    def take(self, full: Tensor) -> Tensor:
+        """The rank's part of `full`, a copy or a view."""
+        if tuple(full.shape) != self.full:
+            raise ValueError(f"the tensor has shape {tuple(full.shape)}, not {self.full}")
+        for dim, intervals in enumerate(self.kept):
+            if len(intervals) == 1:
+                full = full.narrow(dim, intervals[0][0], intervals[0][1] - intervals[0][0])
+            else:
+                full = (
+                    torch.cat([full.narrow(dim, start, stop - start) for start, stop in intervals], dim)
+                    if intervals
+                    else full.narrow(dim, 0, 0)
+                )
+        return full
+
+    def put(self, own: Tensor, full: Tensor) -> None:
+        """Write the rank's part into its place in `full`."""
+        for box in self.boxes():
+            box.within(full).copy_(box.of(own))
+
+    def boxes(self) -> Iterator[Box]:
+        """The blocks that the part is made of; none where it is empty, one (of no dimensions) for a scalar."""
+        if not self.numel:
+            return
+        placed: list[list[tuple[int, int, int]]] = []  # per dimension: (own start, full start, length)
+        for intervals in self.kept:
+            own, entries = 0, []
+            for start, stop in intervals:
+                entries.append((own, start, stop - start))
+                own += stop - start
+            placed.append(entries)
+        for choice in product(*placed):
+            yield Box(tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
+
+    def _intervals(self, dim: int, start: int, stop: int) -> list[Interval]:
+        """The intervals of the full tensor behind [start, stop) of the own part."""
+        found: list[Interval] = []
+        passed = 0
+        for low, high in self.kept[dim]:
+            a, b = max(start - passed, 0), min(stop - passed, high - low)
+            if a < b:
+                found.append((low + a, low + b))
+            passed += high - low
+        return found
+
+    def _with(self, dim: int, intervals: Sequence[Interval]) -> Layout:
+        merged: list[Interval] = []
+        for start, stop in intervals:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        return replace(self, kept=(*self.kept[:dim], tuple(merged) or ((0, 0),), *self.kept[dim + 1 :]))

@@ -1,0 +1,105 @@
+"""Where a rank stands: one `DeviceMesh` with the axes dp, pp, fsdp, cp, ep and tp, and a group of ranks for every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.comm import Group
+from paceline.errors import PlanError
+from paceline.plan.plan import Plan
+
+AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # the last one varies fastest: its ranks are neighbours, which talk most
+READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones
+REPLICA = ("pp", "fsdp", "cp", "ep", "tp")
+_TOGETHER = (REPLICA, READERS)
+
+
+@dataclass
+class Mesh:
+    """The ranks of a run as a grid, seen from one of them.
+
+    Attributes:
+        sizes: ranks along each axis of `AXES`.
+        place: this rank's coordinate on each.
+        world: all ranks.
+    """
+
+    sizes: dict[str, int]
+    place: dict[str, int]
+    world: Group
+    _devices: DeviceMesh | None
+    _groups: dict[tuple[str, ...], Group]
+
+    @classmethod
+    def of(cls, plan: Plan, world: Group) -> Mesh:
+        """The mesh of a plan. Every rank calls this; it makes all groups there will be.
+
+        Raises:
+            PlanError: the plan's degrees do not multiply to the number of ranks.
+        """
+        sizes = {axis: getattr(plan, axis) for axis in AXES}
+        if prod(sizes.values()) != world.size:
+            degrees = " · ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "dp=1"
+            raise PlanError(f"plan {plan}: {degrees} multiply to {prod(sizes.values())} ranks, and there are {world.size}")
+        place, rest = {}, world.rank
+        for axis in reversed(AXES):
+            rest, place[axis] = divmod(rest, sizes[axis])
+        devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if world.size > 1 else None
+        mesh = cls(sizes, place, world, devices, {})
+        for axes in (*((axis,) for axis in AXES), *_TOGETHER):
+            mesh._groups[axes] = mesh._make_group(axes)
+        return mesh
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one along `axes` only: one axis, `REPLICA` or `READERS`."""
+        return self._groups[axes]
+
+    def devices(self, axis: str) -> DeviceMesh:
+        """torch's one-dimensional mesh along an axis."""
+        assert self._devices is not None, "a single rank has no mesh"
+        return self._devices[axis]
+
+    def size(self, *axes: str) -> int:
+        """How many ranks there are along some axes."""
+        return prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def reader(self) -> int:
+        """Which share of the global batch this rank reads; ranks that divide layers, sequence or matrices read the same one."""
+        return self._number(READERS)
+
+    @property
+    def readers(self) -> int:
+        """Into how many shares the global batch is dealt."""
+        return self.size(*READERS)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this rank computed of the loss counts: of ranks that compute the same, one does."""
+        return self.place["tp"] == 0 and self.place["pp"] == self.sizes["pp"] - 1
+
+    def _number(self, axes: Sequence[str]) -> int:
+        number = 0
+        for axis in axes:
+            number = number * self.sizes[axis] + self.place[axis]
+        return number
+
+    def _make_group(self, axes: tuple[str, ...]) -> Group:
+        size, world = self.size(*axes), self.world
+        if size == 1:
+            return Group(device=world.device, deadline_s=world.deadline_s)
+        if size == world.size:
+            return world
+        assert self._devices is not None
+        if len(axes) == 1:
+            backend = self._devices.get_group(axes[0])
+        else:
+            backend = self._devices[axes]._flatten("_".join(axes)).get_group()
+        members = dist.get_process_group_ranks(backend)
+        hosts = tuple(world.hosts[rank] for rank in members) if len(world.hosts) == world.size else (0,)
+        return Group(members.index(world.rank), size, backend, None, world.deadline_s, hosts, world.device)
