@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -9,7 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from commands import paceline, write_job
+from grids import save_all
 from paceline.job.job import Job
+from paceline.train.checkpoint import Snapshot
 from paceline.train.run import Run
 
 
@@ -49,6 +52,8 @@ def test_a_fresh_model_with_the_exported_weights_has_the_accuracy_of_the_run(tmp
 
     outcome = paceline("export", "run", "model.safetensors", folder=tmp_path)
     assert outcome.error.startswith("model.safetensors exists already and is not overwritten")
+    outcome = paceline("export", "run", "folder", "--layout", "hf", folder=tmp_path)
+    assert "(Sequential) is none of transformers'" in outcome.error
     outcome = paceline("export", "runs", "other.safetensors", folder=tmp_path)
     assert outcome.error.startswith("runs holds no checkpoint")
 
@@ -81,3 +86,17 @@ def test_tied_weights_are_in_the_file_under_each_name(tmp_path: Path) -> None:
     with torch.inference_mode():
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), following.flatten().long()).item()
     assert abs(loss - run.metrics["loss"]) < 1e-5
+
+
+def test_transformers_loads_the_exported_folder_of_a_bert(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    bert = {"zoo": "bert", "args": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}}
+    job = Job.load(write_job(tmp_path / "run" / "job.yaml", model=bert))
+    model = job.model.build()
+    save_all(tmp_path / "run" / "checkpoints", 1, [Snapshot({f"model/{name}": p for name, p in model.named_parameters()})])
+    outcome = paceline("export", "run", "bert", "--layout", "hf", folder=tmp_path)
+    assert outcome.says("bert: load it with from_pretrained('bert')")
+    assert outcome.err == "", "nothing of transformers is on the screen"
+    assert json.loads((tmp_path / "bert" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    stored = load_file(tmp_path / "bert" / "model.safetensors")
+    assert all(torch.equal(stored[name], parameter) for name, parameter in model.named_parameters())

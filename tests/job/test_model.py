@@ -98,7 +98,7 @@ def test_the_gpt_is_small_by_default_and_shares_its_embedding_with_its_head() ->
 def test_a_sequence_longer_than_the_context_is_refused() -> None:
     model = spec("gpt", args=SMALL_GPT).build()
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 20)
-    with pytest.raises(DataError, match="a sequence of 17 tokens is longer than the gpt's context of 16; give the model context: 17"):
+    with pytest.raises(DataError, match="a sequence of 17 tokens is longer than the model's context of 16; give the model context: 17"):
         model(torch.zeros(1, 17, dtype=torch.int64))
 
 

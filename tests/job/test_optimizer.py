@@ -60,7 +60,7 @@ def test_torchs_optimizers_do_what_they_do_without_us(
     values: dict[str, Any], torch_optimizer: type[torch.optim.Optimizer], torch_values: dict[str, Any], fused: bool
 ) -> None:
     ours, theirs = net(), net()
-    optimizer = spec(**values).build(ours, fused=fused)
+    optimizer = spec(**values).build(ours.parameters(), fused=fused)
     reference = torch_optimizer(theirs.parameters(), lr=0.1, weight_decay=values.get("weight_decay", 0.0), **torch_values)  # type: ignore[call-arg]
     assert bool(optimizer.defaults["fused"]) == fused
     assert close(trained(ours, optimizer), trained(theirs, reference))
@@ -68,7 +68,7 @@ def test_torchs_optimizers_do_what_they_do_without_us(
 
 def test_fused_is_left_out_where_torch_has_no_fused_step() -> None:
     model = nn.Linear(3, 3, dtype=torch.complex64)
-    optimizer = spec(name="adam").build(model, fused=True)
+    optimizer = spec(name="adam").build(model.parameters(), fused=True)
     assert not optimizer.defaults["fused"]
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -130,7 +130,7 @@ class ByHandLAMB(ByHandLARS):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lars_is_the_papers_algorithm(momentum: float, weight_decay: float) -> None:
     ours, by_hand = net(), net()
-    optimizer = spec(name="lars", lr=2.0, momentum=momentum, weight_decay=weight_decay, trust=0.02).build(ours)
+    optimizer = spec(name="lars", lr=2.0, momentum=momentum, weight_decay=weight_decay, trust=0.02).build(ours.parameters())
     reference: Any = ByHandLARS(by_hand, 2.0, momentum, weight_decay, 0.02)
     assert close(trained(ours, optimizer), trained(by_hand, reference))
 
@@ -138,7 +138,7 @@ def test_lars_is_the_papers_algorithm(momentum: float, weight_decay: float) -> N
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lamb_is_the_papers_algorithm(weight_decay: float) -> None:
     ours, by_hand = net(), net()
-    optimizer = spec(name="lamb", lr=0.05, betas=[0.8, 0.95], eps=1e-6, weight_decay=weight_decay).build(ours)
+    optimizer = spec(name="lamb", lr=0.05, betas=[0.8, 0.95], eps=1e-6, weight_decay=weight_decay).build(ours.parameters())
     reference: Any = ByHandLAMB(by_hand, 0.05, (0.8, 0.95), 1e-6, weight_decay)
     assert close(
         trained(ours, optimizer), trained(by_hand, reference), tolerance=1e-9
@@ -148,7 +148,7 @@ def test_lamb_is_the_papers_algorithm(weight_decay: float) -> None:
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_large_batch_optimizers_train_in_bfloat16_and_with_closures(name: str) -> None:
     model = net(torch.bfloat16)
-    optimizer = spec(name=name, lr=0.01).build(model)
+    optimizer = spec(name=name, lr=0.01).build(model.parameters())
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def test_large_batch_optimizers_train_in_bfloat16_and_with_closures(name: str) -
 def test_an_optimizer_restored_from_its_state_goes_on_bit_for_bit(name: str) -> None:
     values = {"name": name, "lr": 0.05, "weight_decay": 0.1} | ({"momentum": 0.9} if name in ("sgd", "lars") else {})
     undisturbed = net(torch.float32)
-    optimizer = spec(**values).build(undisturbed)
+    optimizer = spec(**values).build(undisturbed.parameters())
     trained(undisturbed, optimizer, steps=3)
     resumed = copy.deepcopy(undisturbed)
     restored = spec(**values).build(resumed)
@@ -184,7 +184,7 @@ def test_tied_weights_are_stepped_once_and_frozen_ones_never(name: str) -> None:
             self.frozen.requires_grad_(False)
 
     model = Tied()
-    optimizer = spec(name=name, lr=0.1).build(model)
+    optimizer = spec(name=name, lr=0.1).build(model.parameters())
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in (model.first.weight, model.first.bias, model.second.bias)]
 
@@ -193,7 +193,7 @@ def test_tied_weights_are_stepped_once_and_frozen_ones_never(name: str) -> None:
 def test_a_parameter_without_a_gradient_is_left_as_it_is(name: str) -> None:
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     before = [p.detach().clone() for p in model[1].parameters()]
-    optimizer = spec(name=name, lr=0.1, weight_decay=0.5).build(model)
+    optimizer = spec(name=name, lr=0.1, weight_decay=0.5).build(model.parameters())
     model[0](torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert close([p.detach() for p in model[1].parameters()], before, tolerance=0.0)

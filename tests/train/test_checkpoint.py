@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import CheckpointError
+from paceline.split.layout import Layout
+from paceline.split.mesh import Mesh
+from paceline.split.parts import Part
 from paceline.train.checkpoint import Checkpointer, Snapshot
 from paceline.train.checkpoint_read import load, load_latest
-from paceline.train.manifest import MANIFEST, divide
+from paceline.train.division import Seat
+from paceline.train.manifest import MANIFEST
 from paceline.train.shard import CODES
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -151,13 +156,52 @@ def test_ranks_in_processes_of_their_own_write_one_checkpoint_together(tmp_path:
     assert same_bits(other.own["rng/torch"], state_of(0).own["rng/torch"]), "with another number of ranks, rank 0's is what there is"
 
 
-@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
-def test_the_work_is_divided_evenly_and_alike_on_all_ranks(sizes: list[int], world: int) -> None:
-    state = {f"p{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
-    division = divide(state, world)
-    assert division == divide(dict(reversed(state.items())), world)
-    load = [sum(state[n].nbytes for n, r in division.items() if r == rank) for rank in range(world)]
-    assert max(load) <= sum(sizes) / world + max(sizes, default=0)
+@st.composite
+def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Mesh, Part]]:
+    """How the ranks of a random plan hold a tensor: divided equally, by sections or unevenly along random dimensions, in random order."""
+    degrees = {axis: draw(st.integers(1, 3)) for axis in draw(st.permutations(["tp", "fsdp", "dp"]))[:2]}
+    cuts = {axis: (draw(st.sampled_from(range(len(shape)))), draw(st.booleans())) for axis in degrees if shape and axis != "dp"}
+    ranks = []
+    for mesh in meshes(**degrees):
+        part = Part("w", Layout.whole(shape))
+        for axis, (dim, halves) in cuts.items():
+            own, of, index = part.layout.shape[dim], mesh.sizes[axis], mesh.place[axis]
+            if own % (2 * of) == 0 and halves:
+                part.layout = part.layout.divide(dim, index, of, (own // 2, own // 2))
+            else:
+                part.layout = part.layout.narrow(dim, min(index * -(-own // of), own), min((index + 1) * -(-own // of), own))
+            part.sharded.add(axis)
+        ranks.append((mesh, part))
+    return ranks
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(0, 8), max_size=3).map(tuple))
+def test_every_element_comes_back_however_a_tensor_was_divided_and_is_divided_now(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    full = torch.randn(shape)
+    before, after = data.draw(divisions(shape)), data.draw(divisions(shape))
+    snapshots = [
+        Snapshot({"w": part.layout.take(full).clone()}, parts={"w": part}, seat=Seat.of(mesh), values={"of": "all"})
+        for mesh, part in before
+    ]
+    loaded = load(save_all(tmp_path_factory.mktemp("run"), 1, snapshots), rank=0, world=1)
+    assert same_bits(loaded.shared["w"], full)
+    for _, part in after:
+        own = torch.full(part.layout.shape, math.nan)
+        loaded.shared.fill("w", own, part.layout)
+        assert torch.equal(own, part.layout.take(full))
+
+
+def test_a_divided_tensor_needs_no_rank_to_hold_more_than_its_part(tmp_path: Path) -> None:
+    """Its file holds what the rank holds, and no other rank's."""
+    full = random_tensors()
+    ranks = [(mesh, parts_of(mesh)) for mesh in meshes(fsdp=2, tp=2)]
+    path = save_all(tmp_path, 1, [Snapshot(own_parts(full, p), parts=p, seat=Seat.of(m)) for m, p in ranks])
+    for mesh, parts in ranks:
+        stored = load_file(path / f"rank-{mesh.world.rank}.safetensors")
+        assert sum(t.numel() for t in stored.values()) <= sum(part.layout.numel for part in parts.values())
 
 
 def test_the_checkpoint_holds_what_the_state_was_at_save_though_training_went_on(tmp_path: Path) -> None:
@@ -234,7 +278,8 @@ def test_any_safetensors_reader_can_open_a_shard_and_any_json_reader_the_manifes
     assert load_file(path / "rank-0.safetensors").keys() == {*state_of(0).shared, "rng/torch"}
     manifest = json.loads((path / MANIFEST).read_text())
     assert (manifest["step"], manifest["world"], manifest["values"]) == (1, 1, {"epoch": 3})
-    assert manifest["tensors"]["model/2"] == {"dtype": "F32", "shape": [74], "shard": 0}
+    piece = {"shard": 0, "key": "model/2", "offset": [0], "shape": [74]}
+    assert manifest["tensors"]["model/2"] == {"dtype": "F32", "shape": [74], "pieces": [piece]}
 
 
 @pytest.mark.parametrize(

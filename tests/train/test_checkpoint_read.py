@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from grids import meshes, save_all
 from paceline.errors import CheckpointError, RunError
+from paceline.split.layout import Layout
+from paceline.split.mesh import Mesh
 from paceline.train.checkpoint import Checkpointer, Snapshot
-from paceline.train.checkpoint_read import export, load, load_latest
+from paceline.train.checkpoint_read import Pieces, load, load_latest
+from paceline.train.convert import export
+from paceline.train.division import Seat
+from paceline.train.manifest import Piece, TensorEntry
 
 
 class Tied(nn.Module):
@@ -99,8 +105,71 @@ def test_a_checkpoint_of_a_format_to_come_is_refused_by_name(run: Path) -> None:
     path = run / "checkpoints/step-00000002/manifest.json"
     content = json.loads(path.read_text())
     del content["sha256"]
-    content["format"] = 2
+    content["format"] = 3
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
     with pytest.raises(CheckpointError, match=r"not of the format that this version of paceline reads \(format:"):
         load(path.parent, rank=0, world=1)
+
+
+def as_format_1(path: Path) -> None:
+    """Rewrite a checkpoint of whole tensors in the words of the format that came before."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    for key in ("sha256", "mesh", "readers"):
+        del manifest[key]
+    for rank, shard in enumerate(manifest["shards"]):
+        del shard["reader"]
+        shard["own"] = {name: {**entry, "shard": rank} for name, entry in shard["own"].items()}
+    manifest["tensors"] = {
+        name: {"dtype": entry["dtype"], "shape": entry["shape"], "shard": entry["pieces"][0]["shard"]}
+        for name, entry in manifest["tensors"].items()
+    }
+    manifest["format"] = 1
+    manifest["values"] = {"optimizer": {"groups": [], "scalars": {"head.weight": {"momentum_buffer": None}}}}
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def test_a_checkpoint_of_the_format_before_is_read_as_it_was(run: Path) -> None:
+    path = run / "checkpoints/step-00000002"
+    new = load(path, rank=0, world=1)
+    before = {name: new.shared[name] for name in new.shared}
+    as_format_1(path)
+    old = load(path, rank=0, world=1)
+    assert old.shared.keys() == before.keys()
+    assert all(torch.equal(old.shared[name], tensor) for name, tensor in before.items())
+    assert (old.mesh, old.readers, old.own.keys()) == ({}, 1, new.own.keys())
+    assert old.own_values == [{"scalars": {"head.weight": {"momentum_buffer": None}}}]
+
+
+def test_of_another_plan_a_reader_gets_the_buffers_of_its_share_of_the_data(tmp_path: Path) -> None:
+    """Batch-norm statistics belong to the data that was read: peers that divide a model have the same, stages different ones."""
+
+    def snapshot(mesh: Mesh) -> Snapshot:
+        stage = mesh.place["pp"]
+        own = {f"buffer/mean{stage}": torch.tensor(float(mesh.reader)), "rng/torch": torch.tensor(mesh.world.rank)}
+        return Snapshot({}, own, seat=Seat.of(mesh))
+
+    loaded = load(save_all(tmp_path, 1, [snapshot(mesh) for mesh in meshes(dp=2, pp=2)]), rank=0, world=1)
+    for mesh in meshes(dp=2, pp=2):
+        own = loaded.own_of(Seat.of(mesh))
+        assert [own[n].item() for n in (f"buffer/mean{mesh.place['pp']}", "rng/torch")] == [mesh.reader, mesh.world.rank], (
+            "its own, on the same mesh"
+        )
+        assert own[f"buffer/mean{1 - mesh.place['pp']}"] == mesh.reader, "and its reader's, where the model is cut elsewhere now"
+    for mesh in meshes(fsdp=2):
+        own = loaded.own_of(Seat.of(mesh))
+        assert {own["buffer/mean0"].item(), own["buffer/mean1"].item()} == {mesh.reader}, "both stages', of the same share of the data"
+    for mesh in meshes(dp=3):
+        assert loaded.own_of(Seat.of(mesh))["buffer/mean1"] == 0, "shares that are no more: those of the first"
+
+
+def test_a_part_that_the_pieces_do_not_hold_is_an_error_not_garbage(tmp_path: Path) -> None:
+    file = tmp_path / "half.safetensors"
+    save_file({"w": torch.ones(2, 3)}, file)
+    half = Pieces({"w": TensorEntry(dtype="F32", shape=[4, 3], pieces=[Piece(shard=0, key="w", offset=[0, 0], shape=[2, 3])])}, [file])
+    own = torch.zeros(2, 3)
+    half.fill("w", own, Layout.whole((4, 3)).narrow(0, 0, 2))
+    assert own.all()
+    with pytest.raises(CheckpointError, match=r"half.safetensors: 3 of 6 elements wanted of w are in no piece"):
+        half.fill("w", own, Layout.whole((4, 3)).narrow(0, 1, 3))

@@ -45,6 +45,7 @@ def test_every_second_between_two_marks_belongs_to_the_part_marked_second(turn: 
     assert dict(zip(PARTS, timing.parts_s, strict=True)) == {
         "data": 1.0,
         "compute": 4.0,
+        "bubble": 0.0,
         "comm": 2.0,
         "imbalance": 0.0,
         "optimizer": 1.0,

@@ -11,6 +11,7 @@ from paceline.stats import LEAST_REPEATS
 NAMES = {
     "data": "waiting for data",
     "compute": "compute that became slower",
+    "bubble": "waiting in the pipeline",
     "comm": "exposed communication",
     "imbalance": "waiting for the slowest rank",
     "optimizer": "the optimizer",
@@ -91,6 +92,8 @@ def _advice(part: str, one: Measured, many: Measured, weak: Measured | None) -> 
     match part:
         case "compute":
             return _advice_on_compute(one, many, weak)
+        case "bubble":
+            return "The stages wait for each other: more microbatches, or another schedule (interleaved, zero-bubble), fill the pipeline."
         case "comm":
             return f"A larger global batch computes more between two exchanges.{kept}"
         case "imbalance":

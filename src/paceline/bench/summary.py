@@ -174,7 +174,7 @@ def _use_of(lines: list[dict[str, Any]]) -> RankUse:
     readings = [line["use"] for line in lines if "use" in line]
     gpu = [use["gpu_peak_memory_bytes"] for use in readings if "gpu_peak_memory_bytes" in use]
     return RankUse(
-        parts_s=_typical([{part: s[f"{part}_s"] for part in PARTS} for s in timed], [s["step_s"] for s in timed]),
+        parts_s=_typical([{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed]),
         wire_bytes=_per_step(lines, "reduced_bytes"),
         memory_bytes=_memory_bytes(readings),
         gpu_memory_bytes=max(gpu, default=None),

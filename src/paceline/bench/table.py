@@ -82,6 +82,7 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
 def _definitions_of_parts() -> Iterator[tuple[str, str]]:
     yield "data", "waiting for the next batch."
     yield "compute", "forward and backward pass, timed before communication."
+    yield "bubble", "waiting for the neighbours in a pipeline."
     yield "exposed", "communication that no compute hides, without the wait for slower ranks."
     yield "imbalance", "waiting for the slowest rank."
     yield "optimizer", "clipping and the update of the weights."

@@ -6,12 +6,13 @@ import sys
 
 import typer
 
-from paceline.cli import bench, doctor, export, report, train
+from paceline.cli import bench, check, doctor, export, report, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(name="paceline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("train")(train.command)
 app.command("bench")(bench.command)
+app.command("check")(check.command)
 app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("report")(report.command)

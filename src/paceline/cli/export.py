@@ -1,24 +1,36 @@
-"""`paceline export RUN model.safetensors`"""
+"""`paceline export RUN model.safetensors`, `paceline export RUN FOLDER --layout hf`"""
 
 from __future__ import annotations
 
 import warnings
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
+class Layout(StrEnum):
+    """What `paceline export` writes."""
+
+    FILE = "file"
+    HF = "hf"
+
+
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write, e.g. model.safetensors.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write, e.g. model.safetensors; with --layout hf a folder.")],
+    layout: Annotated[
+        Layout, typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained.")
+    ] = Layout.FILE,
 ) -> None:
-    """Write the weights of a run's newest checkpoint as one safetensors file."""
-    from paceline.train.checkpoint_read import export
+    """Write the weights of a run's newest checkpoint as one safetensors file, or as a folder in Hugging Face's layout."""
+    from paceline.train.convert import export, export_hf
 
     with warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")
-        export(run, out)
+        (export if layout is Layout.FILE else export_hf)(run, out)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
-    typer.echo(f"{out}: load it with model.load_state_dict(safetensors.torch.load_file({str(out)!r}))")
+    how = "model.load_state_dict(safetensors.torch.load_file({!r}))" if layout is Layout.FILE else "from_pretrained({!r})"
+    typer.echo(f"{out}: load it with {how.format(str(out))}")

@@ -126,6 +126,14 @@ class Group:
         gathered[self.rank] = rows
         return gathered
 
+    def all_to_all(self, received: Tensor, rows: Tensor, receives: Sequence[int] | None = None, sends: Sequence[int] | None = None) -> None:
+        """Rank r gets the next `sends[r]` of this rank's `rows`; what comes from it are the next `receives[r]` of `received`.
+
+        Without numbers, equal shares. Raises SyncError as `all_reduce`.
+        """
+        with self._named("all-to-all"):
+            dist.all_to_all_single(received, rows, receives and list(receives), sends and list(sends), group=self.backend)
+
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value` (JSON), in rank order. Nothing is pickled."""
         if self.size == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -39,15 +39,15 @@ class OptimizerSpec(Spec):
             raise ValueError(f"betas should be at least 0 and less than 1, got {self.betas}")
         return self
 
-    def build(self, model: torch.nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over the model's trainable parameters; `fused` uses torch's fused step where it has one.
+    def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
+        """The optimizer over those of a model's parameters that are trainable; `fused` uses torch's fused step where it has one.
 
         Raises:
-            JobError: the model has no trainable parameters.
+            JobError: none is trainable.
         """
         from paceline.job.zoo.optimizers import build_optimizer
 
-        return build_optimizer(self, model, fused=fused)
+        return build_optimizer(self, parameters, fused=fused)
 
 
 class ScheduleSpec(Spec):

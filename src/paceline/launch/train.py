@@ -155,8 +155,8 @@ def _agreed_run(group: Group, job: Job, cluster: Cluster, plan: Plan | str, *, r
     if group.rank == 0:
         try:
             chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
-            if chosen.ranks != group.size:
-                raise PlanError(f"plan {chosen} needs {chosen.ranks} ranks, but torchrun started {group.size}; use dp={group.size}")
+            if reasons := chosen.check(job, cluster, group.size):
+                raise PlanError("\n".join(reasons))
             record = _record(job, cluster, chosen, run=run, before=_to_resume(job, run) if resume else None)
             answer = (str(record.path.resolve()), None)
         except Exception as error:

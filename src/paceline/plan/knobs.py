@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
+from paceline.plan.check import reasons_against
 from paceline.plan.plan import Plan
 from paceline.stats import Interval, median_interval
 
@@ -209,7 +210,8 @@ def _hints(job: Job, cluster: Cluster) -> list[Knob]:
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
     """The first reason against the changed plan, without the plan's text before it and the advice after it; None where it can run."""
-    reasons = [reason for reason in changed.check(job, cluster) if reason not in plan.check(job, cluster)]
+    known = reasons_against(plan, job, cluster)
+    reasons = [reason for reason in reasons_against(changed, job, cluster) if reason not in known]
     return reasons[0].removeprefix(f"plan {changed} ").rpartition(": ")[0] if reasons else None
 
 

@@ -10,7 +10,9 @@ from paceline.cluster.cluster import Cluster, Host
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.nearest import nearest
-from paceline.plan.check import reasons_against, warnings_about
+from paceline.plan.check import reasons_against
+from paceline.plan.nearest import nearest_plan
+from paceline.plan.warn import warnings_about
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -119,15 +121,26 @@ class Plan:
         """How many threads each of `local_ranks` ranks on `host` computes with, at least 1."""
         return self.threads or max(1, host.physical_cores // local_ranks)
 
-    def check(self, job: Job, cluster: Cluster) -> list[str]:
+    def check(self, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
         """Every reason why the plan cannot run the job on the cluster, each with the value that would work; empty where it can.
 
-        Says nothing of what only the built model and data show: memory, the last batch of an epoch, a loss of the user's own.
+        After the reasons comes the nearest plan that works, where one was found. A plan that divides the model has it built, without
+        memory for its weights where its code allows that. Says nothing of what only the data and a forward pass show: activations, the last
+        batch of an epoch, a loss of the user's own.
+
+        Args:
+            world: the number of ranks that were started already, as by torchrun; None where the plan says how many to start.
+
+        Raises:
+            JobError: the model cannot be built.
         """
-        return reasons_against(self, job, cluster)
+        reasons = reasons_against(self, job, cluster, world)
+        if reasons and (nearest := nearest_plan(self, job, cluster, world)):
+            reasons.append(f"Nearest plan that works: {nearest}.")
+        return reasons
 
     def warnings(self, job: Job, cluster: Cluster) -> list[str]:
-        """What makes a plan that runs slower than it need be, each with the value that does not."""
+        """What makes a plan that runs slower than it need be, or its losses other than expected; each with the value that does not."""
         return warnings_about(self, job, cluster)
 
 
@@ -180,11 +193,8 @@ def _problem(key: str, value: Any) -> str | None:
     if key in _CHOICES:
         return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
     if key == "cut":
-        return (
-            None
-            if isinstance(value, str) and all(value.split(",")) or value == ""
-            else f'cut is names of modules with commas between, not "{value}"'
-        )
+        named = isinstance(value, str) and (not value or all(value.split(",")))
+        return None if named else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
     return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
 
 

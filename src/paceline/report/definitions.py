@@ -22,6 +22,7 @@ _PARTS = {  # those of `paceline.train.meter.PARTS`, in its order
         "compute",
         "The part of a step spent in the forward and backward pass. It is timed before the collective, so that a slow rank shows as slow.",
     ),
+    "bubble": ("pipeline bubble", "The part of a step in which a stage of a pipeline waits for its neighbours."),
     "comm": (
         "exposed communication",
         "The part of a step spent in collectives that no computation hides, without the wait for slower ranks.",

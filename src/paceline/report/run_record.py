@@ -13,7 +13,8 @@ from typing import Any
 from paceline.train.meter import PARTS
 from paceline.train.run import WARM_UP_STEPS, Run, read_lines
 
-_NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS))
+_NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
+_NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS if f"{part}_s" not in _NONE_WAITED))
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class RunRecord:
             if not (run.path / name).is_file():
                 gaps.append(f"{name} is missing: rank {rank} is not shown.")
                 continue
-            newest = {line["step"]: line for line in _whole_lines(run.path, name, _is_step, gaps)}
+            newest = {line["step"]: _NONE_WAITED | line for line in _whole_lines(run.path, name, _is_step, gaps)}
             ranks[rank] = [newest[step] for step in sorted(newest)]
         events = _whole_lines(run.path, "events.jsonl", _is_event, gaps)
         if not events:

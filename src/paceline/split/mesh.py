@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch.distributed as dist
@@ -49,7 +50,8 @@ class Mesh:
         place, rest = {}, world.rank
         for axis in reversed(AXES):
             rest, place[axis] = divmod(rest, sizes[axis])
-        devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if world.size > 1 else None
+        divided = any(sizes[axis] > 1 for axis in REPLICA)
+        devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if divided else None
         mesh = cls(sizes, place, world, devices, {})
         for axes in (*((axis,) for axis in AXES), *_TOGETHER):
             mesh._groups[axes] = mesh._make_group(axes)
@@ -77,6 +79,17 @@ class Mesh:
     def readers(self) -> int:
         """Into how many shares the global batch is dealt."""
         return self.size(*READERS)
+
+    @property
+    def reader_hosts(self) -> tuple[int, ...]:
+        """The host of each reader, which is that of its first rank."""
+        strides = {axis: prod(self.sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+        if len(self.world.hosts) != self.world.size:
+            return (0,) * self.readers
+        return tuple(
+            self.world.hosts[sum(strides[axis] * place for axis, place in zip(READERS, places, strict=True))]
+            for places in product(*(range(self.sizes[axis]) for axis in READERS))
+        )
 
     @property
     def counts(self) -> bool:

@@ -6,17 +6,15 @@ the backward pass makes them, and a full bucket travels while the rest is still 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import Group
-from paceline.comm.group import Pending
-from paceline.errors import PlanError, SyncError
+from paceline.comm.bucket import Bucket
+from paceline.errors import SyncError
 from paceline.sync.rule import Replica, SyncRule
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default; large enough for bandwidth, small enough to start early
@@ -33,16 +31,18 @@ class AllReduce(SyncRule):
         self.replica = replica
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.parameters = list(_trainable(replica.model))
+        self.parameters = replica.trainable
         _broadcast(replica)
         if replica.dp.size == 1:
             return
+        whole = replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
-        self.overlap = replica.dp.device.type == "cuda" or replica.dp.spans_hosts
+        self.overlap = whole and (replica.dp.device.type == "cuda" or replica.dp.spans_hosts)
         self.buckets = _bucketize(replica, BUCKET_BYTES if self.overlap else None)
-        self.hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
-        ]
+        if whole:
+            self.hooks = [
+                p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
+            ]
         replica.gradients = [b.flat[: b.gradient_size] for b in self.buckets if b.gradient_size]
 
     def after_backward(self) -> None:
@@ -52,6 +52,8 @@ class AllReduce(SyncRule):
             return
         for bucket in self.buckets:
             if bucket.pending is None:
+                if not self.hooks:
+                    bucket.take_all()
                 bucket.fill()
                 if self.overlap:
                     bucket.send(replica.dp)
@@ -98,59 +100,12 @@ class AllReduce(SyncRule):
                 bucket.send(self.replica.dp)
 
 
-@dataclass
-class Bucket:
-    """A flat buffer: gradients, then (in the last bucket) the notes, then one number per parameter that says who used it."""
-
-    flat: Tensor
-    parameters: list[nn.Parameter]
-    views: list[Tensor]
-    used: Tensor  # the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did
-    gradient_size: int
-    seen: set[int] = field(default_factory=set)
-    pending: Pending | None = None
-
-    def take(self, i: int, parameter: Tensor) -> None:
-        """Move the gradient of parameter `i` here: the first of a step overwrites, those of further microbatches add."""
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise PlanError("a sparse gradient cannot be summed in a flat buffer; use sparse=False in the embedding, or dp=1")
-        if i in self.seen:
-            self.views[i].add_(gradient)
-        else:
-            self.views[i].copy_(gradient)
-            self.seen.add(i)
-        parameter.grad = None
-
-    def fill(self) -> None:
-        """Note who was reached by the backward pass, and zero the others."""
-        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
-        self.used.fill_(1.0)
-        if unseen:
-            self.used[unseen] = 0.0
-            torch._foreach_zero_([self.views[i] for i in unseen])
-
-    def send(self, dp: Group) -> None:
-        """Begin the sum over the replicas."""
-        self.pending = dp.start_all_reduce(self.flat)
-
-    def hand_out(self) -> None:
-        """Give every parameter its agreed gradient; one that no replica used gets none."""
-        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
-        used_elsewhere = set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
-        for i, parameter in enumerate(self.parameters):
-            parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
-        self.seen.clear()
-        self.pending = None
-
-
 def _broadcast(replica: Replica) -> None:
     """Give every replica the weights and buffers of the first, many small ones in one collective."""
     if replica.dp.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in (*replica.model.parameters(), *replica.model.buffers()):
+    for tensor in replica.tensors():
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for tensors in by_dtype.values():
         for together in _in_parts(tensors, BUCKET_BYTES):
@@ -178,7 +133,7 @@ def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
     """Buckets in reverse order of the parameters, which is about the order of their gradients; the notes ride in the last one."""
     groups: list[list[nn.Parameter]] = []
     size = 0
-    for parameter in reversed(list(_trainable(replica.model))):
+    for parameter in reversed(replica.trainable):
         nbytes = parameter.numel() * parameter.element_size()
         if not groups or groups[-1][0].dtype != parameter.dtype or (limit_bytes and size + nbytes > limit_bytes):
             groups.append([])
@@ -187,29 +142,7 @@ def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
         groups.append([])  # half precision would round the notes: they get a bucket of their own
-    buckets = [_bucket(group, replica.notes if group is groups[-1] else None, replica.dp) for group in groups]
+    buckets = [Bucket.of(group, replica.dp, replica.notes if group is groups[-1] else None) for group in groups]
     last = buckets[-1]
     replica.notes = last.flat[last.gradient_size : last.gradient_size + len(replica.notes)]
     return buckets
-
-
-def _bucket(parameters: list[nn.Parameter], notes: Tensor | None, dp: Group) -> Bucket:
-    gradient_size = sum(p.numel() for p in parameters)
-    notes_size = 0 if notes is None else len(notes)
-    like = parameters[0] if parameters else notes
-    assert like is not None
-    flat = dp.empty(gradient_size + notes_size + len(parameters), like.dtype)
-    views, start = [], 0
-    for p in parameters:
-        views.append(_like(flat[start : start + p.numel()], p))
-        start += p.numel()
-    return Bucket(flat, parameters, views, flat[gradient_size + notes_size :], gradient_size)
-
-
-def _like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A view of `piece` with the shape and strides of `parameter`, so that a channels-last weight gets a channels-last gradient."""
-    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())  # the same order, without gaps
-
-
-def _trainable(model: nn.Module) -> Iterable[nn.Parameter]:
-    return (p for p in model.parameters() if p.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ class Replica:
     Attributes:
         model: the module whose parameters and buffers this rank holds.
         dp: the ranks that hold the same part of the other replicas.
+        parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete only
+            when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
         notes: 1-D numbers of the engine (loss, votes, times) that are summed over the replicas together with the gradients,
             so that they need no collective of their own. A rule may replace this tensor by a view of its own buffer in `attach`.
         last_backward: whether the backward pass under way is the last one before `after_backward` (gradient accumulation has several).
@@ -26,8 +29,20 @@ class Replica:
     model: nn.Module
     dp: Group
     notes: Tensor
+    parameters: list[nn.Parameter] | None = None
     last_backward: bool = True
     gradients: list[Tensor] = field(default_factory=list)
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that get gradients."""
+        held = self.model.parameters() if self.parameters is None else self.parameters
+        return [p for p in held if p.requires_grad]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every parameter and buffer that this rank holds."""
+        yield from self.model.parameters() if self.parameters is None else self.parameters
+        yield from self.model.buffers()
 
 
 class SyncRule(Protocol):

@@ -20,14 +20,19 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.split.layout import Box
+from paceline.split.parts import Part
+from paceline.train.division import Seat, key_of, merge, to_write
 from paceline.train.manifest import (
     PARTIAL,
     REPLACED,
     Manifest,
+    OwnEntry,
+    Piece,
+    Receipt,
     ShardEntry,
     TensorEntry,
     checkpoints,
-    divide,
     partial_name,
     plain,
     read_json,
@@ -51,11 +56,14 @@ class Snapshot:
     """What one rank gives to be saved. Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
 
     Attributes:
-        shared: the same on every replica and unchanged until the next optimizer step (parameters, optimizer state). May be large.
+        shared: what this rank holds of the tensors of the undivided model, unchanged until the next optimizer step (parameters, optimizer
+            state). Ranks that hold the same part give the same values. May be large.
         own: of this rank alone, or changed by the forward pass (random states, batch-norm buffers). Small: copied at once.
         values: JSON, the same on all ranks (step, epoch, position, stop rule, parameter groups).
         own_values: JSON, of this rank alone.
         aliases: names of tied tensors, each with the name under which its tensor is in `shared`.
+        parts: which part of each shared tensor this rank holds; one that is not named is whole on every rank.
+        seat: where this rank sits in the mesh; None where every rank is a replica of its own.
     """
 
     shared: dict[str, Tensor]
@@ -63,14 +71,17 @@ class Snapshot:
     values: dict[str, Any] = field(default_factory=dict)
     own_values: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    seat: Seat | None = None
 
 
 class Checkpointer:
     """Writes the checkpoints of a run into `folder`; one instance per rank.
 
-    Every rank writes an equal share of the shared tensors and its own ones into `.step-….partial`, then a receipt. Rank 0 adds the
-    manifest when it has all receipts and renames the folder: a checkpoint has its name only when it is whole and on the disk. Then it
-    deletes the older ones but for the newest `keep`. Memory: a staging buffer of this rank's share, kept between checkpoints.
+    Every rank writes its share of the pieces of the shared tensors and its own ones into `.step-….partial`, then a receipt. Rank 0 adds
+    the manifest when it has all receipts and they make up every tensor, and renames the folder: a checkpoint has its name only when it is
+    whole and on the disk. Then it deletes the older ones but for the newest `keep`. Memory: a staging buffer of this rank's share, kept
+    between checkpoints.
 
     Args:
         folder: the run's `checkpoints/`; made if missing. The same for all ranks.
@@ -106,22 +117,17 @@ class Checkpointer:
         self._finish()
         self.poll()
         values, own_values = plain(snapshot.values, "values"), plain(snapshot.own_values, "own values")
-        described = {name: describe(name, tensor) for name, tensor in (*snapshot.shared.items(), *snapshot.own.items())}
-        division = divide(snapshot.shared, self.world)
-        manifest = Manifest(
-            step=step,
-            world=self.world,
-            shards=[],
-            tensors={name: TensorEntry(**described[name], shard=rank) for name, rank in division.items()},
-            aliases=dict(snapshot.aliases),
-            values=values,
-        )
-        own = {name: TensorEntry(**described[name], shard=self.rank) for name in snapshot.own}
-        self._shard.begin({n: t for n, t in snapshot.shared.items() if division[n] == self.rank}, snapshot.own)
+        seat = snapshot.seat or Seat.plain(self.rank, self.world)
+        division, pieces = _Division.of(snapshot, seat)
+        own = {name: OwnEntry(**describe(name, tensor)) for name, tensor in snapshot.own.items()}
+        self._shard.begin(pieces, snapshot.own)
         self._copied.clear()
         self._hurry.clear()
-        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", own=own, own_values=own_values)
-        self._work = self._pieces(manifest, entry)
+        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", reader=seat.reader, own=own, own_values=own_values)
+        manifest = Manifest(
+            step=step, world=self.world, mesh=seat.sizes, readers=seat.readers, shards=[], tensors={}, aliases={}, values=values
+        )
+        self._work = self._pieces(manifest, entry, division, dict(snapshot.aliases))
         # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back. It is
         # no daemon: an interpreter that ends waits for the bytes that are on their way.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
@@ -204,7 +210,7 @@ class Checkpointer:
                 return
             started = time.thread_time()
 
-    def _pieces(self, manifest: Manifest, entry: ShardEntry) -> Iterator[None]:
+    def _pieces(self, manifest: Manifest, entry: ShardEntry, division: _Division, aliases: dict[str, str]) -> Iterator[None]:
         """Write one checkpoint, a piece at a time, the copying of the state first; whatever fails is kept for `poll`."""
         started = time.perf_counter()
         partial = self.folder / partial_name(manifest.step)
@@ -212,7 +218,7 @@ class Checkpointer:
             self._shard.gather()
             self._copied.set()
             yield
-            yield from self._write(partial, entry)
+            yield from self._write(partial, Receipt(shard=entry, tensors=division.entries(), aliases=aliases))
             if self.rank == 0:
                 yield from self._publish(partial, manifest)
                 facts = {"bytes": sum(s.bytes for s in manifest.shards), "write_s": time.perf_counter() - started}
@@ -228,16 +234,19 @@ class Checkpointer:
         finally:
             self._copied.set()
 
-    def _write(self, partial: Path, entry: ShardEntry) -> Iterator[None]:
+    def _write(self, partial: Path, receipt: Receipt) -> Iterator[None]:
         """Write this rank's shard, then its receipt."""
         partial.mkdir(exist_ok=True)
         (partial / receipt_name(self.rank)).unlink(missing_ok=True)
-        entry.sha256 = yield from self._shard.write(partial / shard_name(self.rank))
-        write_durably(partial / receipt_name(self.rank), entry.model_dump())
+        receipt.shard.sha256 = yield from self._shard.write(partial / shard_name(self.rank))
+        write_durably(partial / receipt_name(self.rank), receipt.model_dump())
 
     def _publish(self, partial: Path, manifest: Manifest) -> Iterator[None]:
         """Make the folder a checkpoint once every rank's shard is in it."""
-        manifest.shards = yield from self._await_shards(partial)
+        receipts = yield from self._await_receipts(partial)
+        manifest.shards = [receipt.shard for receipt in receipts]
+        manifest.tensors = merge(receipts)
+        manifest.aliases = {alias: name for receipt in receipts for alias, name in receipt.aliases.items()}
         for rank in range(self.world):
             (partial / receipt_name(rank)).unlink()
         manifest.write(partial)
@@ -252,20 +261,20 @@ class Checkpointer:
         _remove(replaced)
         self._remove_old(manifest.step)
 
-    def _await_shards(self, partial: Path) -> Generator[None, None, list[ShardEntry]]:
+    def _await_receipts(self, partial: Path) -> Generator[None, None, list[Receipt]]:
         """What the ranks' receipts say, in the order of the ranks."""
-        entries: dict[int, ShardEntry] = {}
+        receipts: dict[int, Receipt] = {}
         arrived, since = -1, time.monotonic()
         while True:
-            missing = [rank for rank in range(self.world) if rank not in entries]
+            missing = [rank for rank in range(self.world) if rank not in receipts]
             for rank in missing:
-                receipt = read_json(partial / receipt_name(rank))
-                if receipt is not None and "error" in receipt:
-                    raise CheckpointError(f"rank {rank} could not write its part: {receipt['error']}")
-                if receipt is not None:
-                    entries[rank] = ShardEntry.model_validate(receipt)
-            if len(entries) == self.world:
-                return [entries[rank] for rank in range(self.world)]
+                content = read_json(partial / receipt_name(rank))
+                if content is not None and "error" in content:
+                    raise CheckpointError(f"rank {rank} could not write its part: {content['error']}")
+                if content is not None:
+                    receipts[rank] = Receipt.model_validate(content)
+            if len(receipts) == self.world:
+                return [receipts[rank] for rank in range(self.world)]
             now_there = sum(_size(partial / shard_name(rank)) for rank in missing)
             if now_there != arrived:
                 arrived, since = now_there, time.monotonic()
@@ -305,6 +314,40 @@ class Checkpointer:
         if isinstance(error, OSError):
             return f"{error.strerror or error} ({error.filename or self.folder})"
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass
+class _Division:
+    """What one rank says of the shared tensors: of each its dtype and full shape, and by their keys in its file the pieces it writes."""
+
+    rank: int
+    described: dict[str, dict[str, Any]]
+    written: dict[str, tuple[str, Box]]  # the tensor's name, and the block of it
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, seat: Seat) -> tuple[_Division, dict[str, Tensor]]:
+        """The division, and the pieces that the rank writes."""
+        described = {name: describe(name, tensor) for name, tensor in snapshot.shared.items()}
+        for name, part in snapshot.parts.items():
+            described[name]["shape"] = list(part.layout.full)
+        written: dict[str, tuple[str, Box]] = {}
+        pieces: dict[str, Tensor] = {}
+        for name, boxes in to_write(snapshot.shared, snapshot.parts, seat).items():
+            own = snapshot.shared[name]
+            for box in boxes:
+                key = key_of(name, box, described[name]["shape"])
+                if key in pieces:
+                    raise CheckpointError(f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter")
+                written[key] = name, box
+                pieces[key] = own if box.shape == own.shape else box.of(own.detach())
+        return cls(seat.rank, described, written), pieces
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """The same for the receipt. Made beside the training: of many tensors it takes as long as all else in `save`."""
+        entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
+        for key, (name, box) in self.written.items():
+            entries[name].pieces.append(Piece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape)))
+        return entries
 
 
 def _size(path: Path) -> int:

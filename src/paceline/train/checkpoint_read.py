@@ -1,67 +1,175 @@
-"""Loading what `checkpoint` wrote: the newest whole one, every byte checked, and the model alone as one file."""
+"""Loading what `checkpoint` wrote: the newest whole one, every byte checked, and of it only what a rank needs."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.errors import CheckpointError, RunError
-from paceline.train.manifest import MANIFEST, Manifest, ShardEntry, checkpoints, shard_name, sync_folder
-from paceline.train.shard import Shard, describe
+from paceline.errors import CheckpointError
+from paceline.split.layout import Layout
+from paceline.train.division import Seat, divide
+from paceline.train.manifest import MANIFEST, Manifest, Piece, ShardEntry, TensorEntry, checkpoints, shard_name
+from paceline.train.shard import DTYPES
 
 Report = Callable[[str, dict[str, Any]], None]
+Agree = Callable[[Any], list[Any]]
+
+
+class Pieces(Mapping[str, Tensor]):
+    """Full tensors that lie in pieces in safetensors files. As a mapping it gives each whole, newly allocated; `fill` reads a part.
+
+    The files are mapped into memory: only the pages of what is asked for are read, and nothing of them stays.
+
+    Args:
+        entries: of every tensor dtype, shape and pieces.
+        files: the files by the numbers that the pieces name.
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
+        self.entries, self.files = entries, files
+        self._opened: dict[int, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.fill(name, full)
+        return full
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def fill(self, name: str, own: Tensor, layout: Layout | None = None) -> None:
+        """Read a rank's part of a tensor into `own`, whose dtype and device may be others; without a layout, all of it.
+
+        Raises:
+            CheckpointError: a file cannot be read, or its pieces do not hold all of the part.
+        """
+        layout = layout or Layout.whole(own.shape)
+        filled = 0
+        with torch.no_grad():
+            for box in layout.boxes():
+                place = box.of(own)
+                for piece in self.entries[name].pieces:
+                    shared = _overlap(box.full, box.shape, piece)
+                    if shared is not None:
+                        begin, shape = shared
+                        source = _narrow(self._stored(piece), [a - b for a, b in zip(begin, piece.offset, strict=True)], shape)
+                        _narrow(place, [a - b for a, b in zip(begin, box.full, strict=True)], shape).copy_(source)
+                        filled += prod(shape)
+        if filled != layout.numel:
+            raise CheckpointError(f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece")
+
+    def _stored(self, piece: Piece) -> Tensor:
+        """A piece as its file holds it: memory that is read only where it is looked at."""
+        path = self.files[piece.shard]
+        try:
+            if piece.shard not in self._opened:
+                self._opened[piece.shard] = safe_open(path, framework="pt")
+            stored: Tensor = self._opened[piece.shard].get_tensor(piece.key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return stored
+
+    @property
+    def where(self) -> Path:
+        """The file, or the folder of the files."""
+        return self.files[0].parent if len(self.files) != 1 else self.files[0]
 
 
 @dataclass
 class Loaded:
-    """A checkpoint in memory (its tensors on the CPU).
+    """A checkpoint whose files are checked and whose tensors are read when they are asked for.
 
     Attributes:
         path: its folder.
         step: the optimizer steps that it stands for.
         world: how many ranks wrote it.
-        shared: the shared tensors of all shards.
-        own: the tensors that this rank had of its own; those of rank 0 where the number of ranks is another now.
+        mesh: how many ranks there were along each mesh axis that had more than one.
+        shared: the tensors of the undivided model and of its optimizer.
         values: what was the same on all ranks.
         own_values: what each rank had of its own, in the order of the ranks that wrote it.
         aliases: names of tied tensors, each with the name in `shared`.
+        seat: of the rank that reads it, unless another is given to `own_of`.
     """
 
     path: Path
     step: int
     world: int
-    shared: dict[str, Tensor]
-    own: dict[str, Tensor]
+    mesh: dict[str, int]
+    shared: Pieces
     values: dict[str, Any]
     own_values: list[dict[str, Any]]
     aliases: dict[str, str]
+    seat: Seat
+    readers: int
+    shards: list[ShardEntry] = field(repr=False)
+
+    @cached_property
+    def own(self) -> dict[str, Tensor]:
+        """What a rank that holds the whole model gets of buffers and random states."""
+        return self.own_of(self.seat)
+
+    def own_of(self, seat: Seat) -> dict[str, Tensor]:
+        """The buffers and random states for the rank at `seat`: on the same mesh, those that it saved.
+
+        On another, those of the rank that read the same share of the data, or of the first share where there are now more or fewer; of
+        the ranks of that share each has the buffers of its pipeline stage.
+        """
+        return dict(Pieces(self.own_entries(seat), self.shared.files))
+
+    def own_entries(self, seat: Seat) -> dict[str, TensorEntry]:
+        """What `own_of` gives: dtypes, shapes, and the shards that hold them."""
+        reader = seat.reader if self.readers == seat.readers else 0
+        chosen = [rank for rank, shard in enumerate(self.shards) if shard.reader == reader]
+        if self.mesh == seat.sizes:
+            chosen.insert(0, seat.rank)  # the others only for what is of another stage now: the model may be cut elsewhere
+        entries: dict[str, TensorEntry] = {}
+        for rank in reversed(chosen):
+            for name, own in self.shards[rank].own.items():
+                piece = Piece(shard=rank, key=name, offset=[0] * len(own.shape), shape=own.shape)
+                entries[name] = TensorEntry(dtype=own.dtype, shape=own.shape, pieces=[piece])
+        return entries
 
 
-def load_latest(folder: Path, *, rank: int, world: int, report: Report) -> Loaded | None:
+def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: Agree | None = None) -> Loaded | None:
     """The newest whole checkpoint in `folder`; None where there is none at all.
 
     Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
 
+    Args:
+        agree: gives a value of every rank to all of them (`Group.gather_json`). With it every rank checks its share of the files, and all
+            take the same checkpoint, which is read from the disk once. Without it this rank checks every file alone.
+
     Raises:
         CheckpointError: there are some, but none is whole.
     """
+    names = [path.name for _, path in reversed(checkpoints(folder))]
     reasons: list[str] = []
-    for _, path in reversed(checkpoints(folder)):
+    for name in names if agree is None else agree(names)[0]:
+        loaded, found = None, None
         try:
-            return load(path, rank, world)
+            manifest = Manifest.read(folder / name)
+            share = range(len(manifest.shards)) if agree is None else _share(manifest, rank, world)
+            loaded = _checked(folder / name, manifest, share, Seat.plain(rank, world))
         except CheckpointError as error:
-            report("checkpoint_damaged", {"path": path.name, "reason": str(error)})
-            reasons.append(str(error))
+            found = str(error)
+        trouble = [reason for reason in ([found] if agree is None else agree(found)) if reason is not None]
+        if not trouble:
+            return loaded
+        report("checkpoint_damaged", {"path": name, "reason": trouble[0]})
+        reasons.append(trouble[0])
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in reasons)
         raise CheckpointError(f"no checkpoint in {folder} is whole:\n{listed}\nRestore one from a copy, or start a new run.")
@@ -69,60 +177,52 @@ def load_latest(folder: Path, *, rank: int, world: int, report: Report) -> Loade
 
 
 def load(path: Path, rank: int, world: int) -> Loaded:
-    """The checkpoint at `path`, as `rank` of `world` needs it.
+    """The checkpoint at `path`, as `rank` of `world` needs it, every file of it checked.
 
     Raises:
         CheckpointError: a part is missing, truncated or altered. Names the file.
     """
     manifest = Manifest.read(path)
-    shards = [_read_shard(path / shard_name(r), entry) for r, entry in enumerate(manifest.shards)]
-    wanted = rank if world == manifest.world else 0
-    try:
-        shared = {name: shards[entry.shard][name] for name, entry in manifest.tensors.items()}
-        own = {name: shards[wanted][name] for name in manifest.shards[wanted].own}
-    except LookupError as error:
-        raise CheckpointError(f"{path / MANIFEST} names {error}, which no shard holds") from error
-    for name, entry in manifest.tensors.items():
-        if describe(name, shared[name]) != {"dtype": entry.dtype, "shape": entry.shape}:
-            raise CheckpointError(f"{path}: {name} is {describe(name, shared[name])}, but the manifest says {entry.dtype} {entry.shape}")
-    own_values = [entry.own_values for entry in manifest.shards]
-    return Loaded(path, manifest.step, manifest.world, shared, own, manifest.values, own_values, manifest.aliases)
+    return _checked(path, manifest, range(len(manifest.shards)), Seat.plain(rank, world))
 
 
-def export(run_or_folder: Path, out: Path) -> None:
-    """Write the model of the newest whole checkpoint as one safetensors file for `model.load_state_dict(load_file(out))`.
-
-    `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under each of their names.
-    A damaged newer checkpoint is passed over with a warning.
-
-    Raises:
-        RunError: there is no checkpoint, or `out` exists or cannot be written.
-        CheckpointError: none is whole.
-    """
-    if out.exists():
-        raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another file.")
-    loaded = _newest(run_or_folder)
-    state = {**loaded.shared, **loaded.own}
-    state |= {alias: state[name] for alias, name in loaded.aliases.items() if name in state}
-    model = {name.partition("/")[2]: tensor for name, tensor in state.items() if name.startswith(("model/", "buffer/"))}
-    temporary = out.with_name(f".{out.name}.partial")
-    shard = Shard()
-    shard.begin(model, {})
-    shard.gather()
-    try:
-        for _ in shard.write(temporary):
-            pass
-        os.replace(temporary, out)
-        sync_folder(out.parent)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        text = f"{out} cannot be written ({shard.file_bytes:,} bytes): {error.strerror or error}"
-        raise RunError(f"{text}. Name a file in a folder that can be written and has the room.") from error
+def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
+    """The files that a rank checks: nearly equal bytes for each."""
+    checker = divide({str(r): entry.bytes for r, entry in enumerate(manifest.shards)}, world)
+    return [r for r in range(len(manifest.shards)) if checker[str(r)] == rank]
 
 
-def _read_shard(path: Path, entry: ShardEntry) -> dict[str, Tensor]:
-    """The tensors of a file that is byte for byte the one that was written."""
+def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -> Loaded:
+    """The checkpoint, after a look at every byte of the shards in `share`."""
+    expected: dict[int, dict[str, tuple[str, list[int]]]] = {
+        rank: {name: (entry.dtype, entry.shape) for name, entry in manifest.shards[rank].own.items()} for rank in share
+    }
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            if not 0 <= piece.shard < len(manifest.shards):
+                raise CheckpointError(f"{path / MANIFEST} names shard {piece.shard}, and there are {len(manifest.shards)}")
+            if piece.shard in expected:
+                expected[piece.shard][piece.key] = (entry.dtype, piece.shape)
+    files = [path / shard_name(rank) for rank in range(len(manifest.shards))]
+    for rank in share:
+        _check(files[rank], manifest.shards[rank], expected[rank])
+    return Loaded(
+        path,
+        manifest.step,
+        manifest.world,
+        manifest.mesh,
+        Pieces(manifest.tensors, files),
+        manifest.values,
+        [entry.own_values for entry in manifest.shards],
+        manifest.aliases,
+        seat,
+        manifest.readers,
+        manifest.shards,
+    )
+
+
+def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list[int]]]) -> None:
+    """Raise unless a file is byte for byte the one that was written, and holds what the manifest says."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:
@@ -131,23 +231,28 @@ def _read_shard(path: Path, entry: ShardEntry) -> dict[str, Tensor]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
             raise CheckpointError(f"{path} was altered or damaged: it does not have the SHA-256 that the manifest names")
-        return load_file(path)
+        with safe_open(path, framework="pt") as opened:
+            if missing := expected.keys() - set(opened.keys()):
+                raise CheckpointError(f"{path.parent / MANIFEST} names {sorted(missing)[0]}, which {path.name} does not hold")
+            for key, said in expected.items():
+                stored = opened.get_slice(key)
+                if (stored.get_dtype(), stored.get_shape()) != said:
+                    raise CheckpointError(f"{path}: {key} is {stored.get_dtype()} {stored.get_shape()}, but the manifest says {said}")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _newest(run_or_folder: Path) -> Loaded:
-    if (run_or_folder / MANIFEST).exists():
-        return load(run_or_folder, rank=0, world=1)
-    inner = run_or_folder / "checkpoints"
-    folder = inner if inner.is_dir() else run_or_folder
+def _overlap(begin: Sequence[int], shape: Sequence[int], piece: Piece) -> tuple[list[int], list[int]] | None:
+    """Where a block of the full tensor and a piece meet: first element and shape; None where they do not."""
+    low = [max(a, b) for a, b in zip(begin, piece.offset, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, piece.offset, piece.shape, strict=True)]
+    extent = [b - a for a, b in zip(low, high, strict=True)]
+    return None if any(n <= 0 for n in extent) else (low, extent)
 
-    def warn(event: str, facts: dict[str, Any]) -> None:
-        warnings.warn(f"{facts['reason']}. An older one is exported instead.", stacklevel=5)
 
-    loaded = load_latest(folder, rank=0, world=1, report=warn)
-    if loaded is None:
-        raise RunError(f"{run_or_folder} holds no checkpoint. Name a run directory, or a folder of checkpoints.")
-    return loaded
+def _narrow(tensor: Tensor, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(begin, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor

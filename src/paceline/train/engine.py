@@ -6,24 +6,30 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
+from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss, Metric
-from paceline.job.zoo.losses import ModelsOwn
+from paceline.job.zoo.moe import Router, weigh_balance
 from paceline.plan.plan import Compile, Plan
+from paceline.split.mesh import READERS
+from paceline.split.parts import Part
 from paceline.sync import RULES, Replica, SyncRule
-from paceline.sync.batchnorm import has_batch_norm, synchronise
-from paceline.train.batch import Batch, place, rows, split, target_of
+from paceline.sync.batchnorm import has_batch_norm
+from paceline.train.calls import call, prepared
 from paceline.train.loader import Loader, Position
 from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
 from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
 from paceline.train.status import Phase, StatusBoard
 from paceline.train.votes import Notes
+
+if TYPE_CHECKING:
+    from paceline.split.apply import Split
 
 _AS_IT_IS = nullcontext()
 
@@ -66,35 +72,46 @@ class Engine:
     """Runs the steps of one rank. Made by `paceline.setup`.
 
     Attributes:
-        model: the user's module, on this rank's device. The same object, not a wrapper.
-        loader: this replica's share of every global batch, one epoch per iteration.
+        model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's stages.
+        loader: this reader's share of every global batch, one epoch per iteration. A replica that takes several ranks has one reader
+            or more; all its ranks that compute parts of the same samples read the same ones.
+        split: how the model is divided over the ranks of a replica; None where each holds all of it.
         rule: how the replicas agree.
         device: where the model is.
         before_update: called before every optimizer step (the checkpoint writer copies weights until then).
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, loader: Loader, plan: Plan, group: Group, settings: Settings
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        loader: Loader,
+        plan: Plan,
+        group: Group,
+        settings: Settings,
+        split: Split | None = None,
     ) -> None:
-        self.model, self.optimizer, self.loss, self.loader = model, optimizer, loss, loader
+        self.split, self.model = split, model
+        self.optimizer, self.loss, self.loader = optimizer, loss, loader
+        self.step_loss = loss  # what a step minimises; in another form where the logits of a step stay divided
         self.plan, self.group, self.settings = plan, group, settings
+        self.readers = split.mesh.group(*READERS) if split else group
         self.device = group.device
         self.step_count = 0
         self.before_update: Callable[[], object] = lambda: None
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self._configure()
-        self.notes = Notes(group)
-        self.replica = Replica(self.model, group, self.notes.tensor)
+        self.notes = Notes(group) if split is None else Notes(group, torch.float64)  # then they travel alone, and need not match anything
         self.rule: SyncRule = RULES[plan.sync]()
-        self.rule.attach(self.replica)
-        self.notes.tensor = self.replica.notes
-        self._forward: Callable[..., Any] = _compiled(self.model, plan.compile, self.device)
         self.items_per_sample: float | None = None
-        self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
         self._skipped_in_a_row = 0
-        # From here on every replica draws its own dropout masks.
-        torch.manual_seed(settings.seed * 1_000_003 + 1 + group.rank)
+        self._balances = any(isinstance(module, Router) for module in self.model.modules())
+        self._attach()
+        self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
+        # From here on every reader draws its own dropout masks.
+        torch.manual_seed(settings.seed * 1_000_003 + 1 + self.readers.rank)
 
     def step(self, batch: Batch | None) -> StepResult:
         """Forward, backward, agreement and update on this replica's share of a global batch.
@@ -117,6 +134,8 @@ class Engine:
         self._clear_gradients()
         self._backward(batch, position)
         self.meter.mark(COMPUTE)
+        if self.split is not None and self.split.pipeline is not None:
+            self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
         self.on_phase("sync", step)
         loss, votes = self._agree()
         norm = self._gradient_norm()
@@ -131,25 +150,23 @@ class Engine:
         self.meter.mark(OPTIMIZER)
         return StepResult(step, loss, position.total, norm, problem, votes, self.meter.finish(step))
 
-    def evaluate(self, batches: Iterable[Batch], metrics: list[Metric]) -> dict[str, float]:
-        """The metrics over all replicas' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
+    def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
+        """The metrics over all readers' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
 
-        Every rank must call this. Batch-norm statistics are averaged over the replicas for the measurement.
+        Every rank must call this, and where a replica has several readers each with as many batches as the others: None where it has
+        none left. Batch-norm statistics are averaged over the readers for the measurement.
         """
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
         training = [module for module in self.model.modules() if module.training]  # a user may keep some layers in eval mode
         self.model.eval()
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.inference_mode(), self._averaged_buffers(), self._autocast():
+        # FSDP2 keeps what it gathers from one pass to the next, and what inference mode makes cannot be trained on.
+        without_gradients = torch.inference_mode() if self.split is None else torch.no_grad()
+        with torch.random.fork_rng(devices), without_gradients, self._averaged_buffers(), self._autocast():
             for i, batch in enumerate(batches):
-                torch.manual_seed(self.settings.seed + i * self.group.size + self.group.rank)  # by batch, where they are dealt in turn
+                torch.manual_seed(self.settings.seed + i * self.readers.size + self.readers.rank)  # by batch, where they are dealt in turn
                 self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
-                placed = self._place(batch)
-                output = self._call(placed)
-                self._check_target(output, batch, "in the held-out set")
-                target = target_of(placed)
-                for i, metric in enumerate(metrics):
-                    sums[i] += torch.tensor(metric(output, target), dtype=torch.float64)
+                sums += self._measured(batch, metrics)
         for module in training:
             module.training = True
         sums = sums.to(self.device)
@@ -157,25 +174,76 @@ class Engine:
         self.meter.restart()
         return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
 
+    def _measured(self, batch: Batch | None, metrics: list[Metric]) -> Tensor:
+        """(metrics, 2): what every metric adds up and counts in a batch; zeros where that is for another rank to tell."""
+        if self.split is not None:
+            found = self.divided.output(batch)
+        else:
+            assert batch is not None, "only readers of one replica wait for each other"
+            placed = self._place(batch)
+            found = self._call(placed), placed
+        if found is None or batch is None:
+            return torch.zeros(len(metrics), 2, dtype=torch.float64)
+        output, placed = found
+        self._check_target(output, batch, "in the held-out set")
+        target = target_of(placed)
+        return torch.tensor([metric(output, target) for metric in metrics], dtype=torch.float64).reshape(-1, 2)
+
     def close(self) -> None:
-        """Let go of the model: no hooks of paceline remain in it."""
+        """Let go of the model: no hooks of paceline remain in it. A model that was divided stays divided."""
         self.rule.detach()
+        if self.split is not None:
+            self.split.close()
+
+    @property
+    def parts(self) -> dict[str, Part] | None:
+        """What this rank holds of every parameter that it has; None where that is all of each."""
+        return self.split.parts if self.split is not None else None
+
+    @property
+    def parameter_count(self) -> int:
+        """Of the whole model, however it is divided."""
+        return self.split.parameter_count if self.split is not None else sum(p.numel() for p in self.model.parameters())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer steps on, by the names in the undivided model."""
+        return self.split.parameters if self.split is not None else dict(self.model.named_parameters())
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers, by the names in the undivided model."""
+        return self.split.named_buffers() if self.split is not None else dict(self.model.named_buffers())
 
     # How the model is set up
 
+    def _attach(self) -> None:
+        """Give the model to the rule and find who computes it."""
+        split = self.split
+        if split is None:
+            self.replica = Replica(self.model, self.group, self.notes.tensor)
+            self.rule.attach(self.replica)
+            self.notes.tensor = self.replica.notes
+            self._forward: Callable[..., Any] = _compiled(self.model, self.plan.compile, self.device)
+            return
+        held = list(split.parameters.values())
+        self.replica = Replica(self.model, split.mesh.group("dp"), self.notes.tensor.new_empty(0), held)
+        self.rule.attach(self.replica)
+        self._forward = self.model
+        from paceline.train.divided import Divided  # with all of FSDP2 and the pipelines, which a plain run does without
+
+        self.divided = Divided(self, split)
+
     def _configure(self) -> None:
-        plan, settings, dp = self.plan, self.settings, self.group
+        plan, settings = self.plan, self.settings
         if plan.threads:
             torch.set_num_threads(plan.threads)
         self.precision = plan.precision or settings.precision
         self._channels_last = plan.memory_format == "channels_last"
-        if self.precision == "fp64":
-            self.model.double()
-        self.model.to(self.device)
+        if self.split is None:
+            self.model = prepared(self.model, settings.batch_norm, self.precision, self.group)
+            self.model.to(self.device)
         if self._channels_last:
             _to_channels_last(self.model)
         if settings.batch_norm == "sync" and has_batch_norm(self.model):
-            self.model = synchronise(self.model, dp)
             self._every_rank_must_have_samples("batch_norm: sync")
         if getattr(self.loss, "whole_batch", False):
             self._every_rank_must_have_samples("a loss over the whole batch")
@@ -184,7 +252,7 @@ class Engine:
 
     def _every_rank_must_have_samples(self, what: str) -> None:
         shares = self.loader.partition.shares(self.loader.partition.steps_per_epoch - 1)
-        if self.group.size > 1 and 0 in shares:
+        if len(shares) > 1 and 0 in shares:
             raise PlanError(
                 f"{what} needs a sample on every replica, but the last batch of an epoch holds {sum(shares)} samples for {len(shares)} "
                 "replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
@@ -211,49 +279,80 @@ class Engine:
     def _backward(self, batch: Batch | None, position: Position) -> None:
         """Accumulate the gradient of this replica's part of the global mean loss."""
         self.notes.begin()
+        if self.split is not None:
+            self.divided.backward(batch, position)
+            return
         if position.local == 0 or batch is None:
             self.notes.add_loss(0.0, 0.0)
             return
         placed = self._place(batch)
         parts = list(split(placed, self.plan.microbatches))
-        computed_by = self.group.size if getattr(self.loss, "whole_batch", False) else 1  # replicas that have the same part of the loss
+        computed_by = self.readers.size if getattr(self.loss, "whole_batch", False) else 1  # readers that have the same part of the loss
         for i, part in enumerate(parts):
             self.replica.last_backward = i == len(parts) - 1
+            self.weigh_balance(part, position)
             with self._autocast():
                 output = self._call(part)
                 if i == 0 and self.device.type == "cuda":
                     self._check_target(output, batch, self._here(), self.loader.indices)
-                try:
-                    loss, items = self._loss(output, part, position)
-                except DataError:
-                    self._check_target(output, batch, self._here(), self.loader.indices)  # says better where it is
-                    raise
+                loss, items = self.weighed_loss(output, part, batch, position)
             scaled = loss if items == 1.0 else loss * items
             scaled.backward()
             if computed_by > 1:
                 scaled, items = scaled / computed_by, items / computed_by
             self.notes.add_loss(scaled.detach(), items)
 
+    def weighed_loss(self, output: Any, part: Batch, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
+        """The mean loss of a microbatch of `batch`, and the share of the global batch that it stands for.
+
+        Raises:
+            DataError: the target cannot be compared with the output; names the sample.
+        """
+        try:
+            return self._loss(output, part, position)
+        except DataError:
+            self._check_target(output, batch, self._here(), self.loader.indices, self.step_loss)  # says better where it is
+            raise
+
+    def weigh_balance(self, part: Batch | None, position: Position, *, alike: bool = False) -> None:
+        """Tell a mixture of experts what the sequences of a microbatch count for; `alike`: one number for all. None counts for nothing."""
+        if not self._balances:
+            return
+        if part is None:
+            weigh_balance(self.model, 0.0)
+            return
+        items = torch.tensor([float(self._items(row)) for row in split(part, rows(part))], dtype=torch.float64)
+        if self._is_whole_batch:
+            weights = items / items.sum().clamp(min=1)
+        else:
+            assert self.items_per_sample is not None
+            weights = items / (position.total * self.items_per_sample)
+        weigh_balance(self.model, weights.mean() if alike else weights)
+
+    @property
+    def _is_whole_batch(self) -> bool:
+        """Whether every microbatch is a whole global batch, over which a loss is the mean already, whatever its items are."""
+        return self.readers.size == self.plan.microbatches == self.plan.cp == 1
+
     def _here(self) -> str:
         return f"in step {self.step_count + 1} on rank {self.group.rank}"
 
-    def _check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None) -> None:
+    def _check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None) -> None:
         """Have the loss look at the batch's target, which is still on the host, while a GPU computes the output."""
-        check, target = getattr(self.loss, "check", None), target_of(batch)
+        check, target = getattr(loss or self.loss, "check", None), target_of(batch)
         if check is not None and not target.is_cuda:
             check(output, target, where, samples)
 
     def _loss(self, output: Any, part: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
-        """The mean loss of a microbatch, and the share of the global batch that it stands for."""
         target = target_of(part)
         if getattr(self.loss, "whole_batch", False):
             counts = self.loader.partition.shares(position.step)
-            outputs = self.group.gather_rows(_tensor(output), counts)
-            targets = self.group.gather_rows(target, counts)
+            outputs = self.readers.gather_rows(_tensor(output), counts)
+            targets = self.readers.gather_rows(target, counts)
             return self.loss(torch.cat(outputs), torch.cat(targets)), 1.0
-        loss = self.loss(output, target)
-        if self.group.size == self.plan.microbatches == 1:
-            return loss, 1.0  # a mean over the whole batch already, whatever its items are
+        loss = self.step_loss(output, target)
+        if self._is_whole_batch:
+            return loss, 1.0
         assert self.items_per_sample is not None
         return loss, self._items(part) / (position.total * self.items_per_sample)
 
@@ -273,25 +372,26 @@ class Engine:
         return float(unit.item()) or 1.0
 
     def _call(self, batch: Batch) -> Any:
-        if isinstance(batch, (tuple, list)):
-            return self._forward(*batch[:-1])
-        if isinstance(self.loss, ModelsOwn):
-            return self._forward(**batch)
-        return self._forward(**{k: v for k, v in batch.items() if k != "labels"})
+        return call(self._forward, batch, loss=self.loss)
 
     def _place(self, batch: Batch) -> Batch:
         wide = torch.float64 if self.precision == "fp64" else None
         return place(batch, self.device, dtype=wide, channels_last=self._channels_last)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else _AS_IT_IS
+        casts = self.split is not None and self.split.fully is not None and self.split.fully.casts
+        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" and not casts else _AS_IT_IS
 
     # Agreement and update
 
     def _agree(self) -> tuple[float, dict[str, int]]:
         alone = self.group.size == 1
         own_busy_s = self.notes.seal(self.meter)
+        if self.split is not None:
+            self.split.after_backward()
         self.rule.after_backward()
+        if self.split is not None:
+            self.group.all_reduce(self.notes.tensor)
         agreed = self.notes.read()
         if agreed.rescale != 1.0:  # fewer or more items than the first batch had per sample: the mean is over the items that there were
             torch._foreach_mul_(self.replica.gradients, agreed.rescale)
@@ -301,6 +401,8 @@ class Engine:
         return agreed.loss, agreed.votes
 
     def _gradient_norm(self) -> float:
+        if self.split is not None:
+            return self.split.gradient_norm()
         gradients = self.replica.gradients
         norms = torch._foreach_norm(gradients) if gradients else ()
         if self.device.type == "cuda" and norms:
@@ -336,9 +438,9 @@ class Engine:
 
     def _averaged_buffers(self) -> AbstractContextManager[None]:
         floating = [b for b in self.model.buffers() if b.is_floating_point()]
-        if self.group.size == 1 or not floating or self.settings.batch_norm == "sync":
+        if self.readers.size == 1 or not floating or self.settings.batch_norm == "sync":
             return nullcontext()
-        return _AveragedBuffers(floating, self.group)
+        return _AveragedBuffers(floating, self.readers)
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +93,10 @@ class Loader:
         finally:
             if self._batches is batches:
                 self.close()
+
+    def example(self, count: int) -> Any:
+        """A batch of the first `count` samples (the same one again where there are fewer): what a model will be given, for a look at it."""
+        return self._samples.read([i % self.partition.held_samples for i in range(count)])
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the batch to come, as JSON-able values.
@@ -185,6 +191,18 @@ def held_out_batches(
         first, end, stride = replica * count // replicas, (replica + 1) * count // replicas, batch
     for start in range(first, end, stride):
         yield samples.read(list(range(start, min(start + batch, end))))
+
+
+def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:
+    """How many `held_out_batches` the replica with the most of them has."""
+    if in_turn:
+        return math.ceil(samples / (replicas * batch))
+    return max(math.ceil(((r + 1) * samples // replicas - r * samples // replicas) / batch) for r in range(replicas))
+
+
+def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """The batches, and None in the place of those that are missing to `count`."""
+    return islice(chain(batches, repeat(None)), count)
 
 
 class _Steps:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,22 +16,26 @@ from torch import nn
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import ClusterError, DataError, NonFiniteError
+from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.plan.plan import Plan
-from paceline.train.batch import Batch
+from paceline.split.mesh import Mesh
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.checkpoint_read import load_latest
 from paceline.train.engine import Engine, Settings, StepResult
-from paceline.train.loader import Loader, held_out_batches
+from paceline.train.loader import Loader, held_out_batches, most_batches, padded
 from paceline.train.meter import CHECKPOINT
 from paceline.train.progress import PlainProgress
 from paceline.train.record import Recorder
 from paceline.train.run import Lines, Run
 from paceline.train.state import restore, snapshot
+
+if TYPE_CHECKING:
+    from paceline.split.initialise import Recorded
 
 MAX_REWINDS = 3  # in a row, without a new checkpoint between them
 
@@ -52,32 +56,59 @@ def train_in(run: Run, group: Group) -> None:
             "Install a build of torch for the GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     seed_all(job.seed)
-    model = job.model.build()
+    model = built(job, run.plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     engine = build_engine(job, run.plan, model, data, group)
-    seed_all(job.seed * 1_000_003 + 1 + group.rank)  # from here on every replica draws numbers of its own
+    seed_all(job.seed * 1_000_003 + 1 + engine.readers.rank)  # from here on every reader draws numbers of its own
     Loop(run, engine, data, group).run()
 
 
-def build_engine(job: Job, plan: Plan, model: nn.Module, data: DataSets, group: Group) -> Engine:
-    """The engine of this rank for a job: its optimizer, loss and share of the data."""
-    optimizer = job.optimizer.build(model, fused=plan.fused)
-    host_samples = _host_samples(job, data, group)
+def built(job: Job, plan: Plan) -> nn.Module | Recorded:
+    """The job's model; where the plan divides it, without memory for its weights."""
+    if not plan.splits:
+        return job.model.build()
+    from paceline.split.initialise import record
+
+    return record(job.model.build)
+
+
+def build_engine(job: Job, plan: Plan, model: nn.Module | Recorded, data: DataSets, group: Group) -> Engine:
+    """The engine of this rank for a job: its part of the model, its optimizer, loss and share of the data.
+
+    Raises:
+        PlanError: the plan cannot divide this model so, or has another number of ranks.
+    """
+    mesh = Mesh.of(plan, group)
+    loader = loader_of(job, mesh, data)
+    loss = job.loss.build()
+    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
+    if plan.splits:
+        from paceline.train.divided import divide
+
+        split = divide(model, plan, mesh, loader, loss, settings)
+        optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
+        return Engine(split.model, optimizer, loss, loader, plan, group, settings, split)
+    assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
+    return Engine(model, job.optimizer.build(model.parameters(), fused=plan.fused), loss, loader, plan, group, settings)
+
+
+def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
+    """This reader's share of the data."""
+    hosts = mesh.reader_hosts
+    host_samples = _host_samples(job, data, mesh.world)
     partition = Partition(
         job.partition,
         samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
         global_batch=job.global_batch,
         seed=job.seed,
-        replica=group.rank,
-        replicas=group.size,
-        hosts=group.hosts,
+        replica=mesh.reader,
+        replicas=mesh.readers,
+        hosts=hosts,
         host_samples=host_samples,
         labels=getattr(data.train, "labels", None),
         drop_last=job.drop_last,
     )
-    loader = Loader(data.train, partition, num_workers=job.data.num_workers, pin_memory=group.device.type == "cuda")
-    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
-    return Engine(model, optimizer, job.loss.build(), loader, plan, group, settings)
+    return Loader(data.train, partition, num_workers=job.data.num_workers, pin_memory=mesh.world.device.type == "cuda")
 
 
 class Loop:
@@ -202,9 +233,12 @@ class Loop:
             return None
         self._phase("evaluate", engine.step_count)
         whole = getattr(engine.loss, "whole_batch", False)  # then a measure of a batch depends on which samples are in it
-        batch = self.job.global_batch if whole else max(1, self.job.global_batch // self.group.size)
-        rank, size = self.group.rank, self.group.size
+        rank, size = engine.readers.rank, engine.readers.size
+        batch = self.job.global_batch if whole else max(1, self.job.global_batch // size)
+        batches: Iterable[Batch | None]
         batches = held_out_batches(self.data.held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
+        if engine.split is not None and engine.split.all_must_compute:
+            batches = padded(batches, most_batches(len(self.data.held_out), batch=batch, replicas=size, in_turn=whole))  # type: ignore[arg-type]
         metrics = engine.evaluate(batches, self.metrics)
         self._event("evaluation", {"step": engine.step_count, "epoch": engine.step_count / self.epoch_steps, "metrics": metrics})
         self.recorder.metrics(engine.step_count, metrics)
@@ -231,14 +265,19 @@ class Loop:
             self.rejected = values["rejected"]
             self.saved_at = loaded.step
             self._saved_clock_s = self.stop.elapsed_s
-        details = {"step": self.engine.step_count, "plan": str(self.run_directory.plan), "replicas": self.group.size}
+        details = {
+            "step": self.engine.step_count,
+            "plan": str(self.run_directory.plan),
+            "replicas": self.engine.plan.dp,
+            "ranks": self.group.size,
+        }
         details |= {
             "transport": self.group.transport,
             "samples_per_epoch": self.engine.loader.partition.samples,
             "steps_per_epoch": self.epoch_steps,
             "total_steps": self.total_steps,
         }
-        details |= {"parameters": sum(p.numel() for p in self.engine.model.parameters()), "synthetic": self.data.synthetic}
+        details |= {"parameters": self.engine.parameter_count, "synthetic": self.data.synthetic}
         self._event("resume" if loaded is not None else "start", details)
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})

@@ -2,7 +2,10 @@
 
     checkpoints/step-00000100/rank-0.safetensors
                               rank-1.safetensors
-                              manifest.json       format, step, world, values, and of every shard: bytes, SHA-256, tensors
+                              manifest.json       format, step, mesh, values; of every shard bytes and SHA-256; of every tensor its pieces
+
+A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file of one rank. So nothing in a
+checkpoint depends on the plan that wrote it but the number and size of the pieces.
 
 While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its receipt, and the manifest comes
 last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it lives until the new one has its name.
@@ -19,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
 from paceline.errors import CheckpointError
 
@@ -31,35 +33,71 @@ _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
 
+class Piece(BaseModel):
+    """A block of a tensor: the rank whose shard holds it, its key there, where it begins in the full tensor, and its shape."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    shard: int
+    key: str
+    offset: list[int]
+    shape: list[int]
+
+
 class TensorEntry(BaseModel):
-    """A tensor's dtype (safetensors' code), shape, and the rank whose shard holds it."""
+    """A full tensor: its dtype (safetensors' code), its shape, and the pieces that it is made of."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     dtype: str
     shape: list[int]
-    shard: int
+    pieces: list[Piece]
+
+
+class OwnEntry(BaseModel):
+    """A tensor of one rank alone, in that rank's shard under its own name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    dtype: str
+    shape: list[int]
 
 
 class ShardEntry(BaseModel):
-    """One rank's file, and what belongs to that rank alone."""
+    """One rank's file, which share of the data that rank read, and what belongs to it alone."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     bytes: int
     sha256: str
-    own: dict[str, TensorEntry]
+    reader: int
+    own: dict[str, OwnEntry]
     own_values: dict[str, Any]
 
 
-class Manifest(BaseModel):
-    """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks."""
+class Receipt(BaseModel):
+    """What one rank says when its file is written: the file, and all tensors that it holds, with the pieces that it wrote of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[1] = 1
+    shard: ShardEntry
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str]
+
+
+class Manifest(BaseModel):
+    """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks.
+
+    Format 2. In format 1 every rank held the whole model, and a tensor was in one piece.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal[2] = 2
     step: int
     world: int
+    mesh: dict[str, int]  # ranks along each axis that had more than one
+    readers: int
     shards: list[ShardEntry]
     tensors: dict[str, TensorEntry]  # the shared ones
     aliases: dict[str, str]
@@ -88,7 +126,7 @@ class Manifest(BaseModel):
         if claimed != _digest(content):
             raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 that it names")
         try:
-            return cls.model_validate(content)
+            return cls.model_validate(_from_format_1(content) if content.get("format") == 1 else content)
         except ValidationError as error:
             where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise CheckpointError(f"{path} is not of the format that this version of paceline reads ({where})") from error
@@ -119,19 +157,6 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None))
     return [(int(match[1]), path) for match, path in found]
-
-
-def divide(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
-    """Which rank writes which tensor: nearly equal bytes for each, decided alike on all ranks from names and sizes alone.
-
-    Largest first, each to the rank with the least so far (Graham, 1969): no rank gets more than 4/3 of the best division.
-    """
-    load = [0] * world
-    shard: dict[str, int] = {}
-    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
-        shard[name] = load.index(min(load))
-        load[shard[name]] += tensors[name].nbytes
-    return shard
 
 
 def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -176,6 +201,28 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
+    """The same checkpoint in the words of format 2."""
+
+    def described(entry: dict[str, Any]) -> dict[str, Any]:
+        return {"dtype": entry["dtype"], "shape": entry["shape"]}
+
+    def in_one_piece(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        begin = [0] * len(entry["shape"])
+        return {**described(entry), "pieces": [{"shard": entry["shard"], "key": name, "offset": begin, "shape": entry["shape"]}]}
+
+    world = content["world"]
+    shards = [
+        {**shard, "reader": rank, "own": {name: described(entry) for name, entry in shard["own"].items()}}
+        for rank, shard in enumerate(content["shards"])
+    ]
+    if "scalars" in content["values"].get("optimizer", {}):  # it was of all ranks, when all held the same parameters
+        shards[0]["own_values"]["scalars"] = content["values"]["optimizer"].pop("scalars")
+    tensors = {name: in_one_piece(name, entry) for name, entry in content["tensors"].items()}
+    mesh = {"dp": world} if world > 1 else {}
+    return {**content, "format": 2, "mesh": mesh, "readers": world, "shards": shards, "tensors": tensors}
 
 
 def _digest(content: object) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of each step goes: data wait, compute, exposed communication, imbalance wait, optimizer, checkpoint stall.
+"""Where the time of each step goes: data wait, compute, bubble, exposed communication, imbalance wait, optimizer, checkpoint stall.
 
 The clock is read at the boundaries between the parts and each part ends where the next begins, so they sum to the step exactly.
 """
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-PARTS = ("data", "compute", "comm", "imbalance", "optimizer", "checkpoint")
-DATA, COMPUTE, COMM, IMBALANCE, OPTIMIZER, CHECKPOINT = range(len(PARTS))
+PARTS = ("data", "compute", "bubble", "comm", "imbalance", "optimizer", "checkpoint")
+DATA, COMPUTE, BUBBLE, COMM, IMBALANCE, OPTIMIZER, CHECKPOINT = range(len(PARTS))
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Timing:
     @property
     def busy_s(self) -> float:
         """Seconds until this rank was ready to communicate: all that is not waiting for others."""
-        return self.step_s - self.parts_s[COMM] - self.parts_s[IMBALANCE]
+        return self.step_s - self.parts_s[BUBBLE] - self.parts_s[COMM] - self.parts_s[IMBALANCE]
 
 
 class Meter:
@@ -70,6 +70,12 @@ class Meter:
     def busy_s(self) -> float:
         """Seconds this rank needed before it could communicate: since the last agreement; on CUDA those of the step before."""
         return self.previous_busy_s if self.device.type == "cuda" else self._last - self._agreed
+
+    def waited_in_pipeline(self, seconds: float) -> None:
+        """So much of what is booked as computing was waiting for the neighbours in a pipeline (on CUDA the host's wait)."""
+        moved = min(seconds, self.current.parts_s[COMPUTE]) if self.device.type != "cuda" else 0.0
+        self.current.parts_s[BUBBLE] += moved
+        self.current.parts_s[COMPUTE] -= moved
 
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
         """Divide the time booked as communication: waiting for the slowest rank is imbalance, the rest is exposed communication.

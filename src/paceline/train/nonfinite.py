@@ -7,7 +7,7 @@ from typing import Literal
 
 from paceline.comm import Group
 from paceline.errors import NonFiniteError
-from paceline.train.batch import Batch, nonfinite_rows
+from paceline.job.batch import Batch, nonfinite_rows
 
 Policy = Literal["stop", "skip", "rewind"]
 PATIENCE = 20  # updates left out in a row before the run is called broken

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.comm import Group
@@ -16,9 +16,13 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.job.loss import Loss
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.plan.plan import Plan, Precision
+from paceline.split.mesh import Mesh
 from paceline.train.engine import Engine, Settings
 from paceline.train.loader import Loader
 from paceline.train.nonfinite import Policy
+
+if TYPE_CHECKING:
+    from paceline.split.apply import Split
 
 
 def setup(
@@ -38,8 +42,9 @@ def setup(
     """Prepare a training loop of one's own for any number of ranks; alone it trains in this process, under torchrun on all ranks.
 
     Args:
-        model: any `nn.Module`. It is moved to this rank's device and stays the same object.
-        optimizer: any optimizer over its parameters.
+        model: any `nn.Module`. It is moved to this rank's device and stays the same object; where the plan divides it (fsdp, tp, pp, cp,
+            ep, remat), its parameters are replaced by this rank's parts, and in a pipeline `engine.model` is this rank's stages.
+        optimizer: any optimizer over its parameters that works element by element, where the plan divides them.
         loss: `loss(output, target)`, the mean over the samples of a batch. `paceline.job.loss.Loss` tells how to weigh other items.
         loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every batch to the
             replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order.
@@ -74,7 +79,16 @@ def setup(
     if chosen.fused:
         _fuse(optimizer)
     settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
-    return Engine(model, optimizer, cast(Loss, loss), _deal(loader, group, seed), chosen, group, settings)
+    mesh = Mesh.of(chosen, group)
+    dealt = _deal(loader, mesh, seed)
+    if not chosen.splits:
+        return Engine(model, optimizer, cast(Loss, loss), dealt, chosen, group, settings)
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    from paceline.train.divided import divide  # heavy
+
+    split = divide(model, chosen, mesh, dealt, cast(Loss, loss), settings)
+    _hand_over(optimizer, names, split)
+    return Engine(split.model, optimizer, cast(Loss, loss), dealt, chosen, group, settings, split)
 
 
 def _check_ranks(plan: Plan, group: Group) -> None:
@@ -92,6 +106,24 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
 
 
+def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:
+    """Have the optimizer step on this rank's parts, with what it remembers of them."""
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        if any(p not in names for p in group["params"]):
+            raise JobError("the optimizer holds parameters that are not the model's; a plan that divides the model cannot divide those")
+        held = [(p, names[p]) for p in group["params"] if names[p] in divided.parameters]
+        group["params"] = [divided.parameters[name] for _, name in held]
+        for whole, name in held:
+            layout = divided.parts[name].layout
+            if whole in state:
+                optimizer.state[divided.parameters[name]] = {
+                    key: layout.take(value).clone() if isinstance(value, Tensor) and tuple(value.shape) == layout.full else value
+                    for key, value in state[whole].items()
+                }
+
+
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     if "fused" not in optimizer.defaults:
         raise PlanError(f"fused=on: {type(optimizer).__name__} has no fused step in torch; leave fused out")
@@ -99,8 +131,8 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
         group["fused"], group["foreach"] = True, False
 
 
-def _deal(loader: DataLoader[Any], group: Group, seed: int) -> Loader:
-    """The same data, batch size and order rule as the user's loader, dealt to the replicas."""
+def _deal(loader: DataLoader[Any], mesh: Mesh, seed: int) -> Loader:
+    """The same data, batch size and order rule as the user's loader, dealt to the readers."""
     if not isinstance(loader, DataLoader):
         raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
@@ -115,9 +147,9 @@ def _deal(loader: DataLoader[Any], group: Group, seed: int) -> Loader:
         samples=len(loader.dataset),  # type: ignore[arg-type]
         global_batch=loader.batch_size,
         seed=seed,
-        replica=group.rank,
-        replicas=group.size,
-        hosts=group.hosts,
+        replica=mesh.reader,
+        replicas=mesh.readers,
+        hosts=mesh.reader_hosts,
         drop_last=loader.drop_last,
     )
     return Loader(
@@ -125,5 +157,5 @@ def _deal(loader: DataLoader[Any], group: Group, seed: int) -> Loader:
         partition,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory or group.device.type == "cuda",
+        pin_memory=loader.pin_memory or mesh.world.device.type == "cuda",
     )

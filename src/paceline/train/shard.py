@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -123,18 +125,8 @@ class Shard:
         return digest.hexdigest()
 
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Make the header; returns where each tensor begins. The widest types come first, so that each is aligned to its own."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offsets: dict[str, int] = {}
-        end = 0
-        for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
-            offsets[name] = end
-            end += tensors[name].nbytes
-            header[name] = {**describe(name, tensors[name]), "data_offsets": [offsets[name], end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._header = len(text).to_bytes(8, "little") + text
-        self._bytes = end
+        """Make the header; returns where each tensor begins."""
+        self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
         return offsets
 
     def _make_room(self, *, pinned: bool) -> None:
@@ -163,6 +155,31 @@ class Shard:
         return copied
 
 
+def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+    """Write a safetensors file, flushed to the disk, that never has more than one of its tensors in memory.
+
+    `described` is what `describe` says of each tensor; `read` gives them, on the CPU.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header, offsets, _ = _header(described)
+    with path.open("wb") as file:
+        file.write(header)
+        for name in offsets:
+            tensor = read(name).detach().contiguous()
+            if tensor.numel():
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def described_bytes(described: Mapping[str, Any]) -> int:
+    """The bytes of a tensor that `describe` describes."""
+    elements: int = math.prod(described["shape"])
+    return elements * DTYPES[described["dtype"]].itemsize
+
+
 def describe(name: str, tensor: Tensor) -> dict[str, Any]:
     """`{"dtype": code of safetensors, "shape": [...]}` of a tensor.
 
@@ -175,6 +192,23 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
             f"{name} is {kind}, which a checkpoint (safetensors) cannot hold. Keep it dense, in one of: {', '.join(map(str, CODES))}."
         )
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape)}
+
+
+def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str, int], int]:
+    """A file's first bytes, where each tensor begins behind them (in file order), and where the last one ends.
+
+    The widest types come first, so that each is aligned to its own.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in sorted(described, key=lambda n: (-DTYPES[described[n]["dtype"]].itemsize, n)):
+        offsets[name] = end
+        end += described_bytes(described[name])
+        header[name] = {**described[name], "data_offsets": [offsets[name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets, end
 
 
 def _copy(place: Tensor, tensor: Tensor) -> None:

@@ -1,8 +1,15 @@
-"""Everything that a run needs to go on exactly where it was: weights, optimizer, random states, and its place in the data."""
+"""Everything that a run needs to go on exactly where it was: weights, optimizer, random states, and its place in the data.
+
+What is saved is said in the names of the undivided model, so a checkpoint moves between plans: each rank gives the parts that it holds,
+and takes the parts that it wants.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,81 +17,162 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.split.layout import Layout
+from paceline.split.parts import Part, local
 from paceline.train.checkpoint import Snapshot
 from paceline.train.checkpoint_read import Loaded
+from paceline.train.division import Seat
+from paceline.train.shard import DTYPES
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
 
 
 def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
-    """The engine's state as named tensors and JSON values; `values` are the loop's own, added under "loop"."""
-    model, optimizer = engine.model, engine.optimizer
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    shared: dict[str, Tensor] = {f"model/{name}": p.detach() for p, name in names.items()}
+    """The engine's state as named tensors and JSON values; `values` are the loop's own, added under "loop".
+
+    A rule's own state is JSON of each kind of rule, the same on all ranks; no rule that there is has any.
+
+    Raises:
+        CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it nor a single number.
+    """
+    held = _Held.by(engine)
+    shared: dict[str, Tensor] = {}
+    parts: dict[str, Part] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
-        name = names.get(parameter)
-        if name is None:
-            continue
-        for key, value in state.items():
+    for name, parameter in held.parameters.items():
+        shared[f"model/{name}"] = local(parameter).detach()
+        part = held.parts[name] if held.parts is not None else None
+        if part is not None:
+            parts[f"model/{name}"] = part
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                shared[f"optimizer/{name}/{key}"] = value
+                full_name = f"optimizer/{name}/{key}"
+                shared[full_name] = local(value)
+                if part is not None:
+                    parts[full_name] = _state_part(full_name, shared[full_name], part)
             else:
                 scalars.setdefault(name, {})[key] = value
     return Snapshot(
         shared=shared,
-        own={**{f"buffer/{name}": buffer.detach() for name, buffer in _persistent_buffers(model)}, **_random_tensors()},
+        own={**{f"buffer/{name}": buffer.detach() for name, buffer in held.buffers.items()}, **_random_tensors()},
         values={
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
             "items_per_sample": engine.items_per_sample,
-            "optimizer": {"groups": _groups(optimizer, names), "scalars": scalars},
+            "optimizer": {"groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]},
             "rule": engine.rule.state_dict(),
-            "replicas": engine.group.size,
             "loop": values,
         },
-        own_values={"python": _python_state(), "numpy": _numpy_state()},
-        aliases=_aliases(model),
+        own_values={
+            "python": _python_state(),
+            "numpy": _numpy_state(),
+            **({"scalars": scalars} if scalars and held.seat.speaks_for_its_stage else {}),
+        },
+        aliases=held.aliases,
+        parts=parts,
+        seat=held.seat,
     )
 
 
 def restore(engine: Engine, loaded: Loaded) -> dict[str, Any]:
-    """Put a loaded checkpoint into the engine; returns the loop's values.
+    """Put a loaded checkpoint into the engine, whatever plan saved it; returns the loop's values. Every rank must call this.
 
-    Random states return only on the number of replicas that saved them; on another, every rank draws from a fresh seed of its own.
+    Random states return only on the same mesh; on another, every reader draws from a fresh seed of its own.
 
     Raises:
-        CheckpointError: it is of another model or optimizer. Names what differs.
+        CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
     """
-    model, optimizer = engine.model, engine.optimizer
-    tensors = loaded.shared | loaded.own
-    targets: dict[str, Tensor] = {f"model/{n}": p for n, p in model.named_parameters()}
-    targets |= {f"buffer/{n}": b for n, b in _persistent_buffers(model)}
-    _check_same_model(targets, tensors, loaded)
+    held = _Held.by(engine)
+    _check_same_model(engine, held, loaded)
+    state = _optimizer_state(held, engine.optimizer, loaded)
+    for name, parameter in held.parameters.items():
+        loaded.shared.fill(f"model/{name}", local(parameter).detach(), held.part(name).layout)
+    own = loaded.own_of(held.seat)
     with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(tensors[name])
-    _restore_optimizer(model, optimizer, loaded)
+        for name, buffer in held.buffers.items():
+            buffer.copy_(own[f"buffer/{name}"])
+    engine.optimizer.load_state_dict(state)
     values = loaded.values
     engine.step_count = values["step"]
     engine.items_per_sample = values["items_per_sample"]
     engine.loader.load_state_dict(values["loader"])
     engine.rule.load_state_dict(values["rule"])
-    if values["replicas"] == engine.group.size:
-        _restore_random(loaded, engine.group.rank)
+    if loaded.mesh == held.seat.sizes:
+        _restore_random(own, loaded.own_values[held.seat.rank])
     else:
-        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + engine.group.rank + 7919 * engine.step_count)
+        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.seat.reader + 7919 * engine.step_count)
     loop: dict[str, Any] = values["loop"]
     return loop
 
 
-def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    kept = model.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+@dataclass
+class _Held:
+    """What a rank holds of the model, by the names in the undivided one.
+
+    `parameters` are the tensors that the optimizer steps on; `parts` says of each which part it is, None where all are whole.
+    """
+
+    parameters: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
+    parts: Mapping[str, Part] | None
+    seat: Seat
+    aliases: dict[str, str]
+
+    @classmethod
+    def by(cls, engine: Engine) -> _Held:
+        model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
+        persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
+        seat = Seat.of(mesh) if mesh is not None else Seat.plain(engine.group.rank, engine.group.size)
+        aliases = getattr(engine.split, "aliases", {}) if engine.split is not None else tied_names(model)
+        return cls(engine.named_parameters(), buffers, engine.parts, seat, aliases)
+
+    def part(self, name: str) -> Part:
+        return Part(name, Layout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The full shapes of all parameters and buffers, under the names that they are saved by."""
+        shapes = {f"model/{name}": list(self.part(name).layout.full) for name in self.parameters}
+        return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
 
 
-def _aliases(model: torch.nn.Module) -> dict[str, str]:
+def _state_part(name: str, value: Tensor, part: Part) -> Part:
+    """How a rank holds what the optimizer keeps of a parameter: divided like it, or whole on all ranks that hold some of it."""
+    if value.shape == part.layout.shape:
+        return part
+    if not part.sharded or value.numel() == 1:
+        return Part(name, Layout.whole(value.shape), part.sharded, set(), part.stages, part.writes)
+    raise CheckpointError(
+        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a divided parameter, only "
+        "what is divided in the same way and single numbers can be saved. Use an optimizer that works elementwise, or a plan that does not "
+        f"divide the parameter along {', '.join(sorted(part.sharded))}"
+    )
+
+
+def _check_same_model(engine: Engine, held: _Held, loaded: Loaded) -> None:
+    wanted = held.shapes()
+    if held.seat.sizes.get("pp", 1) > 1:  # no stage has all names
+        wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
+    saved = {name: entry.shape for name, entry in loaded.shared.entries.items() if name.startswith("model/")}
+    saved |= {name: own.shape for shard in loaded.shards for name, own in shard.own.items() if name.startswith("buffer/")}
+    wrong = [f"{_bare(n)} is missing" for n in wanted if n not in saved]
+    wrong += [f"{_bare(n)} is unknown to the model" for n in saved if n not in wanted]
+    wrong += [
+        f"{_bare(n)} has shape {tuple(saved[n])}, the model wants {tuple(shape)}"
+        for n, shape in wanted.items()
+        if n in saved and saved[n] != shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(f"the checkpoint of step {loaded.step} is of another model: {'; '.join(wrong[:5])}{more}")
+
+
+def _bare(name: str) -> str:
+    return name.split("/", 1)[1]
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
     """The further names of tied parameters and shared buffers, each with the name under which the tensor is saved."""
     further: dict[str, str] = {}
     for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
@@ -95,55 +183,64 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
     return further
 
 
-def _groups(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
-    """The optimizer's hyper-parameters, its parameters by name."""
-    return [
-        {**{k: v for k, v in g.items() if k != "params"}, "params": [names.get(p, "") for p in g["params"]]} for g in optimizer.param_groups
-    ]
+# The optimizer
 
 
-def _restore_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loaded: Loaded) -> None:
-    """Through torch's own `load_state_dict`, which places each value where the optimizer wants it."""
-    saved = loaded.values["optimizer"]
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    state_dict = optimizer.state_dict()
-    flat = [names.get(p, "") for g in optimizer.param_groups for p in g["params"]]
-    index = {name: i for i, name in enumerate(flat)}
-    state: dict[int, dict[str, Any]] = {}
-    for full, tensor in loaded.shared.items():
-        if full.startswith("optimizer/"):
-            name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            if name not in index:
-                raise CheckpointError(
-                    f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer does not hold"
-                )
-            state.setdefault(index[name], {})[key] = tensor
-    for name, scalars in saved["scalars"].items():
-        state.setdefault(index[name], {}).update(scalars)
-    if len(saved["groups"]) != len(state_dict["param_groups"]):
+def _optimizer_state(held: _Held, optimizer: torch.optim.Optimizer, loaded: Loaded) -> dict[str, Any]:
+    """What the optimizer's `load_state_dict` takes of a checkpoint: of every parameter, the state of this rank's part."""
+    groups, saved_groups = optimizer.state_dict()["param_groups"], loaded.values["optimizer"]["groups"]
+    if len(saved_groups) != len(groups):
         raise CheckpointError(
-            f"the checkpoint of step {loaded.step} has {len(saved['groups'])} groups of parameters in its optimizer, "
-            f"this optimizer {len(state_dict['param_groups'])}"
+            f"the checkpoint of step {loaded.step} has {len(saved_groups)} groups of parameters in its optimizer, "
+            f"this optimizer {len(groups)}"
         )
-    for group, old in zip(state_dict["param_groups"], saved["groups"], strict=True):
+    names = {parameter: name for name, parameter in held.parameters.items()}
+    numbers = {names.get(p, ""): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for full_name, name, key in _saved_states(loaded):
+        if name not in held.parameters:
+            continue  # of another pipeline stage
+        if name not in numbers:
+            raise CheckpointError(
+                f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer does not hold"
+            )
+        own = _read_state(full_name, local(held.parameters[name]), held.part(name), loaded)
+        state.setdefault(numbers[name], {})[key] = own
+    for own_values in loaded.own_values:
+        for name, scalars in own_values.get("scalars", {}).items():
+            if name in numbers:
+                state.setdefault(numbers[name], {}).update(scalars)
+    for group, old in zip(groups, saved_groups, strict=True):
         for key, value in old.items():
             if key not in ("params", "fused", "foreach"):  # how the step is computed belongs to the plan of today
                 group[key] = tuple(value) if isinstance(value, list) else value
-    optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+    return {"state": state, "param_groups": groups}
 
 
-def _check_same_model(targets: dict[str, Tensor], tensors: dict[str, Tensor], loaded: Loaded) -> None:
-    saved = {n: t for n, t in tensors.items() if n.startswith(("model/", "buffer/"))}
-    wrong = [f"{n.split('/', 1)[1]} is missing" for n in targets if n not in saved]
-    wrong += [f"{n.split('/', 1)[1]} is unknown to the model" for n in saved if n not in targets]
-    wrong += [
-        f"{n.split('/', 1)[1]} has shape {tuple(saved[n].shape)}, the model wants {tuple(t.shape)}"
-        for n, t in targets.items()
-        if n in saved and saved[n].shape != t.shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError(f"the checkpoint of step {loaded.step} is of another model: {'; '.join(wrong[:5])}{more}")
+def _saved_states(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
+    for full_name in loaded.shared:
+        if full_name.startswith("optimizer/"):
+            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+            yield full_name, name, key
+
+
+def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
+    """What the optimizer kept of a parameter: the part that this rank holds of it, with the strides of the parameter, or all of it."""
+    entry = loaded.shared.entries[full_name]
+    if entry.shape and tuple(entry.shape) == part.layout.full:
+        own = torch.empty_like(parameter, dtype=DTYPES[entry.dtype])
+        loaded.shared.fill(full_name, own, part.layout)
+        return own
+    if part.sharded and math.prod(entry.shape) != 1:
+        raise CheckpointError(
+            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a parameter of shape "
+            f"{part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to divide the state is not known. "
+            "Resume under a plan that does not divide the parameter"
+        )
+    return loaded.shared[full_name]
+
+
+# Random numbers
 
 
 def _random_tensors() -> dict[str, Tensor]:
@@ -163,12 +260,11 @@ def _numpy_state() -> list[Any]:
     return [kind, np.asarray(keys).tolist(), *rest]
 
 
-def _restore_random(loaded: Loaded, rank: int) -> None:
-    torch.set_rng_state(loaded.own["rng/torch"].cpu())
-    if torch.cuda.is_available() and "rng/cuda" in loaded.own:
-        torch.cuda.set_rng_state(loaded.own["rng/cuda"].cpu())
-    own = loaded.own_values[rank]
-    version, numbers, gauss = own["python"]
+def _restore_random(own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> None:
+    torch.set_rng_state(own["rng/torch"])
+    if torch.cuda.is_available() and "rng/cuda" in own:
+        torch.cuda.set_rng_state(own["rng/cuda"])
+    version, numbers, gauss = own_values["python"]
     random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = own["numpy"]
+    kind, keys, *rest = own_values["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

@@ -28,9 +28,9 @@ class Agreed:
 class Notes:
     """The layout of `Replica.notes`: loss, items, one number per vote, then the busy time of every replica in its own place."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype = torch.float32) -> None:
         self.group = group
-        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, device=group.device)
+        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, dtype=dtype, device=group.device)
         self._asked: set[str] = set()
 
     def vote(self, what: str) -> None:

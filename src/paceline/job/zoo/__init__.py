@@ -14,6 +14,7 @@ from paceline.job.nearest import nearest
 from paceline.job.zoo.arguments import check_call, checked_args
 from paceline.job.zoo.gpt import GPT
 from paceline.job.zoo.huggingface import bert, from_config, image_shape, resnet50
+from paceline.job.zoo.moe import MoE
 from paceline.job.zoo.simclr import SimCLR
 from paceline.job.zoo.vision import cifar_cnn, mlp
 
@@ -23,6 +24,7 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "bert": bert,
     "gpt": GPT,
+    "moe": MoE,
     "simclr": SimCLR,
 }
 

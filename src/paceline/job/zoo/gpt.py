@@ -33,7 +33,7 @@ class GPT(nn.Module):
         super().__init__()
         if hidden % heads:
             raise JobError(
-                f"model gpt: hidden ({hidden}) should be a multiple of heads ({heads}), such as {heads * max(1, round(hidden / heads))}"
+                f"model {type(self).__name__.lower()}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {heads * max(1, round(hidden / heads))}"
             )
         self.context = context
         self.tokens = nn.Embedding(vocab, hidden)
@@ -45,8 +45,10 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         self._initialise(layers)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits (n, t, vocab) of the token after each of `tokens` (n, t), whole numbers below `vocab`.
+
+        `position_ids` (1, t) are the tokens' places below `context`, where they are not 0 to t - 1: a rank may hold a part of a sequence.
 
         Raises:
             DataError: a sequence longer than `context`.
@@ -54,9 +56,11 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         if length > self.context:
             raise DataError(
-                f"a sequence of {length} tokens is longer than the gpt's context of {self.context}; give the model context: {length}"
+                f"a sequence of {length} tokens is longer than the model's context of {self.context}; give the model context: {length}"
             )
-        x = self.dropout(self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device)))
+        if position_ids is None:
+            position_ids = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(position_ids))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))

@@ -16,17 +16,17 @@ from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # for which torch has fused steps; elsewhere the first step would raise
 
 
-def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters, a shared one once. Weight decay is on all of them, but for LARS and LAMB.
+def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
+    """The optimizer over those of a model's parameters that are trainable. Weight decay is on all of them, but for LARS and LAMB.
 
     `fused`: torch's fused step where it has one for these parameters' device and dtype; LARS and LAMB have none.
 
     Raises:
-        JobError: the model has no trainable parameters.
+        JobError: none is trainable.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
-        raise JobError(f"the model ({type(model).__name__}) has no parameters to train: none has requires_grad")
+        raise JobError("the model has no parameters to train: none has requires_grad")
     if spec.name == "lars":
         return LARS(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, trust=spec.trust)
     if spec.name == "lamb":

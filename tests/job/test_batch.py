@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import DataError
-from paceline.train.batch import nonfinite_rows, place, rows, split, target_of
+from paceline.job.batch import nonfinite_rows, place, rows, split, target_of
 
 
 def tuple_of(count: int) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,130 @@
+"""`paceline check job.yaml`"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.job.job import Job
+    from paceline.launch.check import Parity, Worst
+
+_NAMED = 10  # parameters, where parity fails
+
+
+def command(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    plan: Annotated[str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2".')] = None,
+    every: Annotated[
+        int | None, typer.Option("--all", metavar="RANKS", min=1, help="Check every plan of up to so many ranks that can run the job.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 5,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Start nothing: rehearse one rank of the plan without memory, for any number of ranks.")
+    ] = False,
+) -> None:
+    """Hold a plan against one process in float64: losses, gradients and parameters, step by step. Exit code 1 where they differ."""
+    from rich.console import Console
+
+    from paceline.job.job import Job
+
+    if (plan is None) == (every is None):
+        raise typer.BadParameter('name a plan with --plan "…", or --all RANKS', param_hint="--plan")
+    console, what = Console(soft_wrap=True), Job.load(job)
+    if every is not None:
+        holds = _all(what, every, steps, console)
+    elif dry:
+        holds = _rehearse(what, str(plan), console)
+    else:
+        holds = _one(what, str(plan), steps, console)
+    if not holds:
+        raise typer.Exit(1)
+
+
+def _one(job: Job, text: str, steps: int, console: Console) -> bool:
+    from paceline.launch.check import Checks
+    from paceline.plan.plan import Plan
+
+    with Checks(job, steps=steps).opened() as checks:
+        parity = checks.check(Plan.parse(text))
+    _show(parity, console)
+    return parity.holds
+
+
+def _show(parity: Parity, console: Console) -> None:
+    from rich.table import Table
+
+    for line in summarised(parity.report):
+        console.print(f"  {line}", highlight=False, markup=False, style="dim")
+    loss, gradient, parameter = parity.tolerance
+    table = Table("step", "loss", "one process", "loss differs", "gradients", "parameters", box=None, pad_edge=False)
+    for number, step in enumerate(parity.steps, 1):
+        differences = (
+            _difference(step.loss_difference, loss),
+            _difference(step.gradient.difference, gradient),
+            _difference(step.parameter.difference, parameter),
+        )
+        table.add_row(str(number), f"{step.loss:.7f}", f"{step.reference_loss:.7f}", *differences)
+    console.print(table)
+    for kind, worst in (("gradient", _worst(parity, "gradient")), ("parameter", _worst(parity, "parameter"))):
+        console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}", highlight=False)
+    limits = f"{loss:.1e} (loss), {gradient:.1e} (gradients), {parameter:.1e} (parameters), relative to one process in float64"
+    if parity.holds:
+        console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
+        return
+    console.print(f"plan {parity.plan}: parity FAILS, beyond {limits}", highlight=False, style="red")
+    if parity.first_module is not None:
+        console.print(f"the first module whose output differs: {parity.first_module}", highlight=False)
+    for name, difference in sorted(parity.parameters.items(), key=lambda entry: -entry[1])[:_NAMED]:
+        console.print(f"  gradient of {name}: {_difference(difference, gradient)}", highlight=False)
+
+
+def _worst(parity: Parity, kind: str) -> Worst:
+    found: list[Worst] = [getattr(step, kind) for step in parity.steps]
+    return max(found, key=lambda worst: worst.difference)
+
+
+def summarised(lines: list[str]) -> list[str]:
+    """Lines that differ in one number only as one line, with the numbers as a range: `blocks.0 to 3.mlp.0: column`."""
+    groups: dict[str, list[int]] = {}
+    for line in lines:
+        number = re.search(r"(?<=\.)\d+(?=\.)", line)
+        groups.setdefault(line if number is None else f"{line[: number.start()]}\0{line[number.end() :]}", []).append(
+            -1 if number is None else int(number.group())
+        )
+    return [form.replace("\0", _range(numbers)) for form, numbers in groups.items()]
+
+
+def _range(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"({min(numbers)} to {max(numbers)})"
+
+
+def _difference(value: float, tolerance: float) -> str:
+    return f"[red]{value:.1e}[/red]" if value > tolerance else f"{value:.1e}"
+
+
+def _all(job: Job, most_ranks: int, steps: int, console: Console) -> bool:
+    from paceline.launch.check import check_all
+    from paceline.plan.plan import Plan
+
+    counts = [0, 0]
+
+    def say(plan: Plan, found: Parity | Exception) -> None:
+        if isinstance(found, Exception):
+            counts[1] += 1
+            console.print(f"[red]failed[/red]  {plan}: {str(found).splitlines()[0]}", highlight=False)
+            return
+        counts[0 if found.holds else 1] += 1
+        loss = max(s.loss_difference for s in found.steps)
+        gradient = max((s.gradient for s in found.steps), key=lambda w: w.difference)
+        verdict = "parity" if found.holds else "[red]DIFFERS[/red]"
+        console.print(f"{verdict}  {plan}: loss {loss:.1e}, gradients {gradient.difference:.1e} ({gradient.name})", highlight=False)
+
+    holds = check_all(job, most_ranks, steps=steps, say=say)
+    console.print(f"{counts[0]} plans compute what one process computes, {counts[1]} do not", highlight=False)
+    return holds

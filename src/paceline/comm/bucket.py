@@ -1,0 +1,90 @@
+"""Gradients of many parameters in one flat buffer, so that one collective sums them all over a group of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group, Pending
+from paceline.errors import PlanError
+
+
+@dataclass
+class Bucket:
+    """A flat buffer: gradients, then (in the last bucket) the notes, then one number per parameter that says who used it."""
+
+    flat: Tensor
+    parameters: list[nn.Parameter]
+    views: list[Tensor]
+    used: Tensor  # the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did
+    gradient_size: int
+    seen: set[int] = field(default_factory=set)
+    pending: Pending | None = None
+
+    @classmethod
+    def of(cls, parameters: list[nn.Parameter], group: Group, notes: Tensor | None = None) -> Bucket:
+        """A bucket for the gradients of `parameters` (of one dtype), in memory of the group's where there is some; `Group.release` it."""
+        gradient_size = sum(p.numel() for p in parameters)
+        notes_size = 0 if notes is None else len(notes)
+        like = parameters[0] if parameters else notes
+        assert like is not None
+        flat = group.empty(gradient_size + notes_size + len(parameters), like.dtype)
+        views, start = [], 0
+        for p in parameters:
+            views.append(_like(flat[start : start + p.numel()], p))
+            start += p.numel()
+        return cls(flat, parameters, views, flat[gradient_size + notes_size :], gradient_size)
+
+    def take(self, i: int, parameter: Tensor) -> None:
+        """Move the gradient of parameter `i` here: the first of a step overwrites, those of further microbatches add."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise PlanError("a sparse gradient cannot be summed in a flat buffer; use sparse=False in the embedding, or dp=1")
+        if i in self.seen:
+            self.views[i].add_(gradient)
+        else:
+            self.views[i].copy_(gradient)
+            self.seen.add(i)
+        parameter.grad = None
+
+    def take_all(self) -> None:
+        """Move all gradients that there are here, at once."""
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.take(i, parameter)
+
+    def fill(self) -> None:
+        """Note who was reached by the backward pass, and zero the others."""
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+        self.used.fill_(1.0)
+        if unseen:
+            self.used[unseen] = 0.0
+            torch._foreach_zero_([self.views[i] for i in unseen])
+
+    def sum_over(self, group: Group) -> None:
+        """Replace the gradients of all parameters by their sums over the group, now."""
+        self.take_all()
+        self.fill()
+        group.all_reduce(self.flat)
+        self.hand_out()
+
+    def send(self, group: Group) -> None:
+        """Begin the sum over the group."""
+        self.pending = group.start_all_reduce(self.flat)
+
+    def hand_out(self) -> None:
+        """Give every parameter its agreed gradient; one that no replica used gets none."""
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+        used_elsewhere = set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
+        self.seen.clear()
+        self.pending = None
+
+
+def _like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A view of `piece` with the shape and strides of `parameter`, so that a channels-last weight gets a channels-last gradient."""
+    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())  # the same order, without gaps

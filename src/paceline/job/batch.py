@@ -1,0 +1,87 @@
+"""What a batch is to the engine: move it, split it, find its target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from paceline.errors import DataError
+
+# A tuple (inputs …, target), or a mapping whose "labels" are the target and that goes to the model as keywords.
+Batch: TypeAlias = tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
+
+
+def rows(batch: Batch | None) -> int:
+    """Samples in the batch (dim 0); 0 for None, which is an empty share."""
+    if batch is None:
+        return 0
+    whole = _parts(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
+    *_, last = whole or [None]
+    if not isinstance(last, Tensor):
+        inside = f" that ends with a {type(last).__name__}" if whole else ""
+        raise DataError(
+            f'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a {type(batch).__name__}{inside}. '
+            "Have the dataset return such samples, or the collate_fn such batches."
+        )
+    return len(last)
+
+
+def split(batch: Batch, parts: int) -> Iterator[Batch]:
+    """`parts` microbatches of nearly equal size, in order; empty ones are left out."""
+    if parts == 1:
+        yield batch
+    elif isinstance(batch, Mapping):
+        pieces = {k: v.tensor_split(parts) for k, v in batch.items()}
+        yield from ({k: v[i] for k, v in pieces.items()} for i in range(min(parts, rows(batch))))
+    else:
+        columns = [t.tensor_split(parts) for t in batch]
+        yield from (tuple(c[i] for c in columns) for i in range(min(parts, rows(batch))))
+
+
+def target_of(batch: Batch) -> Any:
+    """What the loss compares the output with.
+
+    Raises:
+        DataError: a mapping without "labels", or a tuple without a target.
+    """
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise DataError(f'a dict sample needs its target under "labels"; this one has {", ".join(map(str, batch))}')
+        return batch["labels"]
+    if len(batch) < 2:
+        raise DataError(
+            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, repeat the input."
+        )
+    return batch[-1]
+
+
+def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, channels_last: bool) -> Batch:
+    """The batch on `device`; floating-point parts as `dtype` where one is given, images (4-D) channels-last where wanted."""
+    if device.type == "cpu" and dtype is None and not channels_last:
+        return batch
+
+    def move(t: Tensor) -> Tensor:
+        layout = torch.channels_last if channels_last and t.dim() == 4 else torch.preserve_format
+        return t.to(device, dtype if t.is_floating_point() else None, non_blocking=True, memory_format=layout)
+
+    if isinstance(batch, Mapping):
+        return {k: move(v) for k, v in batch.items()}
+    return tuple(move(t) for t in batch)
+
+
+def nonfinite_rows(batch: Batch | None) -> list[int]:
+    """The rows of the batch that hold NaN or Inf in any floating-point part."""
+    if batch is None:
+        return []
+    bad: set[int] = set()
+    for part in _parts(batch):
+        if part.is_floating_point():
+            bad.update((~part.reshape(len(part), -1).isfinite().all(dim=1)).nonzero().flatten().tolist())
+    return sorted(bad)
+
+
+def _parts(batch: Batch) -> Iterable[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch

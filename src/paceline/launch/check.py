@@ -1,0 +1,214 @@
+"""`paceline check`: whether a plan computes what one process computes, before anything long is trained under it."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import discover
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.launch.local import launch
+from paceline.plan.plan import Plan
+
+Tolerance = tuple[float, float, float]  # of the relative differences of a loss, of gradients and of parameters
+# Relative differences to one process in float64: of a loss, of a parameter's gradient and of a parameter after a step (L2 norms).
+TOLERANCES: dict[str, Tolerance] = {"fp64": (1e-9, 1e-7, 1e-7), "fp32": (1e-5, 1e-4, 1e-4), "bf16": (2e-2, 3e-1, 3e-2)}
+STEPS = 5
+ROUNDING = 10.0  # times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The parameter that differs most in a step, and the rank that holds that piece."""
+
+    difference: float
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class StepParity:
+    """How one step of the plan compares with the same step of one process."""
+
+    loss: float
+    reference_loss: float
+    gradient: Worst
+    parameter: Worst
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative to the reference."""
+        return abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0)
+
+
+@dataclass
+class Parity:
+    """What `check` found for a plan.
+
+    Attributes:
+        tolerance: those of the precision, or more where one process in that precision is that far from float64.
+        steps: in order.
+        parameters: for every parameter its largest gradient difference over the steps.
+        first_module: the first module, in the order in which they ran, whose output differs in the first step; None where none does, or
+            where the stages of a pipeline run apart.
+        report: what the plan divided, in words.
+    """
+
+    plan: Plan
+    tolerance: Tolerance
+    steps: list[StepParity]
+    parameters: dict[str, float] = field(default_factory=dict)
+    first_module: str | None = None
+    report: list[str] = field(default_factory=list)
+
+    @property
+    def largest(self) -> Tolerance:
+        """The largest differences over the steps, of loss, gradient and parameter."""
+        return (
+            max(s.loss_difference for s in self.steps),
+            max(s.gradient.difference for s in self.steps),
+            max(s.parameter.difference for s in self.steps),
+        )
+
+    @classmethod
+    def read(cls, plan: Plan, found_in: Path, reference: Path, tolerance: Tolerance) -> Parity:
+        """What the ranks of a plan wrote into `found_in`, held against the folder `reference`."""
+        found = [json.loads((found_in / f"rank-{rank}.json").read_text()) for rank in range(plan.ranks)]
+        parity = cls(plan, tolerance, [_step(found, i) for i in range(len(found[0]["losses"]))])
+        parity.parameters = _largest(found)
+        parity.report = found[0]["report"]
+        if not parity.holds:
+            outputs = json.loads((reference / "reference.json").read_text())["outputs"]
+            parity.first_module = _first_difference(outputs, found, tolerance[1])
+        return parity
+
+    @property
+    def holds(self) -> bool:
+        """Whether every step is within the tolerance."""
+        return all(found <= limit for found, limit in zip(self.largest, self.tolerance, strict=True))
+
+
+class Checks:
+    """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike."""
+
+    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
+        self.job, self.cluster, self.steps = job, cluster or discover(), steps
+        self._references: dict[int, Path] = {}
+        self._roundings: dict[tuple[Path, str], tuple[float, float, float]] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[Checks]:
+        """A folder for what the checks write; removed at the end."""
+        with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
+            self._folder = Path(folder)
+            yield self
+
+    def check(self, plan: Plan) -> Parity:
+        """Train the steps under the plan, and compare.
+
+        Raises:
+            PlanError: the plan cannot run the job here; every reason.
+            LaunchError: a rank failed.
+        """
+        if reasons := plan.check(self.job, self.cluster):
+            raise PlanError("\n".join(reasons))
+        groups, precision = self._groups_of_samples(plan), plan.precision_for(self.job)
+        reference = self._reference(groups)
+        if precision != "fp64" and (reference, precision) not in self._roundings:
+            alone = self._compared(Plan(precision=precision, microbatches=groups), reference, TOLERANCES[precision])
+            self._roundings[reference, precision] = alone.largest
+        rounding = self._roundings.get((reference, precision), (0.0, 0.0, 0.0))
+        tolerance = tuple(max(t, ROUNDING * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True))
+        return self._compared(plan, reference, tolerance)  # type: ignore[arg-type]
+
+    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance) -> Parity:
+        with tempfile.TemporaryDirectory(dir=self._folder) as out:
+            self._launch("run_plan", [str(reference), str(self.steps), str(plan), out], plan)
+            return Parity.read(plan, Path(out), reference, tolerance)
+
+    def _groups_of_samples(self, plan: Plan) -> int:
+        """In how many parts a batch is normalised, where the model has batch norms of the part's own statistics; otherwise 1."""
+        from paceline.plan.anatomy import anatomy
+
+        if not anatomy(self.job.model).batch_norms:
+            return 1
+        return plan.microbatches * (plan.readers if self.job.batch_norm == "local" else 1)
+
+    def _reference(self, microbatches: int) -> Path:
+        """The folder with the steps of one process, which computes as many parts of a batch one after the other."""
+        if microbatches not in self._references:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            (folder / "job.yaml").write_text(self.job.to_yaml())
+            plan = Plan(precision="fp64", microbatches=microbatches)
+            self._launch("run_reference", [str(folder), str(self.steps), str(plan)], plan)
+            self._references[microbatches] = folder
+        return self._references[microbatches]
+
+    def _launch(self, function: str, arguments: list[str], plan: Plan) -> None:
+        launch(
+            [f"paceline.train.parity:{function}", *arguments],
+            ranks=plan.ranks,
+            threads=plan.threads_for(self.cluster.hosts[0], plan.ranks),
+            pin_cores=None,
+            deadline_s=self.job.deadline_s,
+            saves=False,
+        )
+
+
+def check_all(job: Job, most_ranks: int, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]) -> bool:
+    """Check every legal plan of up to `most_ranks` ranks; `say` gets each as it is done. Returns whether all hold."""
+    from paceline.errors import PacelineError
+    from paceline.plan.space import legal_plans
+
+    checks, hold = Checks(job, steps=steps), True
+    with checks.opened():
+        for plan in legal_plans(job, checks.cluster, most_ranks):
+            try:
+                found: Parity | Exception = checks.check(plan)
+            except PacelineError as error:
+                found = error
+            hold = hold and isinstance(found, Parity) and found.holds
+            say(plan, found)
+    return hold
+
+
+def _step(found: list[dict], i: int) -> StepParity:  # type: ignore[type-arg]
+    return StepParity(found[0]["losses"][i], found[0]["reference_losses"][i], _worst(found, i, "gradient"), _worst(found, i, "parameter"))
+
+
+def _worst(found: list[dict], i: int, kind: str) -> Worst:  # type: ignore[type-arg]
+    worst = Worst(0.0, "", 0)
+    for rank, compared in enumerate(found):
+        for name, piece in compared["steps"][i].items():
+            difference = math.inf if math.isnan(piece[kind]) else piece[kind]
+            if not worst.name or difference > worst.difference:
+                worst = Worst(difference, name, rank)
+    return worst
+
+
+def _largest(found: list[dict]) -> dict[str, float]:  # type: ignore[type-arg]
+    largest: dict[str, float] = {}
+    for compared in found:
+        for pieces in compared["steps"]:
+            for name, piece in pieces.items():
+                largest[name] = max(largest.get(name, 0.0), piece["gradient"])
+    return largest
+
+
+def _first_difference(reference: dict[str, list[float]], found: list[dict], tolerance: float) -> str | None:  # type: ignore[type-arg]
+    """The first module, in the order in which they ran, whose outputs have another mean square."""
+    for name, (count, _, square) in reference.items():
+        ours = [compared["outputs"][name] for compared in found if name in compared["outputs"]]
+        if not ours or not count:
+            continue
+        expected, mean = square / count, sum(o[2] for o in ours) / (sum(o[0] for o in ours) or 1.0)
+        if abs(mean - expected) > tolerance * (abs(expected) or 1.0):
+            return name
+    return None

@@ -1,0 +1,220 @@
+"""A model under a plan: every split that the plan asks for, put together on one mesh, and filled with this rank's weights only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.bucket import Bucket
+from paceline.errors import PlanError
+from paceline.job.batch import Batch
+from paceline.plan.plan import Plan
+from paceline.split.allocate import allocate
+from paceline.plan.blocks import find_blocks, submodules
+from paceline.split.context import Context, divide_context
+from paceline.split.expert import divide_experts
+from paceline.split.fsdp import FullySharded, shard_fully
+from paceline.split.initialise import Recorded
+from paceline.split.mesh import READERS, REPLICA, Mesh
+from paceline.split.parts import Part, Parts, local, whole_parts
+from paceline.split.pipeline import Pipeline, fitting_microbatches
+from paceline.split.remat import compile_blocks, rematerialise
+from paceline.split.tensor import TensorReport, shard_tensors
+
+Call = Callable[[nn.Module, Batch], Any]
+
+
+class Split:
+    """One rank's part of a model. Made from a model without memory (`Recorded`); only this rank's part is ever allocated.
+
+    Attributes:
+        mesh: where this rank stands.
+        example: a microbatch as the model takes it.
+        parts: what it holds of every parameter that it has.
+        modules: the modules that it computes: the model, or its pipeline stages.
+        parameters: what the optimizer steps on, by their names in the undivided model: plain tensors, of FSDP2's shards too.
+        report: what was divided how, in words, one line each.
+    """
+
+    def __init__(self, recorded: Recorded, plan: Plan, mesh: Mesh, example: Batch, call: Call, *, precision: str) -> None:
+        self.plan, self.mesh, self.example = plan, mesh, example
+        self.report: list[str] = [recorded.note] if recorded.note else []
+        self.context: Context | None = None
+        self.tensors: TensorReport | None = None
+        self.pipeline: Pipeline | None = None
+        self.fully: FullySharded | None = None
+        self._undo: list[Callable[[], object]] = []
+        model = recorded.model
+        self.parts: Parts = whole_parts(model)
+        self.parameter_count = sum(p.numel() for p in model.parameters())
+        self._divide(model, example, call)
+        self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
+        self._wrap(model, precision)
+        self._divided: dict[str, nn.Parameter] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._sums: list[tuple[Any, Bucket]] = []
+
+    # Making it
+
+    def allocate(self, recorded: Recorded) -> None:
+        """Take memory for this rank's part, and its weights from `recorded`. Before this, there are only shapes, and nothing can be computed."""
+        for module in self.modules:
+            allocate(module, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
+        self._divided = self._named(recorded.model)
+        self._fill(recorded, recorded.model)
+        self.parameters = {name: _held(p) for name, p in self._divided.items()}
+        self._sums = self._summed_together()
+
+    def _divide(self, model: nn.Module, example: Batch, call: Call) -> None:
+        plan, mesh = self.plan, self.mesh
+        if plan.cp > 1:
+            self.context = divide_context(model, self.parts, mesh.group("cp"), example, call)
+            example = self.context.shard(example)
+        if plan.ep > 1:
+            self.report += divide_experts(model, self.parts, mesh.group("ep")).lines
+        if plan.tp > 1:
+            self.tensors = shard_tensors(model, self.parts, mesh.group("tp"), example, call, sequence=plan.sequence)
+            self.report += str(self.tensors).splitlines()
+        if plan.pp > 1:
+            self.pipeline = Pipeline(model, self.parts, plan, mesh.group("pp"), example, call, device=mesh.world.device)
+            self.report += self.pipeline.lines
+
+    def _wrap(self, model: nn.Module, precision: str) -> None:
+        plan = self.plan
+        blocks = submodules(model, find_blocks(model)) if self.pipeline is None else self.pipeline.blocks()
+        if plan.remat != "none":
+            if not blocks and self.pipeline is None:
+                raise PlanError(f"plan {plan}: the model has no repeated blocks whose activations could be computed again: remat=none.")
+            self._undo.append(rematerialise(blocks, plan.remat))
+        if plan.compile != "off":
+            self._undo.append(compile_blocks(blocks or self.modules, plan.compile))
+        if plan.fsdp > 1:
+            self.fully = shard_fully(
+                self.modules,
+                blocks,
+                self._named(model),
+                self.parts,
+                self.mesh.devices("fsdp"),
+                zero=plan.zero,
+                precision=precision,
+                offload=plan.offload,
+                pipelined=self.pipeline is not None,
+            )
+            self.report += self.fully.notes
+
+    def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return dict(model.named_parameters()) if self.pipeline is None else self.pipeline.named_parameters()
+
+    def _fill(self, recorded: Recorded, model: nn.Module) -> None:
+        """Take this rank's part of every tensor of the undivided model, one after the other."""
+        buffers = self.named_buffers()
+
+        @torch.no_grad()
+        def take(name: str, full: Tensor) -> None:
+            if name in self._divided:
+                local(self._divided[name]).copy_(self.parts[name].layout.take(full))
+            elif name in buffers:
+                buffers[name].copy_(full)
+
+        recorded.replay(take, {*self._divided, *buffers})
+
+    # Training
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank computes, as one module."""
+        return self.modules[0] if self.pipeline is None else nn.ModuleList(self.modules)
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers by their names in the undivided model."""
+        return dict(self.modules[0].named_buffers()) if self.pipeline is None else self.pipeline.named_buffers()
+
+    def microbatches(self, shares: Sequence[int]) -> int:
+        """How many microbatches every rank cuts its share of a global batch into, where reader i has `shares[i]` samples.
+
+        All ranks that meet in a collective of the forward pass need the same number, and a pipeline needs equal ones.
+        """
+        some = [share for share in shares if share] or [1]
+        if self.pipeline is not None:
+            return fitting_microbatches(some, self.plan.microbatches)
+        return min(self.plan.microbatches, *some)
+
+    @property
+    def all_must_compute(self) -> bool:
+        """Whether a rank without samples has to run its forward and backward passes all the same, since others wait for it there."""
+        return self.mesh.size("fsdp", "ep") > 1
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Called before every forward pass that trains, where there is no pipeline."""
+        if self.fully is not None:
+            self.fully.microbatch(last)
+
+    def after_backward(self) -> None:
+        """Make the gradients of this rank's parameters those of the replica's whole share of the batch."""
+        if self.pipeline is not None:
+            self.pipeline.after_backward()
+        if self.fully is not None:
+            self.fully.after_backward()
+        for name, held in self.parameters.items():
+            divided = self._divided[name]
+            if divided is not held:
+                held.grad = None if divided.grad is None else local(divided.grad)
+        for group, bucket in self._sums:
+            bucket.sum_over(group)
+
+    def gradient_norm(self) -> float:
+        """The L2 norm of the replica's whole gradient: every rank counts its pieces, those that several hold by their share."""
+        square = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
+        present = [(p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None]
+        if present:
+            norms = torch.stack([n.double() for n in torch._foreach_norm([g for g, _ in present])])
+            holders = torch.tensor([n for _, n in present], dtype=torch.float64, device=norms.device)
+            square = (norms.square() / holders).sum()
+        self.mesh.group(*REPLICA).all_reduce(square)
+        return math.sqrt(float(square))
+
+    def clear_gradients(self) -> None:
+        """As `optimizer.zero_grad`, for FSDP2's own parameters as well."""
+        for held in self.parameters.values():
+            held.grad = None
+        for divided in self._divided.values():
+            divided.grad = None
+
+    def close(self) -> None:
+        """Let go of the model's hooks and shared memory. The model stays divided."""
+        for group, bucket in self._sums:
+            group.release(bucket.flat)
+        if self.fully is not None:
+            self.fully.close()
+        for undo in reversed(self._undo):
+            undo()
+        if self.pipeline is not None:
+            self.pipeline.close()
+        if self.context is not None:
+            self.context.close()
+
+    def _summed_together(self) -> list[tuple[Any, Bucket]]:
+        """For each axis along which gradients are addends, its group and a bucket of those parameters for every dtype."""
+        found = []
+        for axis in ("cp", "ep", "tp", "fsdp"):
+            by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+            for name, p in self.parameters.items():
+                if p.requires_grad and axis in self.parts[name].summed:
+                    by_dtype.setdefault(p.dtype, []).append(p)
+            group = self.mesh.group(axis)
+            found += [(group, Bucket.of(together, group)) for together in by_dtype.values()]
+        return found
+
+    def _holders(self, part: Part) -> int:
+        """How many ranks of the replica hold the same piece."""
+        return part.stages * math.prod(self.mesh.sizes[axis] for axis in REPLICA if axis != "pp" and axis not in part.sharded)
+
+
+def _held(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, or a plain one that shares the memory of its shard."""
+    own = local(parameter)
+    return parameter if own is parameter else nn.Parameter(own.detach(), requires_grad=parameter.requires_grad)

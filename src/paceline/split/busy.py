@@ -1,0 +1,75 @@
+"""How long a pipeline's rank computed in a step, and so how long it waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+
+class Busy:
+    """Times the stages of one rank, on CUDA by events in the stream that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._whole: tuple[Any, Any] | None = None
+        self._computing: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a whole step."""
+        self._computing = []
+        start = self._now()
+        yield
+        self._whole = start, self._now()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what one stage computes of one microbatch."""
+        start = self._now()
+        yield
+        self._computing.append((start, self._now()))
+
+    def waited_s(self) -> float:
+        """Seconds of the newest step outside of `computing`; 0 before the first."""
+        if self._whole is None:
+            return 0.0
+        if self._cuda:
+            self._whole[1].synchronize()
+        return max(0.0, self._between(*self._whole) - sum(self._between(*pair) for pair in self._computing))
+
+    def _between(self, start: Any, stop: Any) -> float:
+        return float(start.elapsed_time(stop)) / 1000 if self._cuda else float(stop - start)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class TimedStage(PipelineStage):
+    """torch's stage, which tells `busy` when it computes."""
+
+    busy: Busy
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.busy.computing():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self.busy.computing():
+            super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self.busy.computing():
+            super().backward_weight_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+        with self.busy.computing():
+            super().perform_reduce_grad(*args, **kwargs)

@@ -1,0 +1,195 @@
+"""Expert parallelism: the experts of a mixture over several ranks, and each token sent to the ranks of its experts and back.
+
+Lepikhin et al., 2020, arXiv:2006.16668 (GShard): the ranks read different samples; an all-to-all takes tokens to experts, another one
+takes what the experts made of them back. How many tokens go where is settled by a small all-to-all before, so nothing is padded or dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+
+from paceline.comm import Group
+from paceline.errors import PlanError
+from paceline.job.zoo.moe import by_expert, combined, without_values
+from paceline.split.parts import Parts, shard_parameter
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """What `divide_experts` did.
+
+    Attributes:
+        experts: for each mixture, by the name of its experts module, how many experts it has on all ranks together.
+        own: the experts of this rank in each, as (first, one after the last).
+        parameters: the names of the parameters that were divided.
+        notes: what a user should know of this model under expert parallelism.
+    """
+
+    experts: dict[str, int]
+    own: dict[str, tuple[int, int]]
+    parameters: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The report in words."""
+        if not self.experts:
+            return []
+        shares = sorted({f"{stop - start} of {self.experts[name]}" for name, (start, stop) in self.own.items()})
+        return [f"ep: {' and '.join(shares)} experts a rank in {len(self.experts)} mixtures", *self.notes]
+
+
+def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
+    """Give this rank its share of the experts of every mixture in `model`, and send tokens to where their experts are.
+
+    A mixture's experts are a module with `num_experts`, parameters whose dim 0 counts the experts (at least one of three dimensions), and
+    the call `experts(hidden (tokens, h), top_k_index (tokens, k), top_k_weights (tokens, k)) -> (tokens, h)`, a weighted sum of what the
+    token's experts make of it: the zoo's `moe`, and Mixtral, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and others of transformers. The module
+    computes its own experts as before, by whichever implementation its configuration chooses.
+
+    Ranks along ep read different samples. All of them must run the same number of forward and backward passes in the same order; a rank
+    without samples runs them with an empty batch, or on a loss of weight 0. Gradients of experts are complete after the backward pass;
+    those of all other parameters are noted as to be summed over ep.
+
+    A model that computes a loss for the balance of its experts itself (transformers' `output_router_logits`) does so over the tokens of one
+    rank and one forward pass, so that its gradient depends on the plan. The zoo's `moe` does not.
+
+    Args:
+        model: on any device, meta too.
+        parts: what is noted of its parameters; changed.
+        ep: the ranks; with one, nothing is done.
+
+    Raises:
+        PlanError: what `expert_reasons` says.
+    """
+    if ep.size == 1:
+        return ExpertReport({}, {}, ())
+    if reasons := expert_reasons(model, ep.size):
+        raise PlanError(f"ep={ep.size}: " + " ".join(reasons))
+    experts, own, divided = {}, {}, []
+    for name, module in _mixtures(model):
+        total = module.num_experts
+        each = total // ep.size
+        experts[name], own[name] = total, (ep.rank * each, (ep.rank + 1) * each)
+        for key in list(dict(module.named_parameters(recurse=False))):
+            part = parts[f"{name}.{key}" if name else key]
+            shard_parameter(module, key, part, axis="ep", dim=0, index=ep.rank, of=ep.size)
+            divided.append(part.name)
+        module.num_experts = each
+        # A partial function, whose arguments can be seen: a pipeline stage binds them to its copy of the module.
+        module.__dict__["forward"] = partial(_dispatched, module.forward, inspect.signature(module.forward), total, ep)
+    for part_name, part in parts.items():
+        if part_name not in divided:
+            part.summed.add("ep")
+    return ExpertReport(experts, own, tuple(divided), tuple(_notes(model)))
+
+
+def expert_reasons(model: nn.Module, ep_size: int) -> list[str]:
+    """Every reason why the experts of `model` cannot be divided over `ep_size` ranks, each with what to do; [] if they can be."""
+    if ep_size == 1:
+        return []
+    mixtures = list(_mixtures(model))
+    if not mixtures:
+        others = sorted({type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)})
+        why = (
+            f"the experts of this model ({', '.join(others)}) cannot be divided: that takes a module with the parameters of all experts in "
+            "one tensor, called with tokens, expert indices and weights, as in transformers' Mixtral."
+            if others
+            else "the model has no mixture of experts whose experts could be divided."
+        )
+        return [f"{why} Use ep=1; to divide this model, tp, pp and fsdp."]
+    reasons = []
+    for count in sorted({module.num_experts for _, module in mixtures}):
+        if count % ep_size:
+            degrees = " · ".join(f"ep={n}" for n in range(2, count + 1) if count % n == 0)
+            names = [name for name, module in mixtures if module.num_experts == count]
+            reasons.append(f"{count} experts ({names[0]}) cannot be divided evenly over {ep_size} ranks; degrees that work: {degrees}.")
+    return reasons
+
+
+def _mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if _is_experts(module))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    count = getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    if not isinstance(count, int) or count < 2 or not any(p.dim() == 3 for p in own) or any(p.shape[:1] != (count,) for p in own):
+        return False
+    wanted = inspect.signature(module.forward).parameters.values()
+    positional = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) == 3
+
+
+def _looks_like_experts(name: str, module: nn.Module) -> bool:
+    return "expert" in name.rpartition(".")[2].lower() and any(True for _ in module.parameters())
+
+
+def _notes(model: nn.Module) -> Iterator[str]:
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient depends on the plan; "
+            "output_router_logits: false leaves it out"
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many tokens go where is known only when they are routed
+def _dispatched(forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any) -> Tensor:
+    """What `forward` computes with all experts, by ranks that hold a share of them each: a rank's own experts get the tokens of all."""
+    hidden, top_k_index, top_k_weights = signature.bind(*args, **kwargs).args
+    if without_values(hidden):
+        raise RuntimeError("which tokens go to which experts depends on their values, and these tensors have none")
+    order, counts = by_expert(top_k_index, experts)
+    of_experts = counts.view(ep.size, experts // ep.size)
+    from_ranks = torch.empty_like(of_experts)  # (rank, own expert): how many tokens come
+    ep.all_to_all(from_ranks, of_experts)
+    sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()  # the one wait for a GPU
+    order = order[: sum(sends)]
+    rows = _exchanged(hidden[order // top_k_index.shape[1]], sends, receives, ep)
+    made = _own_experts(forward, rows, from_ranks, top_k_weights.dtype)
+    back = _exchanged(made, receives, sends, ep)
+    return combined(back, order, top_k_weights).to(hidden.dtype)
+
+
+def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dtype) -> Tensor:
+    """What this rank's experts make of the tokens `rows`, which come by rank and within that by expert."""
+    count = len(rows)
+    own = torch.arange(from_ranks.shape[1], device=rows.device).repeat(from_ranks.shape[0])
+    index = own.repeat_interleave(from_ranks.flatten(), output_size=count)
+    if not count:
+        # One row of zeros, so that the parameters take part in the backward pass (with a gradient of 0, as in one process for an expert
+        # without tokens), and so does this rank's side of the collectives.
+        rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own[:1]
+    made: Tensor = forward(rows, index.unsqueeze(1), torch.ones(len(rows), 1, dtype=dtype, device=rows.device))
+    return made[:count]
+
+
+def _exchanged(rows: Tensor, sends: list[int], receives: list[int], ep: Group) -> Tensor:
+    """Rank r gets the next `sends[r]` of this rank's rows, which gets `receives[r]` from it; gradients take the way back."""
+    exchanged: Tensor = _AllToAll.apply(rows, sends, receives, ep)
+    return exchanged
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], ep: Group) -> Tensor:
+        ctx.way_back = receives, sends, ep
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        ep.all_to_all(received, rows.contiguous(), receives, sends)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sends, receives, ep = ctx.way_back
+        returned = gradient.new_empty(sum(receives), *gradient.shape[1:])
+        ep.all_to_all(returned, gradient.contiguous(), receives, sends)
+        return returned, None, None, None

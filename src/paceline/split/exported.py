@@ -1,0 +1,186 @@
+"""Pipeline stages through `torch.export`: for models whose own code keeps more between the blocks than modules return."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from paceline.errors import PlanError
+from paceline.job.batch import Batch
+from paceline.split.stages import Finish, as_it_is, copied, give_away
+from paceline.split.trunk import Call, Shape, quiet
+
+
+@dataclass
+class Piece:
+    """What one stage computes for one shape of batch: a graph that torch has traced and split.
+
+    Attributes:
+        received, sent: the tensors that come in and go out.
+    """
+
+    graph: nn.Module
+    node: fx.Node
+    inputs: list[fx.Node]
+    incoming: list[fx.Node]
+    outgoing: list[fx.Node]
+    results: list[fx.Node]
+    received: list[Shape]
+    sent: list[Shape]
+    output: Callable[[Sequence[Any]], Any]
+
+    def parameters(self) -> set[str]:
+        """The parameters that the stage computes with, some by a later one of their names."""
+        return {name.removeprefix("model.") for name, _ in self.graph.named_parameters(remove_duplicate=False)}
+
+    def run(self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:
+        """The values of all nodes that are known after the stage."""
+        known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(zip(self.inputs, _tensors(batch), strict=True))
+        args = fx.node.map_arg(self.node.args, lambda node: known[node])
+        made = self.graph(*args) if tensors is None else torch.func.functional_call(self.graph, dict(tensors), args)
+        known[self.node] = made
+        known |= {user: made[user.args[1]] for user in self.node.users if user.target is operator.getitem}
+        return known
+
+
+def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, device: torch.device) -> list[Piece]:
+    """The stages of a model that is traced by `torch.export` and split before the modules `cuts`.
+
+    The graph is that of this shape of batch, and of the model's present mode (train or eval).
+
+    Raises:
+        PlanError: the model cannot be traced, e.g. as its control flow depends on data.
+    """
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(t: Tensor) -> Tensor:
+        with fakes:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    output = _Output()
+    flat = _Flat(_with_fakes(model, fake), call, batch, output)
+    try:
+        with quiet():
+            pipe = pipeline(flat, tuple(fake(t) for t in _tensors(batch)), split_spec={f"model.{c}": SplitPoint.BEGINNING for c in cuts})
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(
+            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that depends on data (an `if` on a "
+            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp divides any model)."
+        ) from error
+    nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    if len(nodes) != len(cuts) + 1:
+        raise PlanError(
+            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at modules that are called "
+            "once"
+        )
+    pieces = _pieces(pipe.split_gm, nodes, output)
+    _infer_shapes(pieces, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
+    return pieces
+
+
+class ExportedStage:
+    """As `Stage`, for a `Piece`. It has no blocks; its graph computes with the parameters of `module`, whatever shards these."""
+
+    def __init__(self, model: nn.Module, piece_of: Callable[[Batch], Piece], device: torch.device, own: set[str], *, last: bool) -> None:
+        self.finish: Finish = as_it_is
+        self._piece_of, self._last = piece_of, last
+        self.module = copied(model)
+        give_away(self.module, model, own, device)
+        self.module.__dict__["forward"] = self._forward
+
+    def _forward(self, *received: Tensor, batch: Batch) -> Any:
+        piece = self._piece_of(batch)
+        tensors = {f"model.{n}": t for n, t in [*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()]}
+        there = {n for n, _ in [*piece.graph.named_parameters(remove_duplicate=False), *piece.graph.named_buffers()]}
+        known = piece.run(batch, received, {n: t for n, t in tensors.items() if n in there})
+        if self._last:
+            return self.finish(piece.output([known[node] for node in piece.results]))
+        sent = tuple(known[node].contiguous() for node in piece.outgoing)
+        return sent if len(sent) > 1 else sent[0]
+
+
+class _Output:
+    """The structure of a model's output, kept outside of the traced module, whose attributes torch.export puts back."""
+
+    def __init__(self) -> None:
+        self._spec: TreeSpec | None = None
+        self._leaves: list[Any] = []  # None where a tensor is
+
+    def tensors(self, output: Any) -> tuple[Tensor, ...]:
+        """The tensors in an output, whose structure is remembered."""
+        leaves, self._spec = tree_flatten(output)
+        self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def of(self, tensors: Sequence[Any]) -> Any:
+        """An output of that structure."""
+        assert self._spec is not None
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if leaf is None else leaf[0] for leaf in self._leaves], self._spec)
+
+
+class _Flat(nn.Module):
+    """Tensors in, tensors out, around a model that takes a batch and returns anything."""
+
+    def __init__(self, model: nn.Module, call: Call, batch: Batch, output: _Output) -> None:
+        super().__init__()
+        self.model = model
+        keys = list(batch) if isinstance(batch, Mapping) else None
+        self._run = lambda model, tensors: output.tensors(call(model, tensors if keys is None else dict(zip(keys, tensors, strict=True))))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self._run(self.model, tensors)
+
+
+def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output) -> list[Piece]:
+    order = {node: i for i, node in enumerate(nodes)}
+    inputs = [node for node in split_gm.graph.nodes if node.op == "placeholder"]
+    [output] = [node for node in split_gm.graph.nodes if node.op == "output"]
+    results = list(output.all_input_nodes)
+    made: dict[fx.Node, int] = dict(order)
+    made |= {node: order[node.args[0]] for node in split_gm.graph.nodes if node.target is operator.getitem}
+
+    def needed_until(node: fx.Node) -> int:
+        return max((len(nodes) if user is output else order.get(user, -1) for user in node.users), default=-1)
+
+    crossing = [[n for n, i in made.items() if i < k <= needed_until(n)] for k in range(len(nodes) + 1)]
+    return [
+        Piece(split_gm.get_submodule(str(node.target)), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
+        for k, node in enumerate(nodes)
+    ]
+
+
+def _infer_shapes(pieces: Sequence[Piece], batch: tuple[Tensor, ...]) -> None:
+    carried: list[Tensor] = []
+    for piece in pieces:
+        piece.received = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+        known = piece.run(batch, carried)
+        carried = [known[node] for node in piece.outgoing]
+        piece.sent = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+
+
+def _with_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy whose parameters have a device and no memory; what is tied stays so."""
+    model = copied(model)
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = made.setdefault(id(p), nn.Parameter(fake(p), requires_grad=p.requires_grad))
+        for name, b in module._buffers.items():
+            if b is not None:
+                module._buffers[name] = made.setdefault(id(b), fake(b))
+    return model
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return list(batch.values()) if isinstance(batch, Mapping) else list(batch)

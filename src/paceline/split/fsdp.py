@@ -1,0 +1,265 @@
+"""Fully sharded: every rank keeps a slice of each parameter, gradient and optimizer state, by PyTorch's own FSDP2 (`fully_shard`).
+
+The stages of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) are one knob. What is kept from step to step is 1 / ranks in all of them,
+parameters included; they differ in what is gathered or whole within a step, and in what is sent:
+
+====  ==============================================  ==============================================  =======================
+zero  parameters                                      gradients                                       sent per step
+====  ==============================================  ==============================================  =======================
+3     gathered for each block's forward and again     reduce-scattered in every microbatch            2 all-gathers and 1
+      for its backward pass (those outside of blocks                                                  reduce-scatter for each
+      stay between the two)                                                                           microbatch
+2     gathered once a step                            reduce-scattered in every microbatch            1 all-gather, and a
+                                                                                                      reduce-scatter for each
+                                                                                                      microbatch
+1     gathered once a step                            whole until the last microbatch                 1 of each
+====  ==============================================  ==============================================  =======================
+
+In a pipeline, PyTorch's `PipelineStage` reduces gradients once a step and keeps parameters gathered meanwhile, whatever `zero` says: with
+zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules need the weights once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.errors import PlanError
+from paceline.split.parts import Parts
+
+
+class FullySharded:
+    """What the engine tells FSDP2 in the course of a step. Made by `shard_fully`.
+
+    Attributes:
+        casts: whether FSDP2 casts parameters and inputs to bfloat16 itself; where it does not, bf16 needs autocast as ever.
+        offload: whether the shards lie in host memory while the rank computes on another device (see `allocate`).
+        notes: what the user should know, a sentence each.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: DeviceMesh, *, zero: int, pipelined: bool, casts: bool, offload: bool) -> None:
+        self.casts, self.offload = casts, offload
+        self.notes: list[str] = []
+        self._stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
+        self._zero, self._pipelined, self._devices = zero, pipelined, devices
+        self._handles = [stage.register_forward_hook(_forget_gathered) for stage in stages]
+        self._used = _Used(stages)
+
+    def microbatch(self, last: bool) -> None:
+        """Called before every microbatch's forward and backward pass, where there is no pipeline: whether it is the last of the step."""
+        if self._pipelined or self._zero == 3:
+            return
+        for stage in self._stages:
+            stage.set_reshard_after_backward(last)
+            if self._zero == 1:
+                stage.set_requires_gradient_sync(last)
+
+    def after_backward(self) -> None:
+        """Called once a step by every rank: a parameter that no rank used has no gradient, as in one process, instead of zeros."""
+        self._used.agree(self._devices)
+
+    def close(self) -> None:
+        """Free what is still gathered, also after a step that failed. The modules stay sharded."""
+        for handle in self._handles:
+            handle.remove()
+        self._used.close()
+        for stage in self._stages:
+            if stage._get_fsdp_state()._is_root:  # settled by the first forward pass, before which there is nothing to free
+                stage.reset_iter_state()
+
+
+def shard_fully(
+    stages: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    named: Mapping[str, nn.Parameter],
+    parts: Parts,
+    devices: DeviceMesh,
+    *,
+    zero: int,
+    precision: str,
+    offload: bool,
+    pipelined: bool,
+) -> FullySharded:
+    """Shard a rank's modules over the ranks of `devices`, in place: their parameters become DTensors, and `parts` notes the slices.
+
+    Each block is gathered and reduced as one piece, and what remains of a stage as another. All reductions are sums.
+
+    Three kinds of parameters are special. Those that a block shares with a module outside of it are gathered with the remainder, and with
+    them that whole block. Numbers (parameters of no dimension) cannot be sliced: every rank keeps them, and `parts` says that their
+    gradients are still to be summed along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one process; but
+    a *block* must be run by all ranks or by none, as they meet in it.
+
+    With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards kept, in float32,
+    and what a stage returns is float32 again, so that losses are computed in it. Other than under autocast, norms, softmax and residual
+    sums are bfloat16, too; and half the bytes are gathered. Batch norms do not take that, so a model that has some stays with autocast
+    (`FullySharded.casts` is False).
+
+    Args:
+        stages: the model, or a rank's pipeline stages; on the meta device or real.
+        blocks: modules within them, none within another (`find_blocks`).
+        named: every parameter of the stages by its key in `parts`.
+        devices: the one-dimensional mesh along fsdp.
+        zero: 1, 2 or 3 (above).
+        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Does nothing, and says so, where the
+            rank computes on the CPU.
+        pipelined: whether PyTorch's pipeline schedules run the stages.
+
+    Raises:
+        PlanError: a block's trainable parameters differ in type.
+    """
+    casts = precision == "bf16" and not any(isinstance(m, _BatchNorm) for stage in stages for m in stage.modules())
+    offloads = offload and devices.device_type != "cpu"
+    scalars = {parameter for parameter in named.values() if parameter.dim() == 0}
+    _note_slices(named, parts, devices, scalars)
+    _make_contiguous(named.values())
+    options: dict[str, Any] = {
+        "mesh": devices,
+        "ignored_params": scalars,
+        "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+    }
+    inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if casts else MixedPrecisionPolicy()
+    outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if casts else MixedPrecisionPolicy()
+    again = zero == 3 and not pipelined
+    pieces = _own_pieces(stages, blocks)
+    _refuse_mixed_types(stages, pieces, {parameter: name for name, parameter in named.items()})
+    for block in pieces:
+        fully_shard(block, reshard_after_forward=again, mp_policy=inner, **options)
+    for stage in stages:
+        fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=outer, **options)
+        _sum_only(stage)
+    sharded = FullySharded(stages, devices, zero=zero, pipelined=pipelined, casts=casts, offload=offloads)
+    sharded.notes += _notes(zero=zero, offload=offload, offloads=offloads, pipelined=pipelined, autocast=precision == "bf16" and not casts)
+    return sharded
+
+
+def _note_slices(named: Mapping[str, nn.Parameter], parts: Parts, devices: DeviceMesh, scalars: set[nn.Parameter]) -> None:
+    """FSDP2 slices dimension 0 as `torch.chunk` does: slices of equal size, rounded up, a smaller one, and empty ones."""
+    rank, size = devices.get_local_rank(), devices.size()
+    for name, parameter in named.items():
+        part = parts[name]
+        if parameter in scalars:
+            part.summed.add("fsdp")
+            continue
+        rows = parameter.shape[0]
+        each = -(-rows // size)
+        part.layout = part.layout.narrow(0, min(rank * each, rows), min((rank + 1) * each, rows))
+        part.sharded.add("fsdp")
+
+
+def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no other order of memory
+
+
+def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with a module outside of them: FSDP2 gathers a parameter with one piece only."""
+    places: dict[nn.Parameter, set[tuple[nn.Module, str]]] = {}
+    for stage in stages:
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, set()).add((module, name))
+    own = []
+    for block in blocks:
+        inside = set(block.modules())
+        if block not in stages and all(module in inside for p in block.parameters() for module, _ in places[p]):
+            own.append(block)
+    return own
+
+
+def _refuse_mixed_types(stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
+    """One piece is reduced in one collective, so FSDP2 wants one type in it; it would say so in the first step only."""
+    within = {parameter for piece in pieces for parameter in piece.parameters()}
+    remainders = [[p for p in stage.parameters() if p not in within] for stage in stages]
+    for piece in (*(list(piece.parameters()) for piece in pieces), *remainders):
+        first: dict[torch.dtype, str] = {}
+        for parameter in piece:
+            if parameter.requires_grad and parameter.dim():
+                first.setdefault(parameter.dtype, names[parameter])
+        if len(first) > 1:
+            found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+            raise PlanError(
+                f"fsdp reduces the gradients of a block in one collective and so needs one type of trainable parameters in it: {found}. "
+                "Give the model one type (model.float()), or freeze those of the other type."
+            )
+
+
+def _sum_only(stage: nn.Module) -> None:
+    """Losses are scaled beforehand, so gradients are added and never averaged, with `ReduceOp.SUM` on every backend."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    assert isinstance(stage, FSDPModule)
+    # A parameter may be used on some ranks only, such as an expert; without this their collectives would differ in size.
+    stage.set_reduce_scatter_unused_params(True)
+
+
+def _notes(*, zero: int, offload: bool, offloads: bool, pipelined: bool, autocast: bool) -> list[str]:
+    notes = []
+    if offload and not offloads:
+        notes.append("offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they are")
+    if autocast:
+        notes.append("precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and autocast casts")
+    if pipelined and zero != 1:
+        notes.append(
+            f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between steps they are slices"
+        )
+    return notes
+
+
+def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
+    """After a forward pass without a backward pass: nothing else would free what was gathered, and the next step would use it, outdated."""
+    if not torch.is_grad_enabled():
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class _Used:
+    """Which parameters got a gradient in this step on any rank. FSDP2 gives zeros to all others, on which an optimizer would act.
+
+    Looks into FSDP2's groups of parameters, as PyTorch's own `PipelineStage` does: the gathered parameters, whose gradients tell, have no
+    public name, and zero-bubble schedules set gradients past every hook.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        self.flags: dict[Any, bool] = {}
+        self.groups: list[Any] = []
+        for stage in stages:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    self.groups += module._get_fsdp_state()._fsdp_param_groups
+        for group in self.groups:
+            self.flags |= {one: False for one in group.fsdp_params if one.sharded_param.requires_grad}
+            group.post_backward = self._noting(group)
+
+    def _noting(self, group: Any) -> Any:
+        reduce = group.post_backward
+
+        def note_and_reduce(*unused: Any) -> None:
+            for one in group.fsdp_params:
+                if one in self.flags and not self.flags[one] and hasattr(one, "_unsharded_param"):
+                    self.flags[one] = one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None
+            reduce(*unused)
+
+        return note_and_reduce
+
+    def agree(self, devices: DeviceMesh) -> None:
+        flags: Tensor = torch.tensor([float(used) for used in self.flags.values()], device=devices.device_type)
+        dist.all_reduce(flags, group=devices.get_group())
+        for one, used in zip(self.flags, flags.tolist(), strict=True):
+            if not used:
+                one.sharded_param.grad = None
+            self.flags[one] = False
+
+    def close(self) -> None:
+        for group in self.groups:
+            del group.post_backward

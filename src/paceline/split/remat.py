@@ -1,0 +1,212 @@
+"""Less memory for activations, and faster blocks: recompute them in the backward pass, compile each block. In place, nothing is renamed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import paceline.split.ring  # noqa: F401 - registers its operator
+from paceline.errors import PlanError
+
+Undo = Callable[[], None]
+Forward = Callable[..., Any]
+
+_aten = torch.ops.aten
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "convolution",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+_KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, name)} | {torch.ops.paceline.ring_attention.default}
+
+
+def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"]) -> Undo:
+    """Let blocks forget their activations in the forward pass and compute them again in the backward pass; returns what undoes it.
+
+    `block` keeps a block's inputs only, and costs one more forward pass of it (Chen et al., 2016, arXiv:1604.06174). `selective` also keeps
+    the results of matrix multiplications with weights, of convolutions and of fused attention, and computes the cheap rest again, scores
+    of attention that is written out included, which grow with the square of the length (Korthikanti et al., 2022, arXiv:2205.05198).
+
+    The results stay the same: dropout draws the same masks again, statistics of batch norms are updated once. A key-value cache that a
+    block is given is left out while gradients are recorded, since a second pass would append to it again. Only `forward` of each instance
+    is replaced, so hooks (FSDP2's too) run once, outside of it.
+    """
+    return _replace_forwards(blocks, partial(_rematerialised, how=how))
+
+
+def compile_blocks(blocks: Sequence[nn.Module], mode: str) -> Undo:
+    """Compile the forward pass of each block with torch.compile; returns what undoes it. After `rematerialise`, which then is traced, too.
+
+    Args:
+        mode: a value of the plan key compile: `on`, or one of torch's modes.
+
+    Raises:
+        PlanError: `reduce-overhead` without a GPU; in the first forward pass: torch cannot compile here.
+    """
+    if mode == "reduce-overhead" and not torch.cuda.is_available():
+        raise PlanError("compile=reduce-overhead replays CUDA graphs, and this rank has no GPU; use compile=on")
+    return _replace_forwards(blocks, partial(_compiled, mode=mode))
+
+
+def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
+    selects = how == "selective"
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+
+    @wraps(forward)
+    def rematerialised(*args: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **keywords)
+        args, keywords = _without_cache(args, keywords)
+        if torch.compiler.is_compiling():  # knows only its own way to select; writes statistics outside of what it recomputes
+            selection: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selects else {}
+            return checkpoint(forward, *args, use_reentrant=False, **selection, **keywords)
+        again = _Again(forward, norms) if norms else forward
+        selection = {"context_fn": _keep_and_replay} if selects else {}
+        return checkpoint(again, *args, use_reentrant=False, **selection, **keywords)
+
+    return rematerialised
+
+
+def _policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator, args, keywords) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(operator: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+    """Whether the result of an operator is kept. Attention with dropout is not: it draws a mask, and later masks depend on that."""
+    if operator not in _KEPT:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    return not {**dict(zip(names, args, strict=False)), **keywords}.get("dropout_p")
+
+
+def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    results: list[Any] = []
+    return _Keep(results), _Replay(results)
+
+
+class _Keep(TorchDispatchMode):
+    """Notes the results that are kept.
+
+    Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place (an activation, a sum
+    over ranks); and they can be replayed more than once, as zero-bubble schedules do.
+    """
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if _is_kept(operator, args, kwargs or {}):
+            self.results.append(_copied_on_write(result))
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    """Returns the kept results in place of computing them."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self.results = results
+
+    def __enter__(self) -> _Replay:
+        self.left = iter(self.results)
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_kept(operator, args, kwargs or {}):
+            return _copied_on_write(next(self.left))
+        return operator(*args, **(kwargs or {}))
+
+
+def _copied_on_write(result: Any) -> Any:
+    return tree_map_only(Tensor, torch._lazy_clone, result)
+
+
+def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block of Hugging Face's without the cache, as under its own gradient checkpointing."""
+    if "use_cache" in keywords:
+        keywords = {**keywords, "use_cache": False}
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None:
+        return args, keywords
+    kept = tuple(None if isinstance(value, caches.Cache) else value for value in args)
+    return kept, {name: None if isinstance(value, caches.Cache) else value for name, value in keywords.items()}
+
+
+class _Again:
+    """A block's forward pass, whose second run leaves the statistics of batch norms as the first one left them."""
+
+    def __init__(self, forward: Forward, norms: Sequence[_BatchNorm]) -> None:
+        self.forward, self.norms = forward, norms
+        self.ran = False
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self.ran:
+            with _set_aside(self.norms):
+                return self.forward(*args, **keywords)
+        self.ran = True
+        return self.forward(*args, **keywords)
+
+
+@contextmanager
+def _set_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Let the norms update copies of their statistics. The originals are not written, as autograd counts how often they are."""
+    before = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, before, strict=True):
+            norm._buffers.update(buffers)
+
+
+def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
+    compiled: Forward = torch.compile(forward, mode=None if mode == "on" else mode)
+
+    @wraps(forward)
+    def run(*args: Any, **keywords: Any) -> Any:
+        from torch._inductor.exc import InductorError  # heavy
+
+        try:
+            return compiled(*args, **keywords)
+        except InductorError as error:
+            what = str(error).strip().partition("\n")[0]
+            raise PlanError(
+                f"compile={mode}: torch cannot compile a {type(block).__name__} here: {what}. It needs a C++ compiler and Python's headers "
+                "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+            ) from error
+
+    return run
+
+
+def _replace_forwards(blocks: Sequence[nn.Module], replacement: Callable[[nn.Module, Forward], Forward]) -> Undo:
+    """Set `forward` on each instance; undone, an instance has again what it had before, of its own or of its class."""
+    before = [block.__dict__.get("forward") for block in blocks]
+    for block in blocks:
+        block.__dict__["forward"] = replacement(block, block.forward)
+
+    def undo() -> None:
+        for block, own in zip(blocks, before, strict=True):
+            block.__dict__.pop("forward", None)
+            if own is not None:
+                block.__dict__["forward"] = own
+
+    return undo

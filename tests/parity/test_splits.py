@@ -1,0 +1,132 @@
+"""Every split, alone and in products, computes what one process computes: losses, gradients and parameters, whatever the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from families import family_job
+from paceline.launch.check import TOLERANCES, Parity
+from paceline.plan.plan import Plan
+from paceline.train.parity import run_plan, run_reference
+from ranks import Ranks
+
+STEPS = 5
+
+ALONE = [
+    "fsdp=2",
+    "fsdp=2 zero=2 microbatches=2",
+    "fsdp=2 zero=1 microbatches=2",
+    "tp=2",
+    "tp=2 sequence=on",
+    "pp=2 schedule=gpipe microbatches=4",
+    "pp=2 microbatches=4",
+    "pp=2 cut=blocks.1 microbatches=4",
+    "pp=2 schedule=interleaved microbatches=4",
+    "pp=2 schedule=zero-bubble microbatches=4",
+    "cp=2",
+    "remat=block",
+    "remat=selective",
+]
+TWO_AXES = [
+    "dp=2 fsdp=2",
+    "dp=2 tp=2",
+    "dp=2 pp=2 microbatches=2",
+    "dp=2 cp=2",
+    "fsdp=2 tp=2",
+    "fsdp=2 tp=2 sequence=on remat=selective",
+    "fsdp=2 pp=2 microbatches=2",
+    "fsdp=2 pp=2 schedule=zero-bubble microbatches=2",
+    "fsdp=2 cp=2 zero=2",
+    "tp=2 pp=2 microbatches=2",
+    "tp=2 pp=2 schedule=interleaved sequence=on microbatches=2",
+    "cp=2 tp=2",
+    "pp=2 cp=2 microbatches=2 remat=block",
+    "fsdp=4 remat=block",
+    "tp=4",
+    "pp=4 microbatches=4",
+    "cp=4",
+]
+WITH_EXPERTS = ["ep=2", "dp=2 ep=2", "fsdp=2 ep=2", "ep=2 tp=2", "pp=2 ep=2 microbatches=2", "ep=2 cp=2", "ep=4", "fsdp=2 ep=2 tp=2"]
+THREE_AXES = [
+    "dp=2 fsdp=2 tp=2",
+    "dp=2 tp=2 pp=2 microbatches=2",
+    "dp=2 fsdp=2 pp=2 microbatches=2",
+    "fsdp=2 tp=2 pp=2 microbatches=2 remat=selective",
+    "fsdp=2 tp=2 cp=2",
+    "dp=2 pp=2 cp=2 microbatches=2",
+    "tp=2 pp=2 cp=2 microbatches=2",
+]
+OF_FAMILIES = {
+    "gpt2": ["tp=2 pp=2 microbatches=2", "fsdp=2 cp=2"],
+    "bert": ["tp=2 sequence=on", "fsdp=2 pp=2 microbatches=2", "cp=2"],
+    "mixtral": ["fsdp=2 ep=2", "tp=2 pp=2 microbatches=2"],
+    "vit": ["fsdp=2 tp=2", "pp=2 microbatches=4"],
+    "resnet": ["fsdp=2 tp=2", "pp=2 microbatches=2", "dp=2 remat=block"],
+    "t5": ["tp=2", "fsdp=2", "pp=2 microbatches=2"],
+    "mlp": ["fsdp=2 tp=2", "pp=2 microbatches=2"],
+    "cifar_cnn": ["fsdp=2", "tp=2"],
+}
+QUICK = {  # what `make test` runs of all these; the others are `make test-all`
+    *("fsdp=2", "tp=2 sequence=on", "pp=2 microbatches=4", "cp=2", "remat=selective"),
+    *("fsdp=2 tp=2", "tp=2 pp=2 microbatches=2", "dp=2 cp=2", "fsdp=2 pp=2 microbatches=2", "dp=2 tp=2 pp=2 microbatches=2", "fsdp=2 ep=2"),
+}
+
+
+def plans(*lists: list[str]) -> list[ParameterSet]:
+    return [pytest.param(plan, marks=() if plan in QUICK else pytest.mark.slow) for each in lists for plan in each]
+
+
+def parity(ranks: Ranks, folder: Path, family: str, text: str, *, backend: str = "shm") -> Parity:
+    plan, job = Plan.parse(text), family_job(family, folder)
+    (folder / "job.yaml").write_text(job.to_yaml())
+    alone = "dp=1 precision=fp64"
+    if family in ("resnet", "cifar_cnn"):  # statistics are of the samples that are normalised together
+        alone += f" microbatches={plan.readers * plan.microbatches}"
+    run_reference([str(folder), str(STEPS), alone])
+    out = folder / "found"
+    out.mkdir()
+    ranks(plan.ranks, run_plan, [str(folder), str(STEPS), text, str(out)], deadline_s=100, backend=backend)  # type: ignore[arg-type]
+    return Parity.read(plan, out, folder, TOLERANCES[plan.precision or "fp32"])
+
+
+def held(found: Parity) -> None:
+    worst = max(found.steps, key=lambda s: s.gradient.difference)
+    assert found.holds, f"{found.plan}: loss {[s.loss_difference for s in found.steps]}, gradient {worst.gradient}, {found.first_module}"
+
+
+@pytest.mark.parametrize("plan", plans(ALONE, TWO_AXES, THREE_AXES))
+def test_a_split_or_product_of_splits(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    held(parity(ranks, tmp_path, "gpt", plan))
+
+
+@pytest.mark.parametrize("plan", plans(WITH_EXPERTS))
+def test_experts_and_their_products(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    held(parity(ranks, tmp_path, "moe", plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [*ALONE, *TWO_AXES])
+def test_a_llama_under_every_split(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    held(parity(ranks, tmp_path, "llama", plan.replace("cut=blocks", "cut=model.layers")))
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_other_families(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    for plan in OF_FAMILIES[family]:
+        folder = tmp_path / plan.replace(" ", "-")
+        folder.mkdir()
+        held(parity(ranks, folder, family, plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["fsdp=2 tp=2", "tp=2 pp=2 microbatches=2", "dp=2 cp=2"])
+def test_over_gloo(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    held(parity(ranks, tmp_path, "gpt", plan, backend="gloo"))
+
+
+@pytest.mark.parametrize("plan", plans(["fsdp=2 tp=2"], ["dp=2 pp=2 microbatches=2", "cp=2 remat=block", "fsdp=2 cp=2", "ep=2 tp=2"]))
+def test_in_float64_to_the_last_digits(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    held(parity(ranks, tmp_path, "moe" if "ep" in plan else "gpt", f"{plan} precision=fp64"))

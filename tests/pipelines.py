@@ -1,0 +1,291 @@
+"""What the tests of pipelines share: models of many shapes, their meta copies, and a few steps of training, whole or in stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.job.zoo.gpt import GPT
+from paceline.plan.plan import Plan
+from paceline.split.parts import Parts, whole_parts
+from paceline.split.pipeline import Pipeline
+
+Weights = dict[str, Tensor]
+ROWS, STEPS, CPU = 8, 3, torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches, and how the model's output becomes a loss (a mean over the samples)."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Any]
+    loss: Callable[[Any, Any], Tensor]
+    with_labels: bool = False
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build().double()
+
+    def call(self, model: Any, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return model(**{k: v for k, v in batch.items() if self.with_labels or k != "labels"})
+        return model(*batch[:-1])
+
+
+def tokens(step: int, rows: int = ROWS) -> dict[str, Tensor]:
+    ids = torch.randint(0, 60, (rows, 10), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def masked_tokens(step: int, rows: int = ROWS) -> dict[str, Tensor]:
+    batch = tokens(step, rows)
+    return {**batch, "attention_mask": (torch.arange(10) < 7 + torch.arange(rows)[:, None] % 4).long()}
+
+
+def images(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64), torch.randint(0, 4, (rows,), generator=generator)
+
+
+def vectors(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 6, generator=generator, dtype=torch.float64), torch.randint(0, 4, (rows,), generator=generator)
+
+
+def classes(output: Any, batch: Any) -> Tensor:
+    """Cross-entropy of logits of any number of dimensions."""
+    logits = logits_of(output)
+    target = batch["labels"] if isinstance(batch, dict) else batch[-1]
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def logits_of(output: Any) -> Tensor:
+    """Of a plain tensor, a dictionary or Hugging Face's."""
+    logits: Tensor = output if isinstance(output, Tensor) else output["logits"]
+    return logits
+
+
+def gpt() -> nn.Module:
+    return GPT(vocab=60, context=16, layers=5, hidden=16, heads=2)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 4))
+
+
+def huggingface(name: str, **config: Any) -> nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 60}
+    small |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    kinds: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "llama": ("LlamaForCausalLM", "LlamaConfig", {**small, "num_key_value_heads": 1}),
+        "mixtral": (
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            {**small, "num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager"},
+        ),
+        "bert": ("BertForMaskedLM", "BertConfig", small),
+        "vit": ("ViTForImageClassification", "ViTConfig", {**small, "image_size": 16, "patch_size": 8, "num_labels": 4}),
+        "gpt2": (
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            {"n_embd": 16, "n_layer": 5, "n_head": 2, "vocab_size": 60, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        ),
+        "resnet": (
+            "ResNetForImageClassification",
+            "ResNetConfig",
+            {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [2, 2], "layer_type": "basic", "num_labels": 4},
+        ),
+        "t5": (
+            "T5ForConditionalGeneration",
+            "T5Config",
+            {
+                "d_model": 16,
+                "d_kv": 8,
+                "d_ff": 32,
+                "num_layers": 3,
+                "num_heads": 2,
+                "vocab_size": 60,
+                "decoder_start_token_id": 0,
+                "dropout_rate": 0.0,
+            },
+        ),
+    }
+    model, settings, values = kinds[name]
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, settings)(**(values | config)))
+    return built
+
+
+class Aside(nn.Module):
+    """Its blocks leave something aside for the head, and so return less than what comes of them: only a traced graph shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(60, 16)
+        self.blocks = nn.ModuleList(AsideBlock() for _ in range(4))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 60, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        aside: list[Tensor] = []
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + block(x, aside)
+        return {"logits": self.head(self.norm(x)) * (1 + torch.stack(aside).mean())}
+
+
+class AsideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, aside: list[Tensor]) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        aside.append(hidden.square().mean())
+        y: Tensor = self.down(hidden)
+        return y
+
+
+CASES = {
+    "gpt": Case(gpt, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
+    "aside": Case(Aside, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
+    "mlp": Case(mlp, vectors, classes),
+    "llama": Case(lambda: huggingface("llama"), masked_tokens, classes),
+    "gpt2": Case(lambda: huggingface("gpt2"), tokens, classes),
+    "bert": Case(lambda: huggingface("bert"), masked_tokens, classes),
+    "vit": Case(lambda: huggingface("vit"), images, classes),
+    "resnet": Case(lambda: huggingface("resnet"), images, classes),
+    "mixtral": Case(lambda: huggingface("mixtral"), tokens, classes),
+    "t5": Case(lambda: huggingface("t5"), tokens, classes, with_labels=True),
+}
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy whose parameters have no memory; what is tied stays so."""
+    model, made = copy.deepcopy(model), dict[int, nn.Parameter]()
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = made.setdefault(id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
+    return model
+
+
+def fill(pipeline: Pipeline, parts: Parts, model: nn.Module) -> None:
+    """Give a pipeline's stages the weights of a real model."""
+    whole = dict(model.named_parameters())
+    names = {id(p): name for name, p in pipeline.named_parameters().items()}
+    made: dict[str, nn.Parameter] = {}
+    for stage in pipeline.stages:
+        for module in stage.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    full = names.get(id(p)) or next(n for n, q in pipeline.named_parameters().items() if q is p)
+                    own = parts[full].layout.take(whole[full].detach()).clone()
+                    module._parameters[name] = made.setdefault(full, nn.Parameter(own, requires_grad=p.requires_grad))
+
+
+def alone(case: Case, microbatches: int = 4, sizes: tuple[int, ...] = (ROWS,) * STEPS) -> dict[str, Any]:
+    """What one process learns, with the same microbatches (batch norm sees no others)."""
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step, rows in enumerate(sizes):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for part in _parts(case.batch(step, rows), min(microbatches, rows)):
+            loss = case.loss(case.call(model, part), part) / min(microbatches, rows)
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        optimizer.step()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.eval()
+    with torch.no_grad():
+        output = case.call(model, case.batch(99, 4))
+    logits = logits_of(output)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {"losses": losses, "grads": grads, "weights": weights, "logits": logits, "buffers": dict(model.named_buffers())}
+
+
+def piped(name: str, plan: str, sizes: tuple[int, ...] = (ROWS,) * STEPS, wrap: Callable[[Pipeline], None] | None = None) -> dict[str, Any]:
+    """The same on the ranks of a pipeline; each returns what it has."""
+    case, settings = CASES[name], Plan.parse(plan)
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, hosts=(0,) * dist.get_world_size())
+    model = case.model()
+    skeleton = on_meta(model)
+    parts = whole_parts(skeleton)
+    pipeline = Pipeline(skeleton, parts, settings, group, case.batch(0, ROWS // settings.microbatches), case.call, device=CPU)
+    if wrap is not None:
+        wrap(pipeline)
+    fill(pipeline, parts, model)
+    parameters = pipeline.named_parameters()
+    assert parameters.keys() == parts.keys()
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    losses = []
+    for step, rows in enumerate(sizes):
+        optimizer.zero_grad()
+        losses.append(_step(case, pipeline, case.batch(step, rows), min(settings.microbatches, rows)))
+        optimizer.step()
+    grads = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+    for stage in pipeline.stages:
+        stage.eval()
+    output = pipeline.forward(case.batch(99, 4))
+    logits = None if output is None else logits_of(output)
+    weights = {n: p.detach().clone() for n, p in parameters.items()}
+    result: dict[str, Any] = {"losses": losses, "grads": grads, "weights": weights, "logits": logits, "buffers": pipeline.named_buffers()}
+    result |= {
+        "bubble_s": pipeline.bubble_s,
+        "lines": pipeline.lines,
+        "writes": {n for n, p in parts.items() if p.writes},
+        "blocks": len(pipeline.blocks()),
+    }
+    pipeline.close()
+    return result
+
+
+def _step(case: Case, pipeline: Pipeline, batch: Any, microbatches: int) -> float | None:
+    seen: list[float] = []
+
+    def loss(output: Any, part: Any, index: int) -> Tensor:
+        assert index == len(seen)
+        scaled = case.loss(output, part) / microbatches
+        seen.append(float(scaled.detach()))
+        return scaled
+
+    pipeline.forward_backward(batch, microbatches, loss)
+    pipeline.after_backward()
+    assert len(seen) in (0, microbatches)
+    return sum(seen) if seen else None
+
+
+def _parts(batch: Any, parts: int) -> list[Any]:
+    if isinstance(batch, dict):
+        return [{k: v.chunk(parts)[i] for k, v in batch.items()} for i in range(parts)]
+    return [tuple(t.chunk(parts)[i] for t in batch) for i in range(parts)]
+
+
+def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """All ranks together have what one process has: losses, gradients, weights, output and buffers, each parameter saved once."""
+    assert any(rank["losses"][0] is not None for rank in found)
+    for rank in found:
+        if rank["losses"][0] is not None:
+            assert torch.allclose(torch.tensor(rank["losses"]), torch.tensor(expected["losses"]), rtol=1e-10)
+            assert torch.allclose(rank["logits"], expected["logits"], rtol=1e-7, atol=1e-9)
+        for what in ("grads", "weights", "buffers"):
+            for name, own in rank[what].items():
+                whole = expected[what][name]
+                assert torch.allclose(own.double(), whole.double(), rtol=1e-7, atol=1e-9), (what, name, (own - whole).abs().max())
+    written = [name for rank in found for name in rank["writes"]]
+    assert sorted(written) == sorted(expected["weights"])
+    assert {n for rank in found for n in rank["grads"]} >= expected["grads"].keys()

@@ -1,0 +1,45 @@
+"""A rank's place on the mesh: the axes multiply to the world, and every group has the ranks that it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm import Group
+from paceline.comm.backend import join
+from paceline.errors import PlanError
+from paceline.plan.plan import Plan
+from paceline.split.mesh import AXES, READERS, REPLICA, Mesh
+from ranks import Ranks
+
+
+def places(plan: str) -> dict[str, Any]:
+    group = join(deadline_s=30)
+    mesh = Mesh.of(Plan.parse(plan), group)
+    found: dict[str, Any] = {"place": mesh.place, "reader": mesh.reader, "hosts": mesh.reader_hosts, "counts": mesh.counts}
+    for axes in (*((axis,) for axis in AXES), READERS, REPLICA):
+        total = torch.tensor([float(2**group.rank)])
+        mesh.group(*axes).all_reduce(total)
+        found["+".join(axes)] = int(total)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_every_group_has_the_ranks_that_differ_along_its_axes_only(ranks: Ranks, backend: Any) -> None:
+    """8 ranks; a group is told by the sum of 2**rank over its members."""
+    found = ranks(8, places, "dp=2 fsdp=2 tp=2", backend=backend)
+    assert [f["place"]["tp"] for f in found] == [0, 1] * 4, "neighbours share matrices"
+    assert [f["reader"] for f in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [f["tp"] for f in found] == [0b11, 0b11, 0b1100, 0b1100, 0b110000, 0b110000, 0b11000000, 0b11000000]
+    assert [f["dp"] for f in found] == [0b10001, 0b100010, 0b1000100, 0b10001000] * 2
+    assert [f["dp+fsdp+ep"] for f in found] == [0b01010101, 0b10101010] * 4
+    assert [f["pp+fsdp+cp+ep+tp"] for f in found] == [0b1111] * 4 + [0b11110000] * 4
+    assert [f["pp"] for f in found] == [2**r for r in range(8)], "an axis of one rank is that rank alone"
+    assert [f["counts"] for f in found] == [True, False] * 4
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"dp=2 · tp=2 multiply to 4 ranks, and there are 1"):
+        Mesh.of(Plan.parse("dp=2 tp=2"), Group())
