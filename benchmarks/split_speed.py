@@ -8,9 +8,11 @@ Figures:
   2 ranks, over the same transport; `worst_ratio_to_torch` is the largest. Less than 1: ours is faster. Our step includes what a run needs
   (the norm of the gradient, agreement on loss and votes, timing); the hand-written one is forward, backward and AdamW alone.
 - `balanced_ratio`: the step time of a pipeline cut by the number of blocks / cut by measured cost, for a model whose first blocks are
-  wider; `balanced_ratio_predicted`: what the costs of the larger stages predict.
+  wider; `balanced_ratio_predicted`: what the sizes of the stages predict.
 - `zero3_state_share`: bytes of parameters, gradients and AdamW's state that one of 4 ranks holds under fsdp=4 / those of an undivided model
   (largest rank); `zero3_state_to_prediction`: what it holds / what shapes alone predict.
+- `applied_peak_to_shard`: how far a rank's memory rises at most while fsdp=4 is applied to a Llama of 1.1 billion parameters, from before
+  the model is made until every weight is drawn / the bytes of its shard (largest rank). The undivided model would be 4.
 
 Both ways live in the same processes and take turns, in blocks of steps; a block's time is that of its slowest rank, and each ratio is of
 neighbouring blocks (median, bootstrap 95 % interval). Before any time is taken, both train the same steps and their losses are compared.
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,7 @@ def main() -> None:
     figures["worst_ratio_to_torch"] = max(figures.values())
     figures |= uneven()
     figures |= state()
+    figures |= large()
     print(environment_line())
     if arguments.json:
         print(json.dumps({"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}))
@@ -112,9 +116,8 @@ def uneven() -> dict[str, float]:
         loads = group.ask({"loads": True})[0]
     ratio = ratio_of(count, cost)
     predicted = loads[COUNT] / loads[COST]
-    print(
-        f"pipeline of uneven blocks     {COUNT} {milliseconds(count)}, {COST} {milliseconds(cost)}: {text(ratio)}, predicted {predicted:.2f}"
-    )
+    both = f"{COUNT} {milliseconds(count)}, {COST} {milliseconds(cost)}"
+    print(f"pipeline of uneven blocks     {both}: {text(ratio)}, predicted {predicted:.2f}")
     return {"balanced_ratio": ratio.middle, "balanced_ratio_predicted": predicted}
 
 
@@ -127,6 +130,15 @@ def state() -> dict[str, float]:
         f"state of a rank, fsdp=4       {held / 1e6:.2f} MB of {whole / 1e6:.2f} MB: {held / whole:.4f}; predicted {predicted / 1e6:.2f} MB"
     )
     return {"zero3_state_share": held / whole, "zero3_state_to_prediction": held / predicted}
+
+
+def large() -> dict[str, float]:
+    """What a rank holds at most while a large model is divided."""
+    with Ranks([__file__, "--serve", "large"], ranks=4, deadline_s=600) as group:
+        answers = group.ask({})
+    risen, shard = max(a["peak"] - a["before"] for a in answers), max(a["shard"] for a in answers)
+    print(f"1.1 billion parameters        a rank's memory rises by {risen / 2**30:.2f} GiB to hold a shard of {shard / 2**30:.2f} GiB")
+    return {"applied_peak_to_shard": risen / shard}
 
 
 def ratio_of(a: list[float], b: list[float]) -> Interval:
@@ -148,9 +160,10 @@ def text(ratio: Interval) -> str:
 def serve(case: str) -> None:
     """Answer questions as a rank."""
     with joined(deadline_s=120, transport="shm") as group, tempfile.TemporaryDirectory() as folder:
-        if case == "state":
+        if case in ("state", "large"):
             for _ in sys.stdin:
-                print(json.dumps(held_under_fsdp(Path(folder), group)), flush=True)
+                found = held_under_fsdp(Path(folder), group) if case == "state" else peak_while_applied(Path(folder), group)
+                print(json.dumps(found), flush=True)
             return
         sides, loads = _uneven_sides(group) if case == "uneven" else ({}, {})
         if case != "uneven":
@@ -169,9 +182,9 @@ def serve(case: str) -> None:
             taken[side] += steps
 
 
-def llama(folder: Path) -> Job:
-    """The job that all sides train."""
-    (folder / "llama.json").write_text(json.dumps(LLAMA))
+def llama(folder: Path, **changes: int) -> Job:
+    """The job that all sides train; `changes` to its model."""
+    (folder / "llama.json").write_text(json.dumps(LLAMA | changes))
     return Job(**_job({"hf": folder / "llama.json", "task": "causal_lm"}))
 
 
@@ -192,10 +205,7 @@ def ours(job: Job, plan: str, group: Group) -> Step:
     engine = _engine(job, plan, group)
     batches = _endless(engine.loader)
 
-    def step(number: int) -> float:
-        return engine.step(next(batches)).loss
-
-    return step
+    return partial(_step, engine, batches)
 
 
 def _engine(job: Job, plan: str, group: Group) -> Any:
@@ -286,7 +296,8 @@ class Half(nn.Module):
         self.embed = model.model.embed_tokens if rank == 0 else None
         self.rotary = model.model.rotary_emb
         self.layers = model.model.layers[:2] if rank == 0 else model.model.layers[2:]
-        self.norm, self.head = (None, None) if rank == 0 else (model.model.norm, model.lm_head)
+        self.norm = None if rank == 0 else model.model.norm
+        self.head = None if rank == 0 else model.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.embed is None else self.embed(x)
@@ -358,8 +369,22 @@ def _uneven_sides(group: Group) -> tuple[dict[str, Step], dict[str, float]]:
         COST: _engine(job, f"pp=2 microbatches={MICROBATCHES}", group),
     }
     batches = {side: _endless(engine.loader) for side, engine in engines.items()}
-    loads = {side: engine.split.pipeline.largest_stage_s for side, engine in engines.items()}
-    return {side: (lambda number, side=side: engines[side].step(next(batches[side])).loss) for side in engines}, loads
+    loads = {side: _predicted(group.gather_json(_multiplications(engine))) for side, engine in engines.items()}
+    return {side: partial(_step, engines[side], batches[side]) for side in engines}, loads
+
+
+def _multiplications(engine: Any) -> int:
+    """A token costs as many multiplications as a stage's blocks have weights."""
+    return sum(p.numel() for block in engine.split.pipeline.blocks() for p in block.parameters())
+
+
+def _predicted(of_stages: list[int]) -> float:
+    """The time of a step: the slower stage computes all microbatches, the other one before or behind it a single one."""
+    return MICROBATCHES * max(of_stages) + min(of_stages)
+
+
+def _step(engine: Any, batches: Iterator[Any], number: int) -> float:
+    return float(engine.step(next(batches)).loss)
 
 
 def small_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -374,10 +399,30 @@ def held_under_fsdp(folder: Path, group: Group) -> dict[str, int]:
     for _ in range(2):
         engine.step(next(batches))
     held = held_bytes(engine.named_parameters().values(), engine.optimizer).total
-    predicted = predicted_bytes(engine.parts, "adamw").total
+    predicted = predicted_bytes(engine.parts, engine.named_parameters(), llama(folder).optimizer).total
     whole = 4 * 4 * engine.parameter_count
     engine.close()
     return {"held": held, "predicted": predicted, "whole": whole}
+
+
+def peak_while_applied(folder: Path, group: Group) -> dict[str, int]:
+    """Bytes of resident memory before, and at most while, a model of 1.1 billion parameters is divided and its weights are drawn."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32_000, "num_attention_heads": 32}
+    job = llama(folder, **sizes)
+    small = _engine(llama(folder, num_hidden_layers=1), f"fsdp={group.size}", group)  # loads all libraries
+    small.close()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    engine = _engine(job, f"fsdp={group.size}", group)
+    peak = _status("VmHWM")
+    shard = sum(p.nbytes for p in engine.named_parameters().values())
+    engine.close()
+    return {"before": before, "peak": peak, "shard": shard}
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

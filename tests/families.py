@@ -1,4 +1,4 @@
-"""Tiny jobs of every model family that the splits are held to: the zoo's, and Hugging Face's from configurations of a few thousand weights."""
+"""Tiny jobs of every model family that the splits are held to: the zoo's, and Hugging Face's from configurations."""
 
 from __future__ import annotations
 

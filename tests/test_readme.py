@@ -98,8 +98,8 @@ def test_the_reference_has_the_keys_of_a_plateau() -> None:
 
 
 def test_the_readme_has_every_key_of_the_plan_with_its_default() -> None:
-    words = {True: "on", False: "off", None: "the job's"}
-    expected = {f.name: words[f.default] if f.default is None or isinstance(f.default, bool) else str(f.default) for f in fields(Plan)}
+    words: dict[Any, str] = {True: "on", False: "off", None: "the job's", "": "by cost"}
+    expected = {f.name: str(f.default) if type(f.default) is int else words.get(f.default, str(f.default)) for f in fields(Plan)}
     listed = rows(README)
     assert {key: listed[key].split(" | ")[1].strip("`") for key in expected} == expected
 

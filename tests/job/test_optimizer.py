@@ -169,7 +169,7 @@ def test_an_optimizer_restored_from_its_state_goes_on_bit_for_bit(name: str) -> 
     optimizer = spec(**values).build(undisturbed.parameters())
     trained(undisturbed, optimizer, steps=3)
     resumed = copy.deepcopy(undisturbed)
-    restored = spec(**values).build(resumed)
+    restored = spec(**values).build(resumed.parameters())
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert close(trained(undisturbed, optimizer, seed=1), trained(resumed, restored, seed=1), tolerance=0.0)
 
@@ -200,8 +200,8 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is(name: str) -> None:
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
-    with pytest.raises(JobError, match=r"the model \(ReLU\) has no parameters to train"):
-        spec(name="sgd").build(nn.ReLU())
+    with pytest.raises(JobError, match=r"the model has no parameters to train"):
+        spec(name="sgd").build(nn.ReLU().parameters())
 
 
 @pytest.mark.parametrize(

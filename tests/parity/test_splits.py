@@ -38,7 +38,7 @@ TWO_AXES = [
     "fsdp=2 tp=2",
     "fsdp=2 tp=2 sequence=on remat=selective",
     "fsdp=2 pp=2 microbatches=2",
-    "fsdp=2 pp=2 schedule=zero-bubble microbatches=2",
+    "fsdp=2 pp=2 schedule=interleaved microbatches=2",
     "fsdp=2 cp=2 zero=2",
     "tp=2 pp=2 microbatches=2",
     "tp=2 pp=2 schedule=interleaved sequence=on microbatches=2",

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from paceline.errors import PlanError
-from paceline.split.allocate import allocate
 from paceline.plan.blocks import find_blocks, submodules
+from paceline.split.allocate import allocate
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.parts import Parts, local, whole_parts
 from ranks import Backend, Ranks

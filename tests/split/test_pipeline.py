@@ -228,6 +228,10 @@ def test_cuts_that_cannot_be_are_named(ranks: Ranks) -> None:
         ("gpt", "pp=2 cut=block.2"): ['there is no module "block.2". Did you mean "blocks.2"?'],
         ("gpt", "pp=2 cut=blocks.1,blocks.2"): ["cut names the 1 modules that begin the second and later ones; it names 2"],
         ("gpt", "pp=2 schedule=interleaved cut=blocks.2,blocks.1,blocks.3"): ["called in the order blocks.1,blocks.2,blocks.3"],
+        ("gpt", "pp=2 fsdp=2 schedule=zero-bubble"): [
+            "tokens.weight is shared by two stages of one rank",
+            "schedule=1f1b, gpipe or interleaved",
+        ],
         ("mlp", "pp=2 cut=0"): ["nothing is computed before 0"],
     }
     first, second = ranks(2, refused, list(expected))

@@ -14,12 +14,12 @@ from torch._dynamo.utils import counters
 
 from paceline.comm import Group
 from paceline.errors import PlanError
+from paceline.job.batch import Batch
 from paceline.job.zoo.gpt import GPT
 from paceline.job.zoo.vision import mlp
 from paceline.split import tensor_lone
 from paceline.split.parts import Part, whole_parts
 from paceline.split.tensor import shard_tensors, tensor_reasons
-from paceline.train.batch import Batch
 from ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
@@ -323,6 +323,20 @@ def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> N
     assert "7 tokens are no multiple of 2; 8 would be" in tensor_reasons(model, 2, batch, call, sequence=True)[0]
     model, image = multilayer()
     assert "no trunk of repeated blocks" in tensor_reasons(model, 2, image, call, sequence=True)[0]
+
+
+def test_a_batch_of_another_length_is_never_cut_silently() -> None:
+    model, batch = gpt()
+    shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True, vocabulary=False)
+    with pytest.raises(PlanError, match="7 tokens do not divide over tp=2; pad or cut them to a multiple, such as 8"):
+        model(words(7))
+
+
+def test_a_call_with_other_arguments_than_the_example_never_loses_a_gradient() -> None:
+    model, batch = gpt()
+    shard_tensors(model, whole_parts(model), Group(0, 2), batch, call)
+    with pytest.raises(PlanError, match="Attention is called without the argument 0"):
+        model.get_submodule("blocks.0.attention")(x=torch.randn(2, TOKENS, HIDDEN))
 
 
 def test_a_model_on_meta_is_divided_without_memory_for_its_weights() -> None:

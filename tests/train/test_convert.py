@@ -16,12 +16,11 @@ from commands import write_job
 from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import JobError, RunError
 from paceline.job.job import Job
-from paceline.split.parts import Part
+from paceline.split.parts import Part, tied_names
 from paceline.train import convert
 from paceline.train.checkpoint import Snapshot
 from paceline.train.convert import export, export_hf, fitted, load_weights, weights_from
 from paceline.train.division import Seat
-from paceline.train.state import tied_names
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

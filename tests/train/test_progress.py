@@ -17,7 +17,15 @@ from paceline.train.progress import LiveProgress, PlainProgress, Recent, Tail
 from paceline.train.run import Lines
 from small_jobs import new_run, small_job
 
-PARTS_S = {"data_s": 0.012, "compute_s": 0.07, "bubble_s": 0.0, "comm_s": 0.01, "imbalance_s": 0.004, "optimizer_s": 0.003, "checkpoint_s": 0.001}
+PARTS_S = {
+    "data_s": 0.012,
+    "compute_s": 0.07,
+    "bubble_s": 0.0,
+    "comm_s": 0.01,
+    "imbalance_s": 0.004,
+    "optimizer_s": 0.003,
+    "checkpoint_s": 0.001,
+}
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:

@@ -56,6 +56,12 @@ def _one(job: Job, text: str, steps: int, console: Console) -> bool:
     return parity.holds
 
 
+def _rehearse(job: Job, text: str, console: Console) -> bool:
+    from paceline.cli.dry import rehearse
+
+    return rehearse(job, text, console)
+
+
 def _show(parity: Parity, console: Console) -> None:
     from rich.table import Table
 

@@ -23,6 +23,8 @@ class ModelSpec(Spec):
     - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as keywords.
     - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is downloaded.
       `args` override values of the configuration.
+
+    `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of fresh ones.
     """
 
     short: ClassVar[str | None] = "zoo"
@@ -30,6 +32,7 @@ class ModelSpec(Spec):
     factory: str | None = None
     hf: Path | None = None
     task: Task | None = None
+    weights: Path | None = None
     args: Args = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -54,6 +57,16 @@ class ModelSpec(Spec):
         if not file.is_file():
             raise ValueError(f"no such file: {file}")
         return file
+
+    @field_validator("weights")
+    @classmethod
+    def _resolve_weights(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None:
+            return None
+        path = Path((info.context or {}).get("base", Path.cwd()) / value.expanduser()).resolve()
+        if not path.exists():
+            raise ValueError(f"no such file or folder: {path}")
+        return path
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:

@@ -193,6 +193,15 @@ def _compiled_zero_bubble(case: Case) -> str | None:
     )
 
 
+def _shards_of_a_tied_weight(case: Case) -> str | None:
+    """The V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself."""
+    plan = case.plan
+    if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not case.anatomy.tied:
+        return None
+    tied = " and ".join(case.anatomy.tied[0][:2])
+    return f"plan {plan} would shard {tied} twice, which are one weight, on two stages of a rank: schedule=1f1b, or fsdp=1."
+
+
 def _state_beyond_memory(case: Case) -> str | None:
     if not (case.divides or case.weighed) or (crowd := crowded(case)) is None:
         return None
@@ -241,5 +250,6 @@ SPLIT_CHECKS = (
     Check(_graphs_of_divided_models, ("compile", *DEGREES[1:])),
     Check(_nothing_to_compute_again, ("remat", "pp")),
     Check(_compiled_zero_bubble, ("compile", "schedule", "pp")),
+    Check(_shards_of_a_tied_weight, ("schedule", "fsdp", "pp")),
     Check(_state_beyond_memory, MEMORY),
 )

@@ -17,7 +17,15 @@ from paceline.report.words import digits
 # Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8F98"
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-PART_COLOURS = {"data": ORANGE, "compute": BLUE, "bubble": SKY, "comm": VERMILLION, "imbalance": PURPLE, "optimizer": GREEN, "checkpoint": GREY}
+PART_COLOURS = {
+    "data": ORANGE,
+    "compute": BLUE,
+    "bubble": SKY,
+    "comm": VERMILLION,
+    "imbalance": PURPLE,
+    "optimizer": GREEN,
+    "checkpoint": GREY,
+}
 Middle = Callable[[Sequence[float]], float]
 POINTS = 400  # a curve of more is drawn by the means of its stretches
 

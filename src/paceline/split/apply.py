@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from paceline.comm.bucket import Bucket
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.plan.blocks import find_blocks, submodules
 from paceline.plan.plan import Plan
 from paceline.split.allocate import allocate
-from paceline.plan.blocks import find_blocks, submodules
 from paceline.split.context import Context, divide_context
 from paceline.split.expert import divide_experts
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.initialise import Recorded
-from paceline.split.mesh import READERS, REPLICA, Mesh
-from paceline.split.parts import Part, Parts, local, whole_parts
+from paceline.split.mesh import REPLICA, Mesh
+from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
 from paceline.split.pipeline import Pipeline, fitting_microbatches
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor import TensorReport, shard_tensors
@@ -35,6 +35,7 @@ class Split:
         mesh: where this rank stands.
         example: a microbatch as the model takes it.
         parts: what it holds of every parameter that it has.
+        aliases: the further names of tied parameters (`tied_names`).
         modules: the modules that it computes: the model, or its pipeline stages.
         parameters: what the optimizer steps on, by their names in the undivided model: plain tensors, of FSDP2's shards too.
         report: what was divided how, in words, one line each.
@@ -50,6 +51,7 @@ class Split:
         self._undo: list[Callable[[], object]] = []
         model = recorded.model
         self.parts: Parts = whole_parts(model)
+        self.aliases = tied_names(model)
         self.parameter_count = sum(p.numel() for p in model.parameters())
         self._divide(model, example, call)
         self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
@@ -61,9 +63,9 @@ class Split:
     # Making it
 
     def allocate(self, recorded: Recorded) -> None:
-        """Take memory for this rank's part, and its weights from `recorded`. Before this, there are only shapes, and nothing can be computed."""
-        for module in self.modules:
-            allocate(module, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
+        """Take memory for this rank's part, and its weights from `recorded`. Before, there are only shapes, and nothing can be computed."""
+        together = nn.ModuleList(self.modules)  # two stages may share a tied weight
+        allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
         self._divided = self._named(recorded.model)
         self._fill(recorded, recorded.model)
         self.parameters = {name: _held(p) for name, p in self._divided.items()}
@@ -142,6 +144,11 @@ class Split:
         if self.pipeline is not None:
             return fitting_microbatches(some, self.plan.microbatches)
         return min(self.plan.microbatches, *some)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this rank computed of the loss counts: of ranks that compute the same, one does."""
+        return self.mesh.place["tp"] == 0 and (self.pipeline is None or self.pipeline.has_last_stage)
 
     @property
     def all_must_compute(self) -> bool:

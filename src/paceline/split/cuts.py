@@ -19,21 +19,23 @@ def wrong_names(model: nn.Module, names: Sequence[str], stages: int) -> list[str
     return problems + (reasons_against_cut(names, stages, f"there are {stages} stages") if names else [])
 
 
-def named_cuts(trace: Trace, names: Sequence[str]) -> list[Cut]:
-    """The cuts before the modules of these names.
+def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
+    """The cuts before the modules of these names, and why others cannot be made without tracing.
 
     Raises:
-        PlanError: the model cannot be cut there, with each reason.
+        PlanError: these are no places to cut at all, or not in the order in which they are called.
     """
     cuts = [trace.cut(name) for name in names]
-    problems = [cut for cut in cuts if isinstance(cut, str)]
     good = [cut for cut in cuts if isinstance(cut, Cut)]
-    in_order = sorted(good, key=lambda cut: cut.time)
-    if not problems and in_order != good:
-        problems.append(f"the modules are called in the order {','.join(cut.before for cut in in_order)}; name them so")
+    reasons = [cut for cut in cuts if isinstance(cut, str)]
+    places = [trace.enters(name) for name in names]
+    problems = [reason for reason, place in zip(cuts, places, strict=True) if isinstance(reason, str) and not place]
+    in_order = [name for _, name in sorted(zip(places, names, strict=True))]
+    if not problems and in_order != list(names):
+        problems.append(f"the modules are called in the order {','.join(in_order)}; name them so")
     if problems:
         raise PlanError("\n".join(f"cut={','.join(names)}: {problem}" for problem in problems))
-    return good
+    return good, reasons
 
 
 def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:

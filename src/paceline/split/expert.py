@@ -75,7 +75,7 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
     if reasons := expert_reasons(model, ep.size):
         raise PlanError(f"ep={ep.size}: " + " ".join(reasons))
     experts, own, divided = {}, {}, []
-    for name, module in _mixtures(model):
+    for name, module in mixtures(model):
         total = module.num_experts
         each = total // ep.size
         experts[name], own[name] = total, (ep.rank * each, (ep.rank + 1) * each)
@@ -96,8 +96,8 @@ def expert_reasons(model: nn.Module, ep_size: int) -> list[str]:
     """Every reason why the experts of `model` cannot be divided over `ep_size` ranks, each with what to do; [] if they can be."""
     if ep_size == 1:
         return []
-    mixtures = list(_mixtures(model))
-    if not mixtures:
+    found = list(mixtures(model))
+    if not found:
         others = sorted({type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)})
         why = (
             f"the experts of this model ({', '.join(others)}) cannot be divided: that takes a module with the parameters of all experts in "
@@ -107,15 +107,16 @@ def expert_reasons(model: nn.Module, ep_size: int) -> list[str]:
         )
         return [f"{why} Use ep=1; to divide this model, tp, pp and fsdp."]
     reasons = []
-    for count in sorted({module.num_experts for _, module in mixtures}):
+    for count in sorted({module.num_experts for _, module in found}):
         if count % ep_size:
             degrees = " · ".join(f"ep={n}" for n in range(2, count + 1) if count % n == 0)
-            names = [name for name, module in mixtures if module.num_experts == count]
+            names = [name for name, module in found if module.num_experts == count]
             reasons.append(f"{count} experts ({names[0]}) cannot be divided evenly over {ep_size} ranks; degrees that work: {degrees}.")
     return reasons
 
 
-def _mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The experts modules that could be divided, with their names."""
     return ((name, module) for name, module in model.named_modules() if _is_experts(module))
 
 
@@ -152,9 +153,22 @@ def _dispatched(forward: Any, signature: inspect.Signature, experts: int, ep: Gr
     of_experts = counts.view(ep.size, experts // ep.size)
     from_ranks = torch.empty_like(of_experts)  # (rank, own expert): how many tokens come
     ep.all_to_all(from_ranks, of_experts)
+    return sent_to_experts(forward, hidden, order, of_experts, from_ranks, top_k_weights, ep)
+
+
+def sent_to_experts(
+    forward: Any, hidden: Tensor, order: Tensor, of_experts: Tensor, from_ranks: Tensor, top_k_weights: Tensor, ep: Group
+) -> Tensor:
+    """The tokens in the `order` of their experts to the ranks that have these, and back.
+
+    Args:
+        forward: of this rank's experts.
+        of_experts: (rank, its expert), how many of this rank's tokens go there.
+        from_ranks: (rank, own expert), how many come from there.
+    """
     sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()  # the one wait for a GPU
     order = order[: sum(sends)]
-    rows = _exchanged(hidden[order // top_k_index.shape[1]], sends, receives, ep)
+    rows = _exchanged(hidden[order // top_k_weights.shape[1]], sends, receives, ep)
     made = _own_experts(forward, rows, from_ranks, top_k_weights.dtype)
     back = _exchanged(made, receives, sends, ep)
     return combined(back, order, top_k_weights).to(hidden.dtype)

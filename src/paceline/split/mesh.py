@@ -91,11 +91,6 @@ class Mesh:
             for places in product(*(range(self.sizes[axis]) for axis in READERS))
         )
 
-    @property
-    def counts(self) -> bool:
-        """Whether what this rank computed of the loss counts: of ranks that compute the same, one does."""
-        return self.place["tp"] == 0 and self.place["pp"] == self.sizes["pp"] - 1
-
     def _number(self, axes: Sequence[str]) -> int:
         number = 0
         for axis in axes:

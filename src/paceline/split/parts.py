@@ -38,6 +38,17 @@ def whole_parts(model: nn.Module) -> Parts:
     return {name: Part(name, Layout.whole(p.shape)) for name, p in model.named_parameters()}
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters and shared buffers, each with the name under which the tensor is saved."""
+    further: dict[str, str] = {}
+    for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
+        first: dict[Tensor, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(tensor, name) != name:
+                further[f"{kind}/{name}"] = f"{kind}/{first[tensor]}"
+    return further
+
+
 def shard_parameter(
     module: nn.Module, name: str, part: Part, *, axis: str, dim: int, index: int, of: int, sections: tuple[int, ...] | None = None
 ) -> None:

@@ -74,6 +74,7 @@ class Pipeline:
         self._own = [i for i in range(self._count) if self._rank_of(i) == pp.rank]
         extents = self._extents_of(example)
         owners = self._owners(extents)
+        self._refuse_shards_of_shared(owners, plan)
         self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, extents[i], owners) for i in self._own}
         splits_backward = plan.schedule == "zero-bubble"
         self._deferred = {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
@@ -100,6 +101,11 @@ class Pipeline:
     def named_buffers(self) -> dict[str, Tensor]:
         """This rank's buffers by their names in the undivided model. What is no part of a stage (rotary frequencies) is on every one."""
         return {name: b for stage in self.stages for name, b in stage.named_buffers()}
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self._count - 1 in self._own
 
     # Running it
 
@@ -181,13 +187,15 @@ class Pipeline:
         names = plan.cut.split(",") if plan.cut else []
         if problems := wrong_names(self._model, names, self._count):
             raise PlanError("\n".join(f"cut={plan.cut}: {problem}" for problem in problems))
+        trace: Trace | None = None
         try:
             trace = self._trace(example)
-            cuts, reasons = (named_cuts(trace, names), []) if names else possible_cuts(trace, self._block_names)
+        except PlanError as error:
+            cuts, reasons = list[Cut](), str(error).splitlines()
+        if trace is not None:
+            cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self._block_names)
             if len(cuts) + 1 < self._count:
                 reasons = [too_few(len(cuts), self._count, self._pp.size, plan.schedule, reasons)]
-        except PlanError as error:
-            cuts, reasons = [], str(error).splitlines()
         if reasons:  # not between all blocks
             names = names or [self._block_names[i] for i in even(len(self._block_names), self._count)]
             try:
@@ -197,6 +205,7 @@ class Pipeline:
                 if len(cuts) + 1 < self._count:
                     raise PlanError("\n".join([*reasons, str(error)])) from None
                 self.lines.append(f"pp: not every block can begin a stage: {reasons[0]}")
+        assert trace is not None, "without a trace there are no cuts, and that was raised"
         return False, [cut.before for cut in (cuts if plan.cut else self._balanced(trace, cuts, example))]
 
     def _balanced(self, trace: Trace, cuts: list[Cut], example: Batch) -> list[Cut]:
@@ -217,6 +226,15 @@ class Pipeline:
             if not stages:
                 stages.add(next((i for i, extent in enumerate(extents) if isinstance(extent, Extent) and extent.calls_module_of(name)), 0))
         return owners
+
+    def _refuse_shards_of_shared(self, owners: dict[str, set[int]], plan: Plan) -> None:
+        for name, stages in owners.items():
+            if plan.fsdp > 1 and len({self._rank_of(i) for i in stages}) < len(stages):
+                other = "1f1b or gpipe" if plan.schedule == "interleaved" else "1f1b, gpipe or interleaved"
+                raise PlanError(
+                    f"plan {plan}: {name} is shared by two stages of one rank, and FSDP2 would shard it twice and so part them: "
+                    f"schedule={other}, or fsdp=1"
+                )
 
     def _stage(self, i: int, extent: Extent | Piece, owners: dict[str, set[int]]) -> Stage | ExportedStage:
         own = {name for name, stages in owners.items() if i in stages}
@@ -352,9 +370,10 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _shapes_of(batch: Batch, device: torch.device) -> Any:
+    """What tells batches apart. Not the width of floats: FSDP2 narrows what a stage is called with."""
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return autocast, *((key, tuple(t.shape), t.dtype) for key, t in items)
+    return autocast, *((key, tuple(t.shape), t.is_floating_point() or t.dtype) for key, t in items)
 
 
 def _forget_oldest(kept: OrderedDict[Any, Any]) -> None:

@@ -65,9 +65,9 @@ def batch_norm_warning(model: nn.Module, rows: int) -> str | None:
     if not layers:
         return None
     return (
-        f"{len(layers)} batch-norm layers ({layers[0]}, …) take their mean and variance from a microbatch of {rows} samples, not "
-        "from the whole batch, and update their running statistics once a microbatch: the same as gradient accumulation does, but losses differ from "
-        "those of one large batch. With fewer than about 16 samples the statistics are noisy: fewer microbatches, or group norm."
+        f"{len(layers)} batch-norm layers ({layers[0]}, …) take their mean and variance from a microbatch of {rows} samples, "
+        "not from the whole batch, and update their running statistics once a microbatch, as gradient accumulation does: losses differ "
+        "from those of one large batch. With fewer than about 16 samples the statistics are noisy: fewer microbatches, or group norm."
     )
 
 

@@ -4,8 +4,11 @@ What is divided is found in a trace of the model, not in a list of architectures
 model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that fails, layers stay whole, or
 gather their outputs if they are large. So results are right for every model; only speed and memory differ.
 
-Dropout inside a divided region draws the same mask on every rank, each for its own heads or features, because the ranks are seeded alike,
-as they must be where they compute the same.
+Dropout draws the same numbers on every rank, because the ranks are seeded alike, as they must be where they compute the same. Inside a
+divided region each rank has its own heads, features or tokens, so the masks of the ranks are equal pieces there, not independent ones.
+
+On GPUs nothing differs but the process group; asynchronous TP (matrix products that overlap with the collectives) is inductor's to make
+out of the functional collectives in a compiled graph, and has not been run.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.errors import PlanError
+from paceline.job.batch import Batch
 from paceline.split.parts import Parts
 from paceline.split.tensor_edits import install
 from paceline.split.tensor_layers import (
@@ -36,7 +40,6 @@ from paceline.split.tensor_lone import divide_lone, owners_of, shard
 from paceline.split.tensor_proof import Proof, extend, prove
 from paceline.split.tensor_stream import convert_arguments, convert_result, places_of
 from paceline.split.tensor_trace import Call, Entry, Graph, is_transposed
-from paceline.train.batch import Batch
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from paceline.comm import Group
+from paceline.errors import PlanError
 from paceline.job.zoo.moe import without_values
 from paceline.split.tensor_trace import is_transposed, weighted
 
@@ -85,7 +86,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: Group) -> Tensor:
-        if torch.compiler.is_compiling() or without_values(x):
+        if torch.compiler.is_compiling() or _only_traced(x, group):
             return _summed(x, group)
         ctx.mark_dirty(x)
         return _summed(x, group)
@@ -139,9 +140,14 @@ class _ReduceScatter(torch.autograd.Function):
         return _gathered(grad, ctx.group, ctx.dim), None, None
 
 
+def _only_traced(x: Tensor, group: Group) -> bool:
+    """Whether there is nothing to send: a trace has shapes only. Those of a dry run are sent, to its ranks that are not there."""
+    return without_values(x) and group.transport != "fake"
+
+
 def _summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, in place outside of a compiler. Tensors without values, as in a trace, are not sent anywhere."""
-    if without_values(x):
+    """The sum over the ranks, in place outside of a compiler and a trace."""
+    if _only_traced(x, group):
         return x.clone()
     if torch.compiler.is_compiling():
         summed: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", _torch_group(group)))
@@ -151,7 +157,7 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    if without_values(x):
+    if _only_traced(x, group):
         return torch.cat([x] * group.size, dim)
     if torch.compiler.is_compiling():
         whole: Tensor = functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, _torch_group(group)))
@@ -162,7 +168,7 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
-    if without_values(x):
+    if _only_traced(x, group):
         return _own(x, group, dim)
     if torch.compiler.is_compiling():
         cut: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, _torch_group(group)))
@@ -178,7 +184,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def _own(x: Tensor, group: Group, dim: int) -> Tensor:
-    size = x.shape[dim] // group.size
+    size, rest = divmod(x.shape[dim], group.size)
+    if rest:
+        wanted = (size + 1) * group.size
+        raise PlanError(
+            f"sequence: {x.shape[dim]} tokens do not divide over tp={group.size}; pad or cut them to a multiple, such as {wanted}"
+        )
     return x.narrow(dim, group.rank * size, size).contiguous()
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
+from paceline.job.batch import Batch
 from paceline.split.tensor_edits import Correction, Edits, install
 from paceline.split.tensor_regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
 from paceline.split.tensor_rules import CREATIONS, Label, is_row
 from paceline.split.tensor_stream import Stream, find_stream, simulated
 from paceline.split.tensor_trace import Call, Graph, Node, Shapes, Unfollowable, trace
-from paceline.train.batch import Batch
 
 _LAYOUT_ONLY = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone"),
@@ -151,12 +151,13 @@ def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.
     """
     correction = Correction(graph, labels, ranks)
     try:
-        trace(model, example, call, shapes, graph.opaque, correction)
-        remove = install(model, correction.edits, ranks)
-        try:
-            again = trace(model, example, call, shapes, graph.opaque)
-        finally:
-            remove()
+        again = trace(model, example, call, shapes, graph.opaque, correction)
+        if correction.edits:
+            remove = install(model, correction.edits, ranks)
+            try:
+                again = trace(model, example, call, shapes, graph.opaque)
+            finally:
+                remove()
     except Unfollowable:
         raise
     except Exception as error:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import PlanError
 from paceline.plan.blocks import find_blocks
 from paceline.split.tensor_layers import TOKENS
 from paceline.split.tensor_regions import EXCHANGES, Boundaries, find_boundaries
@@ -297,8 +298,16 @@ def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert:
     """Have `module` receive its arguments at `places` (one tensor, perhaps in several places) converted; returns the hook."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = [args[p] if isinstance(p, int) else kwargs[p] for p in places]
-        converted = convert(given[0])
+        try:
+            given = args[places[0]] if isinstance(places[0], int) else kwargs[places[0]]
+        except (IndexError, KeyError):  # to go on would lose the sum of its gradients
+            raise PlanError(
+                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when the model was divided. "
+                "Give shard_tensors an example of the batches that are trained on"
+            ) from None
+        if given is None:
+            return args, kwargs
+        converted = convert(given)
         args = tuple(converted if i in places else x for i, x in enumerate(args))
         return args, kwargs | {p: converted for p in places if isinstance(p, str)}
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal, Protocol, cast
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.train.batch import Batch
+from paceline.job.batch import Batch
 
 Call = Callable[[nn.Module, Batch], Any]
 Kind = Literal["parameter", "input", "constant", "result"]
@@ -465,5 +466,9 @@ def _site(frame: FrameType | None) -> Site | None:
         frame = frame.f_back
     if frame is None:
         return None
-    positions = list(frame.f_code.co_positions())
-    return Site(frame.f_code, positions[frame.f_lasti // 2])
+    return Site(frame.f_code, _positions(frame.f_code)[frame.f_lasti // 2])
+
+
+@cache
+def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None, int | None]]:
+    return list(code.co_positions())

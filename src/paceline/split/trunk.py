@@ -189,6 +189,11 @@ class Trace:
             return f"a cut before {before}: nothing that comes before it is used after it"
         return Cut(before, time, tuple(values), frozenset(parameters))
 
+    def enters(self, module: str) -> int:
+        """When a module is first called; 0 where it is not, or where nothing is computed before."""
+        time = next((v.enter for v in self.visits if v.name == module), 0)
+        return time if self.done(time) else 0
+
     def done(self, time: int) -> list[Visit]:
         """The outermost calls that ended before `time` and computed with parameters."""
         return [v for v in self.visits if v.works and v.leave <= time and not self._ended(v.parent, time)]
@@ -331,9 +336,9 @@ class Trace:
         kind = type(self.model.get_submodule(self._stuck)).__name__
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
-            f"pp: {where} cannot be followed without its weights, as its own code decides by values that depend on them, takes something else "
-            f"than tensors, or fails: {first}. Move that decision into a module that takes and returns tensors, below the blocks, or train "
-            "without pp."
+            f"pp: {where} cannot be followed without its weights, as its own code decides by values that depend on them, "
+            f"takes something else than tensors, or fails: {first}. Move that decision into a module that takes and returns tensors, "
+            "below the blocks, or train without pp."
         )
 
     def _run_alone(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

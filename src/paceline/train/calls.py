@@ -27,6 +27,7 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, readers: Group) 
     """The model in its precision and with its batch norms synchronised where the job asks for that; before it is divided."""
     if precision == "fp64":
         model.double()
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the grouped matrix product of transformers' mixtures takes no float64
+        choose = getattr(model, "set_experts_implementation", None)
+        if choose is not None:
+            choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
     return synchronise(model, readers) if batch_norm == "sync" and has_batch_norm(model) else model

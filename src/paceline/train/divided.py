@@ -89,7 +89,7 @@ class Divided:
         output = self.engine._call(placed) if pipeline is None else pipeline.forward(placed)
         if self._head is not None:
             self._head.gather = False
-        return (output, placed) if batch is not None and self.split.mesh.counts else None
+        return (output, placed) if batch is not None and self.split.counts else None
 
     def _loss(self, output: Any, part: Batch, batch: Batch | None, position: Position) -> Tensor:
         """This part's addend of the global mean loss; it is noted where this rank is the one that counts it."""
@@ -101,7 +101,7 @@ class Divided:
             items = items / self.split.context.group.size  # a sample counts once, and each rank has some of its tokens
             share = self.split.context.group.size if self.split.context.own_loss else 1.0  # then the ranks' losses add up to the mean
         scaled = loss * (items * share)
-        if self.split.mesh.counts:
+        if self.split.counts:
             self.engine.notes.add_loss(scaled.detach(), items)
         return scaled
 

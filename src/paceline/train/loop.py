@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -25,7 +25,8 @@ from paceline.job.stop import StopRule
 from paceline.plan.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.train.checkpoint import Checkpointer
-from paceline.train.checkpoint_read import load_latest
+from paceline.train.checkpoint_read import Loaded, load_latest
+from paceline.train.convert import Source, fitted, load_weights, weights_from
 from paceline.train.engine import Engine, Settings, StepResult
 from paceline.train.loader import Loader, held_out_batches, most_batches, padded
 from paceline.train.meter import CHECKPOINT
@@ -82,14 +83,31 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | Recorded, data: DataSe
     loader = loader_of(job, mesh, data)
     loss = job.loss.build()
     settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
+    source = _published(job, model)
     if plan.splits:
         from paceline.train.divided import divide
 
         split = divide(model, plan, mesh, loader, loss, settings)
+        if source is not None:
+            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
         optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
         return Engine(split.model, optimizer, loss, loader, plan, group, settings, split)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
+    if source is not None:
+        load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
     return Engine(model, job.optimizer.build(model.parameters(), fused=plan.fused), loss, loader, plan, group, settings)
+
+
+def _published(job: Job, model: nn.Module | Recorded) -> Source | None:
+    """The weights that the job starts from, if it names any; held to fit the model."""
+    if job.model.weights is None:
+        return None
+    return fitted(weights_from(job.model.weights), model if isinstance(model, nn.Module) else model.model)
+
+
+def _kept(buffers: dict[str, Tensor], source: Source) -> dict[str, Tensor]:
+    names = set(source)
+    return {name: buffer for name, buffer in buffers.items() if name in names}
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
@@ -258,7 +276,7 @@ class Loop:
 
     def _resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is any."""
-        loaded = load_latest(self.run_directory.checkpoints, rank=self.group.rank, world=self.group.size, report=self._event)
+        loaded = self._newest_checkpoint()
         if loaded is not None:
             values = restore(self.engine, loaded)
             self.stop.load_state_dict(values["stop"])
@@ -282,6 +300,11 @@ class Loop:
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
 
+    def _newest_checkpoint(self) -> Loaded | None:
+        """The newest that is whole; the ranks agree which that is."""
+        group, folder = self.group, self.run_directory.checkpoints
+        return load_latest(folder, rank=group.rank, world=group.size, report=self._event, agree=group.gather_json)
+
     def _rewound(self, result: StepResult) -> bool:
         """Follow the policy after an update that was left out; True if training went back to a checkpoint."""
         self._event("nonfinite", {"step": result.step, "problem": result.problem, "policy": self.job.nonfinite})
@@ -292,7 +315,7 @@ class Loop:
             raise NonFiniteError(f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm.")
         self.checkpointer.close()
         self.group.barrier()  # every rank's part of the checkpoint is written before any rank reads it
-        loaded = load_latest(self.run_directory.checkpoints, rank=self.group.rank, world=self.group.size, report=self._event)
+        loaded = self._newest_checkpoint()
         assert loaded is not None, "a run with this policy saves a checkpoint before its first step"
         rejected = [*self.rejected, result.step]
         self.stop.rewind(restore(self.engine, loaded)["stop"])

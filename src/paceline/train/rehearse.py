@@ -26,14 +26,16 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
-from paceline.plan.plan import Plan
 from paceline.plan.blocks import find_blocks
+from paceline.plan.plan import Plan
+from paceline.split.expert import mixtures
 from paceline.split.initialise import Recorded, record
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import AXES, Mesh
 from paceline.split.pipeline_rules import STAGES_PER_RANK
 from paceline.train.divided import without_memory
 from paceline.train.engine import Engine, Settings
+from paceline.train.even_routing import route_evenly
 from paceline.train.loader import Loader
 from paceline.train.loop import loader_of
 from paceline.train.meter import Meter
@@ -105,6 +107,7 @@ def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehear
     found = Rehearsal(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     rehearsed = _as_rehearsed(job, plan, found.notes)
+    job = job.model_copy(update={"partition": job.partition.model_copy(update={"host_files": False})})
     with torch.random.fork_rng(devices=[]):
         for stage in range(plan.pp):
             say(f"rehearsing stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "rehearsing a step")
@@ -129,8 +132,13 @@ def _as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
     """The plan without what takes values or time to find out; `notes` says what that is."""
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is not rehearsed: blocks run as they are written")
+    model = _recorded(job).model
+    if any(mixtures(model)):
+        notes.append("tokens go to all experts in turn; where a router prefers some, their ranks take more memory and time")
+    if job.partition.host_files:
+        notes.append("partition.host_files is not rehearsed: what files the hosts hold is not known here")
     if plan.pp > 1 and not plan.cut:
-        blocks, stages = find_blocks(record(job.model.build).model), plan.pp * STAGES_PER_RANK[plan.schedule]
+        blocks, stages = find_blocks(model), plan.pp * STAGES_PER_RANK[plan.schedule]
         if len(blocks) >= stages:
             notes.append("stages are cut evenly by the number of blocks; a run measures the blocks and cuts by that")
             cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))
@@ -144,12 +152,15 @@ def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
         mesh = Mesh.of(plan, world)
         loader = loader_of(job, mesh, data)
         batch = _first(loader)
-        recorded = record(job.model.build)
+        recorded = _recorded(job)
         loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
+        names = [name for name, _ in mixtures(recorded.model)]
         split = without_memory(recorded, plan, mesh, loader, loss, settings)
         watch = Watch()
         with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(Recorded(recorded.model, None, _nothing))
+            modules = dict(split.model.named_modules(remove_duplicate=False))
+            route_evenly((module for name, module in modules.items() if name.endswith(tuple(names))), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
             engine.notes = _Unread(world)
@@ -159,6 +170,14 @@ def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
     return Role(stage, rank, split.report, state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+
+
+def _recorded(job: Job) -> Recorded:
+    """The model without memory; one of transformers computes its experts one by one, for the faster code has no shapes in fp32."""
+    recorded = record(job.model.build)
+    if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):
+        recorded.model.set_experts_implementation("eager")  # type: ignore[operator]
+    return recorded
 
 
 @contextmanager

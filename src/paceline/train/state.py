@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.split.layout import Layout
-from paceline.split.parts import Part, local
+from paceline.split.parts import Part, local, tied_names
 from paceline.train.checkpoint import Snapshot
 from paceline.train.checkpoint_read import Loaded
 from paceline.train.division import Seat
@@ -125,7 +125,7 @@ class _Held:
         persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
         seat = Seat.of(mesh) if mesh is not None else Seat.plain(engine.group.rank, engine.group.size)
-        aliases = getattr(engine.split, "aliases", {}) if engine.split is not None else tied_names(model)
+        aliases = engine.split.aliases if engine.split is not None else tied_names(model)
         return cls(engine.named_parameters(), buffers, engine.parts, seat, aliases)
 
     def part(self, name: str) -> Part:
@@ -170,17 +170,6 @@ def _check_same_model(engine: Engine, held: _Held, loaded: Loaded) -> None:
 
 def _bare(name: str) -> str:
     return name.split("/", 1)[1]
-
-
-def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """The further names of tied parameters and shared buffers, each with the name under which the tensor is saved."""
-    further: dict[str, str] = {}
-    for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
-        first: dict[Tensor, str] = {}
-        for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(tensor, name) != name:
-                further[f"{kind}/{name}"] = f"{kind}/{first[tensor]}"
-    return further
 
 
 # The optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Bytes that a rank sends in a collective of n ranks, for the bytes of the tensors it puts in: the least that any algorithm can
+# What a rank sends in an operation among n ranks, for each byte that it puts in: the least that any algorithm can
 # (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
-_SENT: Mapping[str, Callable[[int, int], float]] = {
-    "allreduce_": lambda size, n: 2 * size * (n - 1) / n,
-    "allreduce_coalesced_": lambda size, n: 2 * size * (n - 1) / n,
-    "allgather_": lambda size, n: size * (n - 1),
-    "_allgather_base_": lambda size, n: size * (n - 1),
-    "reduce_scatter_": lambda size, n: size * (n - 1) / n,
-    "_reduce_scatter_base_": lambda size, n: size * (n - 1) / n,
-    "alltoall_": lambda size, n: size * (n - 1) / n,
-    "alltoall_base_": lambda size, n: size * (n - 1) / n,
-    "broadcast_": lambda size, n: size,
-    "send": lambda size, n: size,
-}
-_INPUT = {name: 1 if "allgather" in name or "reduce_scatter" in name or "alltoall" in name else 0 for name in _SENT}  # else it is in place
+_SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
+    ("allreduce", lambda n: 2 * (n - 1) / n),
+    ("allgather", lambda n: n - 1),
+    ("reducescatter", lambda n: (n - 1) / n),
+    ("alltoall", lambda n: (n - 1) / n),
+    ("broadcast", lambda n: 1),
+    ("send", lambda n: 1),
+)
+_PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")  # of the operations of c10d: the result comes first
 
 
 class Watch(TorchDispatchMode):
@@ -77,27 +74,42 @@ class Watch(TorchDispatchMode):
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             return self._answer(args[0].dtype)
-        if func.namespace == "c10d":
-            self._count(func.__name__.partition(".")[0], args)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args)
+        elif func.namespace == "paceline":
+            self._count_ring(func, args)
         for leaf in (made,) if isinstance(made, Tensor) else tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._note(leaf.untyped_storage())
+                self._note((leaf._local_tensor if isinstance(leaf, DTensor) else leaf).untyped_storage())
         return made
 
     def _answer(self, dtype: torch.dtype) -> bool | int | float:
         frame: Any = sys._getframe(2)
-        while frame is not None and not isinstance(asking := frame.f_locals.get("self"), nn.Module):
+        while frame is not None and isinstance(frame.f_locals.get("self"), (type(None), Tensor, TorchDispatchMode)):
             frame = frame.f_back
-        if frame is not None:
+        if frame is not None and isinstance(asking := frame.f_locals["self"], nn.Module):
             self.asked.add(type(asking).__name__)
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in _SENT:
-            groups = (a for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")  # type: ignore[attr-defined]
-            group = dist.ProcessGroup.unbox(next(groups))
-            size = sum(t.nbytes for t in tree_leaves(args[_INPUT[name]]))
-            self.sent_bytes[group.group_name] += round(_SENT[name](size, group.size()))
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Both torch's ordinary collectives and those that compilers trace name their group among the arguments, in their own ways."""
+        name = func.__name__.partition(".")[0].replace("_", "")
+        for kind, factor in _SENT:
+            if name.startswith(kind):
+                second = func.namespace == "c10d" and kind in _PUTS_IN_SECOND
+                group = next(found for a in reversed(args) if (found := _group(a)) is not None)
+                size = sum(t.nbytes for t in tree_leaves(args[int(second)]))
+                self.sent_bytes[group.group_name] += round(factor(group.size()) * size)
+
+    def _count_ring(self, func: Any, args: tuple[Any, ...]) -> None:
+        """`split.ring` passes keys and values on to every other rank, and in the backward pass their gradients until they are home."""
+        backward = "backward" in func.__name__
+        pair = args[2:4] if backward else args[1:3]
+        group = next(found for a in args if (found := _group(a)) is not None)
+        size = (group.size() - 1) * sum(t.nbytes for t in pair)
+        if backward:
+            size += group.size() * sum(t.numel() * max(4, t.element_size()) for t in pair)
+        self.sent_bytes[group.group_name] += size
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -111,3 +123,13 @@ class Watch(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.live_bytes -= self._storages.pop(key)[1]
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if isinstance(argument, str):
+        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined, arg-type, no-any-return]
+    if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
+        return dist.ProcessGroup.unbox(argument)
+    return None

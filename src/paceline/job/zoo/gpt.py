@@ -32,9 +32,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if hidden % heads:
-            raise JobError(
-                f"model {type(self).__name__.lower()}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {heads * max(1, round(hidden / heads))}"
-            )
+            name, fitting = type(self).__name__.lower(), heads * max(1, round(hidden / heads))
+            raise JobError(f"model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}")
         self.context = context
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(context, hidden)

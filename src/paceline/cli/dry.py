@@ -1,0 +1,105 @@
+"""What `paceline check --dry` prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from paceline.errors import PlanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.job.job import Job
+    from paceline.train.rehearse import Rehearsal
+
+
+_WIDTH = 110  # of the table: a pipeline of ranks divided along four more axes
+_LEGEND = (
+    "peak: the most at once in a step, with activations, gathered weights and buffers, but without what kernels take inside. "
+    "sent: by each rank in a step, along each axis."
+)
+
+
+def rehearse(job: Job, text: str, console: Console) -> bool:
+    """Rehearse a plan and say what was found; whether it can run."""
+    from paceline.plan.plan import Plan
+    from paceline.train.rehearse import rehearse
+
+    plan = Plan.parse(text)
+    try:
+        with console.status("importing torch") as status:
+            found = rehearse(job, plan, say=status.update)
+    except PlanError as error:
+        for line in str(error).splitlines():
+            console.print(line, highlight=False, markup=False)
+        console.print(f"plan {plan} cannot run", highlight=False, style="red")
+        return False
+    _show(found, console)
+    return True
+
+
+def _show(found: Rehearsal, console: Console) -> None:
+    for line in _together(line for role in found.roles for line in role.report):
+        console.print(f"  {line}", highlight=False, markup=False, style="dim")
+    console.print(_table(found), width=max(console.width, _WIDTH))
+    console.print(_LEGEND, highlight=False, style="dim")
+    for note in dict.fromkeys((*found.notes, *_looks(found))):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    plan, state = found.plan, max(role.state.total for role in found.roles)
+    if reasons := [role.not_rehearsed for role in found.roles if role.not_rehearsed]:
+        console.print(
+            f"plan {plan} divides the model; its step cannot be rehearsed to the end: {reasons[0]}", highlight=False, markup=False
+        )
+        return
+    console.print(
+        f"plan {plan} can run: {plan.ranks:,} rank{'s' * (plan.ranks > 1)}, {_size(state)} of state per rank, "
+        f"rehearsed in {found.seconds:.0f} s with {_size(found.memory_bytes)}",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _together(lines: Iterable[str]) -> list[str]:
+    """Lines that differ in one or more numbers of modules as one, with how many there are: blocks are divided alike."""
+    counts: dict[str, tuple[str, int]] = {}
+    for line in dict.fromkeys(lines):
+        name, colon, what = line.partition(":")
+        alike = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) + colon + what
+        counts[alike] = line, counts.get(alike, (line, 0))[1] + 1
+    return [line if count == 1 else alike.replace(":", f" ({count} of them):", 1) for alike, (line, count) in counts.items()]
+
+
+def _table(found: Rehearsal) -> Table:
+    from rich.table import Table
+
+    axes = [axis for axis in _AXES if any(axis in role.sent_bytes for role in found.roles)]
+    piped = len(found.roles) > 1
+    table = Table(*(["stage"] if piped else []), "parameters", "gradients", "optimizer", "peak", box=None, pad_edge=False)
+    for axis in axes:
+        table.add_column(f"sent: {axis}")
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for role in found.roles:
+        first = [str(role.stage + 1)] if piped else []
+        sizes = (*role.state, role.peak_bytes, *(role.sent_bytes.get(axis, 0) for axis in axes))
+        table.add_row(*first, *map(_size, sizes))
+    return table
+
+
+_AXES = ("tp", "cp", "ep", "fsdp", "pp", "dp")  # from those that talk most
+
+
+def _looks(found: Rehearsal) -> list[str]:
+    asked = sorted({kind for role in found.roles for kind in role.asked})
+    return [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"] if asked else []
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if size_bytes >= 100 or unit == "B" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:,.1f} GiB"
