@@ -97,7 +97,7 @@ def test_an_unknown_plan_is_refused_with_every_reason(job: Path) -> None:
     assert choose_plan(loaded, discover(), "dp=1 precision=bf16") == Plan(dp=1, precision="bf16")
     with pytest.raises(PlanError) as caught:
         choose_plan(loaded, discover(), "dp=4096 memory_format=channels_last")
-    assert len(str(caught.value).splitlines()) == 3, "devices, the batch, and a model without images"
+    assert len(str(caught.value).splitlines()) == 4, "devices, the batch, a model without images, and the nearest plan that works"
 
 
 def test_a_rank_that_imports_a_script_does_not_train_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

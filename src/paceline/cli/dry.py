@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.train.rehearse import Rehearsal
 
 
-_WIDTH = 110  # of the table: a pipeline of ranks divided along four more axes
+_WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
 _LEGEND = (
     "peak: the most at once in a step, with activations, gathered weights and buffers, but without what kernels take inside. "
     "sent: by each rank in a step, along each axis."
@@ -44,7 +44,8 @@ def rehearse(job: Job, text: str, console: Console) -> bool:
 def _show(found: Rehearsal, console: Console) -> None:
     for line in _together(line for role in found.roles for line in role.report):
         console.print(f"  {line}", highlight=False, markup=False, style="dim")
-    console.print(_table(found), width=max(console.width, _WIDTH))
+    console.width = max(console.width, _WIDTH)
+    console.print(_table(found))
     console.print(_LEGEND, highlight=False, style="dim")
     for note in dict.fromkeys((*found.notes, *_looks(found))):
         console.print(f"note: {note}", highlight=False, markup=False)

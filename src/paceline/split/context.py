@@ -17,6 +17,7 @@ from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.zoo.losses import IGNORED
+from paceline.job.zoo.moe import Router
 from paceline.split.context_check import NO_TOKENS, examine, masked, tokens_of, undivided
 from paceline.split.parts import Parts
 from paceline.split.ring import held, join_ring, ring_attention
@@ -50,7 +51,10 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
     for module in model.modules():
         if hasattr(module, "set_attn_implementation"):
             context.undo.append(_without_masks(module, cp.size))
-    context.undo.append(model.register_forward_pre_hook(context.complete, with_kwargs=True).remove)
+    context.undo.append(_replace_forward(model, context.run))
+    for router in modules.values():
+        if isinstance(router, Router):
+            router.pieces, router.sum_over_pieces = cp.size, cp.all_reduce
     for part in parts.values():
         part.summed.add("cp")
     return context
@@ -86,14 +90,14 @@ class Context:
         intervals = held(own_tokens * self.group.size, self.group.rank, self.group.size)
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals]).unsqueeze(0)
 
-    def complete(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call of the model on this rank's tokens, with what it must know besides: a hook before the model's forward pass."""
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass on this rank's tokens, with what it must know besides."""
         tokens = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1)
         kwargs = {"position_ids": self.positions(tokens.shape[1], tokens.device)} | kwargs
         shifted = {name: kwargs.pop(name) for name in _LOSS_KEYWORDS if name in kwargs}
         if shifted and kwargs.get("labels") is not None:
             kwargs |= shifted | {"num_items_in_batch": shifted["num_items_in_batch"].sum()}
-        return args, kwargs
+        return forward(*args, **kwargs)
 
     def close(self) -> None:
         """Make the model whole again, in what it computes; the gradients are this rank's own."""
@@ -145,14 +149,23 @@ class _Attend(TorchFunctionMode):
 
 
 def _run_under(attend: _Attend, module: nn.Module) -> Callable[[], None]:
-    """Replace the forward of one module, so that it does the same under `attend`: in recomputation and in compiled code as well."""
+    """Have one module do the same under `attend`: in recomputation and in compiled code as well."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with attend:
+            return forward(*args, **kwargs)
+
+    return _replace_forward(module, run)
+
+
+def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module's forward be `run(forward, …)`; returns what undoes it."""
     before = module.__dict__.get("forward")
     inner = module.forward.__func__ if inspect.ismethod(module.forward) else type(module).forward
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with attend:
-            return inner(self, *args, **kwargs)
+        return run(functools.partial(inner, self), *args, **kwargs)
 
     def undo() -> None:
         del module.__dict__["forward"]

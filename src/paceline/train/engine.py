@@ -321,7 +321,9 @@ class Engine:
         if part is None:
             weigh_balance(self.model, 0.0)
             return
-        items = torch.tensor([float(self._items(row)) for row in split(part, rows(part))], dtype=torch.float64)
+        items = torch.tensor([float(self._items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=self.device)
+        if self.split is not None and self.split.context is not None and hasattr(self.loss, "items"):
+            self.split.context.group.all_reduce(items)  # of the whole sequences
         if self._is_whole_batch:
             weights = items / items.sum().clamp(min=1)
         else:

@@ -31,15 +31,15 @@ from paceline.train.loop import build_engine, built, seed_all
 REFERENCE = "one process, float64"
 
 
-VANISHING = 1e-3  # of the norm of the model's whole gradient: what a parameter's gradient is measured by where its own norm is less
+VANISHING = 1e-3
 
 
 @dataclass
 class Piece:
     """How far a rank's piece of a tensor is from the reference's: the L2 norm of the difference, over that of the whole reference.
 
-    Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), so none is measured by less than
-    `VANISHING`.
+    Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at zero, so nothing is
+    measured by less than a thousandth of the norm of all gradients, or of all parameters.
     """
 
     gradient: float
@@ -123,16 +123,22 @@ def without_dropout(model: nn.Module) -> None:
 
 def _compare(engine: Engine, reference: dict[str, Tensor]) -> dict[str, Piece]:
     parts, found = engine.parts, {}
-    gradients = [t for name, t in reference.items() if name.startswith("gradient/")]
-    least = VANISHING * math.hypot(*(norm.item() for norm in torch._foreach_norm(gradients)))
+    least, least_parameter = _whole_norm(reference, "gradient/") * VANISHING, _whole_norm(reference, "parameter/") * VANISHING
     for name, held in engine.named_parameters().items():
         layout = parts[name].layout if parts is not None else Layout.whole(held.shape)
         gradient = reference.get(f"gradient/{name}")
-        found[name] = Piece(_distance(held.grad, gradient, layout, least), _distance(held, reference[f"parameter/{name}"], layout))
+        found[name] = Piece(
+            _distance(held.grad, gradient, layout, least), _distance(held, reference[f"parameter/{name}"], layout, least_parameter)
+        )
     return found
 
 
-def _distance(own: Tensor | None, reference: Tensor | None, layout: Layout, least: float = 0.0) -> float:
+def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
+    tensors = [t for name, t in reference.items() if name.startswith(kind)]
+    return math.hypot(*(norm.item() for norm in torch._foreach_norm(tensors)))
+
+
+def _distance(own: Tensor | None, reference: Tensor | None, layout: Layout, least: float) -> float:
     """The relative L2 distance; infinite where only one of the two is there and is not zero."""
     if own is None or reference is None:
         there = own if own is not None else reference

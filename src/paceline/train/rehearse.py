@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -154,18 +154,17 @@ def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
         batch = _first(loader)
         recorded = _recorded(job)
         loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
-        names = [name for name, _ in mixtures(recorded.model)]
+        experts = {name for name, _ in mixtures(recorded.model)}
         split = without_memory(recorded, plan, mesh, loader, loss, settings)
         watch = Watch()
         with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(Recorded(recorded.model, None, _nothing))
-            modules = dict(split.model.named_modules(remove_duplicate=False))
-            route_evenly((module for name, module in modules.items() if name.endswith(tuple(names))), mesh.group("ep"), watch)
+            route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
-            engine.notes = _Unread(world)
+            engine.notes = _Unread(world, engine.notes.tensor.dtype)
             watch.begin()
-            problem = _stepped(engine, batch)
+            problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
@@ -201,6 +200,12 @@ def _first(loader: Loader) -> Batch | None:
     return batch
 
 
+def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of the named modules that this rank has."""
+    named = [entry for root in modules for entry in root.named_modules()]
+    return [module for name, module in named if name in names and any(True for _ in module.parameters())]
+
+
 def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
     """Instead of the weights of a model: parts without memory take none."""
 
@@ -215,7 +220,7 @@ class _Unread(Notes):
         return Agreed(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
 
 
-def _stepped(engine: Engine, batch: Batch | None) -> str | None:
+def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
     """Take a step; returns why it could not be taken to its end without values.
 
     Raises:
@@ -227,18 +232,16 @@ def _stepped(engine: Engine, batch: Batch | None) -> str | None:
         raise
     except Exception as error:
         what = next(iter(str(error).splitlines()), "")
-        where = _module_of(error.__traceback__, engine.model)
+        where = _module_of(error.__traceback__, modules)
         if isinstance(error, _WITHOUT_VALUES):
             return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
-        raise PlanError(
-            f"plan {engine.plan}: a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}"
-        ) from error
+        raise PlanError(f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}") from error
     return None
 
 
-def _module_of(trace: TracebackType | None, model: nn.Module) -> str:
-    """The innermost of a model's modules in a traceback."""
-    names, found = {module: name for name, module in model.named_modules()}, "the model"
+def _module_of(trace: TracebackType | None, modules: Sequence[nn.Module]) -> str:
+    """The innermost module in a traceback, by its name in the model."""
+    names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
     while trace is not None:
         asking = trace.tb_frame.f_locals.get("self")
         if isinstance(asking, nn.Module):

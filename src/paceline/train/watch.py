@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -84,10 +85,7 @@ class Watch(TorchDispatchMode):
         return made
 
     def _answer(self, dtype: torch.dtype) -> bool | int | float:
-        frame: Any = sys._getframe(2)
-        while frame is not None and isinstance(frame.f_locals.get("self"), (type(None), Tensor, TorchDispatchMode)):
-            frame = frame.f_back
-        if frame is not None and isinstance(asking := frame.f_locals["self"], nn.Module):
+        if (asking := _asking(sys._getframe(2))) is not None:
             self.asked.add(type(asking).__name__)
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
@@ -125,11 +123,23 @@ class Watch(TorchDispatchMode):
         self.live_bytes -= self._storages.pop(key)[1]
 
 
+def _asking(frame: FrameType | None) -> nn.Module | None:
+    """The module whose code runs in the innermost frame that belongs to an object, where that is one; torch's own frames lie between."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner
+        if owner is not None and not frame.f_globals["__name__"].startswith("torch."):
+            return None
+        frame = frame.f_back
+    return None
+
+
 def _group(argument: Any) -> dist.ProcessGroup | None:
     if isinstance(argument, dist.ProcessGroup):
         return argument
     if isinstance(argument, str):
-        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined, arg-type, no-any-return]
+        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined, arg-type]
     if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
         return dist.ProcessGroup.unbox(argument)
     return None

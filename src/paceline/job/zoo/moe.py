@@ -7,7 +7,7 @@ division of a batch over microbatches and ranks computes the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -122,7 +122,7 @@ class Router(nn.Module):
     (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would
     depend on how the batch is divided; the mean of this over the sequences does not. It is added to the loss in the backward pass, where
     no value of it is needed (see `_Besides`), so every pipeline stage adds that of its own layers. Where a sequence is divided over
-    ranks (cp), each part of it is taken for a sequence, in the loss and in the capacity: there the result depends on the division.
+    ranks (cp), the shares f are those of the whole sequence; only the capacity is then that of each part.
     """
 
     taken: Tensor
@@ -135,6 +135,8 @@ class Router(nn.Module):
         self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.sequence_weight: Tensor | None = None  # of the next forward pass; no buffer, which ranks would hold alike
+        self.pieces = 1  # into which every sequence is divided, each on another rank
+        self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens (n, t, hidden) the experts and their weights, both (n, t, top_k). A dropped choice is expert number `experts`.
@@ -161,7 +163,10 @@ class Router(nn.Module):
         n, t, experts = probabilities.shape
         chosen = index.reshape(n, t * self.top_k)
         share = torch.zeros_like(probabilities[:, 0]).scatter_add(1, chosen, torch.ones_like(chosen, dtype=probabilities.dtype))
-        of_sequence = experts * (share / (t * self.top_k) * probabilities.mean(1)).sum(-1)
+        if self.pieces > 1 and not without_values(share):
+            self.sum_over_pieces(share)
+        tokens = t * self.pieces
+        of_sequence = experts * (share / (tokens * self.top_k) * probabilities.sum(1) / tokens).sum(-1)
         given = self.sequence_weight
         weight = 1 / max(n, 1) if given is None else given.to(of_sequence.dtype)
         return self.balance * (weight * of_sequence).sum()
