@@ -170,6 +170,7 @@ class Split:
             divided = self._divided[name]
             if divided is not held:
                 held.grad = None if divided.grad is None else local(divided.grad)
+                divided.grad = None  # the bucket of the replicas takes the other one's place
         for group, bucket in self._sums:
             bucket.sum_over(group)
 

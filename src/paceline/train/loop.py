@@ -23,7 +23,10 @@ from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.plan.plan import Plan
+from paceline.split.layout import Layout
+from paceline.split.memory import predicted_bytes
 from paceline.split.mesh import Mesh
+from paceline.split.parts import Part
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.checkpoint_read import Loaded, load_latest
 from paceline.train.convert import Source, fitted, load_weights, weights_from
@@ -296,9 +299,16 @@ class Loop:
             "total_steps": self.total_steps,
         }
         details |= {"parameters": self.engine.parameter_count, "synthetic": self.data.synthetic}
+        details |= {"predicted_state_bytes": self._predicted_state_bytes()}
         self._event("resume" if loaded is not None else "start", details)
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
+
+    def _predicted_state_bytes(self) -> int:
+        """Of rank 0's parameters, gradients and optimizer state, from their shapes; its lines tell what it holds (`state_bytes`)."""
+        held = self.engine.named_parameters()
+        parts = self.engine.parts or {name: Part(name, Layout.whole(p.shape)) for name, p in held.items()}
+        return predicted_bytes(parts, held, self.job.optimizer).total
 
     def _newest_checkpoint(self) -> Loaded | None:
         """The newest that is whole; the ranks agree which that is."""

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from paceline.cluster.energy import Energy, cpu_energy, gpu_energy
+from paceline.split.memory import held_bytes
 from paceline.train.meter import PARTS, Timing
 from paceline.train.run import Lines
 from paceline.train.tensorboard import TensorBoard
@@ -85,7 +86,8 @@ class Use:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.group = engine.group
+        self.group, self._engine = engine.group, engine
+        self._state: dict[str, int] = {}
         self.process = psutil.Process()
         self.fresh = True  # so that a short run has its first step in TensorBoard
         self._gpu, energy = _gpu_counters(engine.device)
@@ -109,6 +111,7 @@ class Use:
             "memory_bytes": self.process.memory_info().rss,
             **_kernel_counts("status", {"VmHWM": "peak_memory_bytes"}),
             **self._shared_by_its_share(now),
+            **self._state_of_the_model(),
             "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
             "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
             "reduced_bytes": self.group.bytes_reduced - self._reduced,
@@ -126,6 +129,13 @@ class Use:
         found = _kernel_counts("smaps_rollup", {"Pss": "pss_bytes"})
         self._pss_due = now + (time.monotonic() - now) / _PSS_SHARE
         return found
+
+    def _state_of_the_model(self) -> dict[str, int]:
+        """`state_bytes`: parameters, gradients and optimizer state that this rank holds. They stay as they are after the first step."""
+        if not self._state and self._engine.step_count > 0:
+            held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
+            self._state = {"state_bytes": held.total}
+        return self._state
 
     def _used_energy(self) -> dict[str, float]:
         """`energy_joules` since the last reading, where every counter that there is answers."""

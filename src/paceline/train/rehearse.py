@@ -107,7 +107,7 @@ def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehear
     found = Rehearsal(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     rehearsed = _as_rehearsed(job, plan, found.notes)
-    job = job.model_copy(update={"partition": job.partition.model_copy(update={"host_files": False})})
+    job = _with_data_at_hand(job)
     with torch.random.fork_rng(devices=[]):
         for stage in range(plan.pp):
             say(f"rehearsing stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "rehearsing a step")
@@ -144,6 +144,12 @@ def _as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
             cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))
             plan = replace(plan, cut=cut)
     return replace(plan, compile="off", threads=0)
+
+
+def _with_data_at_hand(job: Job) -> Job:
+    """Without other hosts' files, and without processes that read ahead."""
+    partition, data = job.partition.model_copy(update={"host_files": False}), job.data.model_copy(update={"num_workers": 0})
+    return job.model_copy(update={"partition": partition, "data": data})
 
 
 def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
@@ -211,7 +217,7 @@ def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
 
 
 class _Unread(Notes):
-    """Notes that no rank writes or reads: as if each had found a loss of 1."""
+    """Notes that no rank writes or reads, as numbers without values cannot be: as if all had found a loss of 1."""
 
     def seal(self, meter: Meter) -> float:
         return meter.busy_s()
