@@ -91,7 +91,14 @@ def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes
 def rank_use(step_s: float, devices: int, rank: int) -> RankUse:
     """A step of which a tenth is communication on 2 devices and more on more; rank 2, where there is one, is waited for."""
     waits = 0.0 if devices == 1 or rank == 2 else 0.09
-    shares = {"data": 0.03, "comm": 0.0 if devices == 1 else 0.06 * devices, "imbalance": waits, "optimizer": 0.09, "checkpoint": 0.004}
+    shares = {
+        "data": 0.03,
+        "bubble": 0.0,
+        "comm": 0.0 if devices == 1 else 0.06 * devices,
+        "imbalance": waits,
+        "optimizer": 0.09,
+        "checkpoint": 0.004,
+    }
     shares["compute"] = 1 - sum(shares.values())
     return RankUse(
         {part: share * step_s for part, share in shares.items()}, 1_074_600.0 if devices > 1 else 0.0, 310_000_000 + rank * 4_000_000

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.errors import PacelineError
     from paceline.job.job import Job
+    from paceline.launch.check import check
     from paceline.launch.train import train
     from paceline.plan.plan import Plan
     from paceline.train.run import Run
     from paceline.train.setup import setup
 
-__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "setup", "train"]
+__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "setup", "train"]
 
 _HOMES = {
     "Cluster": "paceline.cluster.cluster",
@@ -29,6 +30,7 @@ _HOMES = {
     "Plan": "paceline.plan.plan",
     "Run": "paceline.train.run",
     "bench": "paceline.bench.protocol",
+    "check": "paceline.launch.check",
     "setup": "paceline.train.setup",
     "train": "paceline.launch.train",
 }

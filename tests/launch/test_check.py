@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from families import family_job
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.launch.check import Checks, Parity, check_all
-from paceline.plan.plan import Plan
+from paceline.launch.check import check_all
 from small_jobs import small_job
 
 ODD = '''
@@ -57,13 +57,8 @@ def own_job(folder: Path, code: str, name: str) -> Job:
     return small_job(model={"factory": f"{folder}/own.py:{name}"}, data=data)
 
 
-def checked(job: Job, plan: str, steps: int = 2) -> Parity:
-    with Checks(job, steps=steps).opened() as checks:
-        return checks.check(Plan.parse(plan))
-
-
 def test_a_plan_that_computes_the_same_holds(tmp_path: Path) -> None:
-    found = checked(family_job("gpt", tmp_path), "fsdp=2")
+    found = paceline.check(family_job("gpt", tmp_path), "fsdp=2", steps=2)
     assert found.holds
     assert len(found.steps) == 2
     assert found.first_module is None
@@ -71,7 +66,7 @@ def test_a_plan_that_computes_the_same_holds(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it_begins(tmp_path: Path) -> None:
-    found = checked(own_job(tmp_path, ODD, "Odd"), "dp=2")
+    found = paceline.check(own_job(tmp_path, ODD, "Odd"), "dp=2", steps=2)
     assert not found.holds
     assert found.first_module == "second"
     assert found.steps[0].loss_difference > 1e-5
@@ -79,14 +74,14 @@ def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it
 
 
 def test_rounding_that_a_job_magnifies_in_one_process_too_is_no_difference(tmp_path: Path) -> None:
-    found = checked(own_job(tmp_path, CHAOTIC, "Chaotic"), "dp=2", steps=3)
+    found = paceline.check(own_job(tmp_path, CHAOTIC, "Chaotic"), "dp=2", steps=3)
     assert found.tolerance[1] > 1e-4
     assert found.holds
 
 
 def test_a_plan_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"attention heads \(4\)(?s:.*)Nearest plan that works:"):
-        checked(family_job("gpt", tmp_path), "tp=3")
+        paceline.check(family_job("gpt", tmp_path), "tp=3")
 
 
 @pytest.mark.slow

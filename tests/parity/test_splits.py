@@ -113,12 +113,16 @@ def test_a_llama_under_every_split(ranks: Ranks, tmp_path: Path, plan: str) -> N
     held(parity(ranks, tmp_path, "llama", plan.replace("cut=blocks", "cut=model.layers")))
 
 
-@pytest.mark.parametrize("family", OF_FAMILIES)
-def test_other_families(ranks: Ranks, tmp_path: Path, family: str) -> None:
-    for plan in OF_FAMILIES[family]:
-        folder = tmp_path / plan.replace(" ", "-")
-        folder.mkdir()
-        held(parity(ranks, folder, family, plan))
+OF_EACH = [
+    pytest.param(family, plan, marks=pytest.mark.slow if i or family in ("mlp", "cifar_cnn") else ())
+    for family, of_family in OF_FAMILIES.items()
+    for i, plan in enumerate(of_family)
+]
+
+
+@pytest.mark.parametrize(("family", "plan"), OF_EACH)
+def test_other_families(ranks: Ranks, tmp_path: Path, family: str, plan: str) -> None:
+    held(parity(ranks, tmp_path, family, plan))
 
 
 @pytest.mark.slow

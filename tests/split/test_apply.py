@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,27 @@ def test_an_optimizer_that_has_stepped_brings_its_state_and_its_groups(ranks: Ra
 
 def warmed(plan: str) -> dict[str, Any]:
     return own_loop(plan, warm=True)
+
+
+def from_other_seeds(plan: str) -> dict[str, Any]:
+    """A script that forgot to seed."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Layers().double()
+    data = DataLoader(TensorDataset(torch.randn(8, FEATURES).double(), torch.zeros(8, dtype=torch.long)), batch_size=4)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.0), F.cross_entropy, data, plan=plan, precision="fp64")
+    parts = engine.parts or {}
+    found = {n: (p.detach().clone(), parts[n].layout) for n, p in engine.named_parameters().items()}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", "pp=2"])
+def test_models_of_other_seeds_become_parts_of_the_first_ranks_model(ranks: Ranks, plan: str) -> None:
+    torch.manual_seed(0)
+    whole = dict(Layers().double().named_parameters())
+    for rank in ranks(2, from_other_seeds, plan, backend="shm"):
+        for name, (own, layout) in rank.items():
+            assert torch.equal(own, layout.take(whole[name].detach())), name
 
 
 def nan_in_a_pipeline() -> str:

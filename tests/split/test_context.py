@@ -21,7 +21,7 @@ from paceline.job.zoo.gpt import GPT
 from paceline.job.zoo.huggingface import bert
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.split.context import divide_context
-from paceline.split.context_check import context_reasons
+from paceline.split.context_check import examine
 from paceline.split.parts import whole_parts
 from ranks import Backend, Ranks
 
@@ -317,18 +317,18 @@ def test_models_that_cannot_be_divided_are_refused_before_the_start(make: Callab
     tokens, labels = batches()[0]
     model = make()
     example = {next(iter(inspect.signature(model.forward).parameters)): tokens, "labels": labels}
-    assert re.search(reason, "\n".join(context_reasons(model, 2, example, call)))
+    assert re.search(reason, "\n".join(examine(model, 2, example, call).reasons))
 
 
 def test_samples_that_are_no_sequences_are_refused() -> None:
     image, label = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
-    assert "the batch has none: its first part should be tokens" in context_reasons(gpt(), 2, (image, label), without_labels)[0]
-    assert "is not one per token" in context_reasons(gpt(), 2, (torch.zeros(2, 16), label), without_labels)[0]
+    assert "the batch has none: its first part should be tokens" in examine(gpt(), 2, (image, label), without_labels).reasons[0]
+    assert "is not one per token" in examine(gpt(), 2, (torch.zeros(2, 16), label), without_labels).reasons[0]
     assert (
         "16 tokens do not divide. Sequences of 12 or 18 tokens would, and for 16 tokens cp=1, 2, 4"
-        in context_reasons(gpt(), 3, batches()[0], without_labels)[0]
+        in examine(gpt(), 3, batches()[0], without_labels).reasons[0]
     )
     mask = torch.ones(3, TOKENS, dtype=torch.long)
-    assert "have the dataset return dicts" in context_reasons(llama(), 2, (batches()[0][0], mask, mask), without_labels)[0]
+    assert "have the dataset return dicts" in examine(llama(), 2, (batches()[0][0], mask, mask), without_labels).reasons[0]
     with pytest.raises(PlanError, match="cp=2: NoPositions"):
         divide_context(NoPositions(), {}, Group(0, 2), batches()[0], without_labels)

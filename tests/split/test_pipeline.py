@@ -13,7 +13,7 @@ from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.plan.plan import Plan
 from paceline.split.parts import whole_parts
-from paceline.split.pipeline import Pipeline, batch_norm_warning, fitting_microbatches, pipeline_reasons
+from paceline.split.pipeline import Pipeline, fitting_microbatches
 from pipelines import CASES, CPU, alone, assert_same, fill, logits_of, on_meta, piped, vectors
 from ranks import Backend, RankError, Ranks
 
@@ -240,38 +240,7 @@ def test_cuts_that_cannot_be_are_named(ranks: Ranks) -> None:
         assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ("pp=4 microbatches=2", ["at least as many microbatches as ranks, 4", "microbatches=4 or more, or schedule=gpipe"]),
-        ("pp=4 microbatches=2 schedule=zero-bubble", ["microbatches=4"]),
-        ("pp=4 microbatches=9 schedule=interleaved", ["rounds", "microbatches=8 or 10"]),
-        ("pp=4 microbatches=8 cut=blocks.1", ["cut names the 3 modules"]),
-        ("pp=3 microbatches=8 cut=blocks.1,blocks.1", ["blocks.1 twice"]),
-        ("pp=8 microbatches=8 schedule=interleaved", ["16 stages", "6 blocks and two ends: pp=4 or less"]),
-        ("pp=2 microbatches=5", ["12 samples a replica are no multiple of 5: microbatches=4"]),
-        ("pp=2 microbatches=4 schedule=zero-bubble compile=on", ["compile=off, or schedule=1f1b"]),
-        ("cut=blocks.1", ["pp is 1; leave cut out, or set pp=2"]),
-    ],
-)
-def test_arithmetic_that_cannot_work_is_refused_with_values_that_do(plan: str, words: list[str]) -> None:
-    reasons = "\n".join(pipeline_reasons(Plan.parse(plan), [f"blocks.{i}" for i in range(6)], samples=12 if "=5" in plan else None))
-    assert all(word in reasons for word in words), reasons
-
-
-@pytest.mark.parametrize("plan", ["dp=2", "pp=4 schedule=gpipe", "pp=4 microbatches=10 schedule=interleaved", "pp=2 microbatches=2"])
-def test_what_works_is_not_refused(plan: str) -> None:
-    assert pipeline_reasons(Plan.parse(plan), [f"blocks.{i}" for i in range(8)]) == []
-
-
 def test_microbatches_that_fit_every_reader() -> None:
     assert fitting_microbatches([12, 8], 8) == 4
     assert fitting_microbatches([7, 0], 4) == 1
     assert fitting_microbatches([16], 8) == 8
-
-
-def test_batch_norm_is_warned_about() -> None:
-    warning = batch_norm_warning(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 4)
-    assert warning is not None
-    assert "a microbatch of 4 samples" in warning
-    assert batch_norm_warning(nn.Linear(2, 2), 4) is None

@@ -19,7 +19,8 @@ from paceline.job.zoo.gpt import GPT
 from paceline.job.zoo.vision import mlp
 from paceline.split import tensor_lone
 from paceline.split.parts import Part, whole_parts
-from paceline.split.tensor import shard_tensors, tensor_reasons
+from paceline.split.tensor import shard_tensors
+from paceline.split.tensor_proof import prove
 from ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
@@ -305,24 +306,26 @@ def test_four_ranks_learn_what_one_learns(ranks: Ranks) -> None:
 def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None:
     model, batch = gpt()
     before = [(name, id(p), p.shape) for name, p in model.named_parameters()]
-    (reason,) = tensor_reasons(model, 3, batch, call)
+    (reason,) = prove(model, 3, batch, call).refused
     assert "the 4 heads of blocks.0.attention (and 1 more) do not divide over 3 ranks" in reason
     assert "tp=1, 2, 4" in reason
     assert before == [(name, id(p), p.shape) for name, p in model.named_parameters()], "asking changes nothing"
     assert not any("forward" in module.__dict__ for module in model.modules())
     with pytest.raises(PlanError, match="tp=1, 2, 4"):
         shard_tensors(model, whole_parts(model), Group(0, 3), batch, call)
-    assert tensor_reasons(model, 4, batch, call) == []
+    assert prove(model, 4, batch, call).refused == []
     model, batch = llama()
-    assert "the 2 and 4 heads" in tensor_reasons(model, 4, batch, call)[0]
+    assert "the 2 and 4 heads" in prove(model, 4, batch, call).refused[0]
 
 
 def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> None:
     model, _ = gpt()
     batch = (words(7), words(7))
-    assert "7 tokens are no multiple of 2; 8 would be" in tensor_reasons(model, 2, batch, call, sequence=True)[0]
+    with pytest.raises(PlanError, match="7 tokens are no multiple of 2; 8 would be"):
+        shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True)
     model, image = multilayer()
-    assert "no trunk of repeated blocks" in tensor_reasons(model, 2, image, call, sequence=True)[0]
+    with pytest.raises(PlanError, match="no trunk of repeated blocks"):
+        shard_tensors(model, whole_parts(model), Group(0, 2), image, call, sequence=True)
 
 
 def test_a_batch_of_another_length_is_never_cut_silently() -> None:

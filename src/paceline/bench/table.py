@@ -128,7 +128,7 @@ def _breakdown(report: Report) -> Table:
     table = _table("", "", *_PART_NAMES.values(), "on wire", "memory", *(["energy"] if energy else []))
     before = None
     for setting in (s for s in report.settings if s.ranks):
-        parts = [fmean(rank.parts_s[part] for rank in setting.ranks) * 1e3 for part in PARTS]
+        parts = [fmean(rank.parts_s.get(part, 0.0) for rank in setting.ranks) * 1e3 for part in PARTS]
         wire = [rank.wire_bytes for rank in setting.ranks if rank.wire_bytes is not None]
         memory = [m for rank in setting.ranks if (m := rank.gpu_memory_bytes or rank.memory_bytes) is not None]
         row = [*(_milliseconds(part, sum(parts)) for part in parts), size(max(wire, default=None)), size(max(memory, default=None))]

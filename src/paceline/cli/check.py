@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,11 +46,9 @@ def command(
 
 
 def _one(job: Job, text: str, steps: int, console: Console) -> bool:
-    from paceline.launch.check import Checks
-    from paceline.plan.plan import Plan
+    from paceline.launch.check import check
 
-    with Checks(job, steps=steps).opened() as checks:
-        parity = checks.check(Plan.parse(text))
+    parity = check(job, text, steps=steps)
     _show(parity, console)
     return parity.holds
 
@@ -65,7 +62,9 @@ def _rehearse(job: Job, text: str, console: Console) -> bool:
 def _show(parity: Parity, console: Console) -> None:
     from rich.table import Table
 
-    for line in summarised(parity.report):
+    from paceline.cli.dry import together
+
+    for line in together(parity.report):
         console.print(f"  {line}", highlight=False, markup=False, style="dim")
     loss, gradient, parameter = parity.tolerance
     table = Table("step", "loss", "one process", "loss differs", "gradients", "parameters", box=None, pad_edge=False)
@@ -93,21 +92,6 @@ def _show(parity: Parity, console: Console) -> None:
 def _worst(parity: Parity, kind: str) -> Worst:
     found: list[Worst] = [getattr(step, kind) for step in parity.steps]
     return max(found, key=lambda worst: worst.difference)
-
-
-def summarised(lines: list[str]) -> list[str]:
-    """Lines that differ in one number only as one line, with the numbers as a range: `blocks.0 to 3.mlp.0: column`."""
-    groups: dict[str, list[int]] = {}
-    for line in lines:
-        number = re.search(r"(?<=\.)\d+(?=\.)", line)
-        groups.setdefault(line if number is None else f"{line[: number.start()]}\0{line[number.end() :]}", []).append(
-            -1 if number is None else int(number.group())
-        )
-    return [form.replace("\0", _range(numbers)) for form, numbers in groups.items()]
-
-
-def _range(numbers: list[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"({min(numbers)} to {max(numbers)})"
 
 
 def _difference(value: float, tolerance: float) -> str:

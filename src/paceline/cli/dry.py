@@ -42,7 +42,7 @@ def rehearse(job: Job, text: str, console: Console) -> bool:
 
 
 def _show(found: Rehearsal, console: Console) -> None:
-    for line in _together(line for role in found.roles for line in role.report):
+    for line in together(line for role in found.roles for line in role.report):
         console.print(f"  {line}", highlight=False, markup=False, style="dim")
     console.width = max(console.width, _WIDTH)
     console.print(_table(found))
@@ -63,7 +63,7 @@ def _show(found: Rehearsal, console: Console) -> None:
     )
 
 
-def _together(lines: Iterable[str]) -> list[str]:
+def together(lines: Iterable[str]) -> list[str]:
     """Lines that differ in one or more numbers of modules as one, with how many there are: blocks are divided alike."""
     counts: dict[str, tuple[str, int]] = {}
     for line in dict.fromkeys(lines):

@@ -95,6 +95,23 @@ class Parity:
         return all(found <= limit for found, limit in zip(self.largest, self.tolerance, strict=True))
 
 
+def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = None, *, steps: int = STEPS) -> Parity:
+    """Train a few steps of a job under a plan and in one process, and compare losses, gradients and parameters.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        plan: a `Plan`, or its text.
+        cluster: where to train; None is this machine.
+
+    Raises:
+        PlanError: the plan cannot run the job here; every reason.
+        LaunchError: a rank failed.
+    """
+    job = job if isinstance(job, Job) else Job.load(job)
+    with Checks(job, cluster, steps=steps).opened() as checks:
+        return checks.check(Plan.parse(plan) if isinstance(plan, str) else plan)
+
+
 class Checks:
     """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike."""
 

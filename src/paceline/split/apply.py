@@ -185,13 +185,6 @@ class Split:
         self.mesh.group(*REPLICA).all_reduce(square)
         return math.sqrt(float(square))
 
-    def clear_gradients(self) -> None:
-        """As `optimizer.zero_grad`, for FSDP2's own parameters as well."""
-        for held in self.parameters.values():
-            held.grad = None
-        for divided in self._divided.values():
-            divided.grad = None
-
     def close(self) -> None:
         """Let go of the model's hooks and shared memory. The model stays divided."""
         for group, bucket in self._sums:

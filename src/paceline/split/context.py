@@ -39,7 +39,7 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
         call: how a model is given a batch. If it passes `labels`, the model computes its loss itself.
 
     Raises:
-        PlanError: the model cannot be divided so; with every reason of `context_check.context_reasons`.
+        PlanError: the model cannot be divided so; with every reason.
     """
     found = examine(model, cp.size, example, call)
     if found.reasons:

@@ -17,11 +17,6 @@ NO_TOKENS = "the tokens of sequences are divided, and the batch has none: its fi
 _MEETS = "there is {} and the tokens of a sequence may meet in attention only: cp=1"
 
 
-def context_reasons(model: nn.Module, ranks: int, example: Batch, call: Call) -> list[str]:
-    """Why `cp=ranks` cannot run this model on batches like `example`, each with what would work; empty where it can. Needs no ranks."""
-    return examine(model, ranks, example, call).reasons
-
-
 @dataclass
 class Examined:
     """What running a model's shapes has shown: the modules that attend, whether it made its loss, and the reasons against `cp`."""

@@ -24,11 +24,11 @@ from paceline.split.cuts import even, named_cuts, possible_cuts, too_few, wrong_
 from paceline.split.deferred import DeferredWeights
 from paceline.split.exported import ExportedStage, Piece, exported
 from paceline.split.parts import Parts, local
-from paceline.split.pipeline_rules import STAGES_PER_RANK, batch_norm_warning, fitting_microbatches, interleaves, pipeline_reasons
+from paceline.split.pipeline_rules import STAGES_PER_RANK, fitting_microbatches, interleaves
 from paceline.split.stages import Extent, Stage, as_it_is
 from paceline.split.trunk import Call, Cut, Shape, Trace
 
-__all__ = ["Loss", "Pipeline", "batch_norm_warning", "fitting_microbatches", "pipeline_reasons"]
+__all__ = ["Loss", "Pipeline", "fitting_microbatches"]
 
 Loss = Callable[[Any, Batch, int], Tensor]  # (output, microbatch, its number) -> the scaled scalar to go backward from
 _SHAPES_KEPT = 8  # shapes of batches whose schedule and receive buffers are kept

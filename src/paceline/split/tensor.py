@@ -105,19 +105,6 @@ def shard_tensors(
     return report
 
 
-def tensor_reasons(model: nn.Module, ranks: int, example: Batch, call: Call, *, sequence: bool = False) -> list[str]:
-    """Why a model cannot be divided over `ranks` ranks, each with the degrees that work; empty where it can. No rank is needed."""
-    if ranks == 1:
-        return []
-    proof = prove(model, ranks, example, call)
-    if not proof.refused and sequence:
-        try:
-            extend(proof, model, ranks, example, call)
-        except PlanError as error:
-            return [str(error)]
-    return proof.refused
-
-
 def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, report: TensorReport) -> None:
     """Give every parameter of the regions its part, and change the code that names full sizes."""
     if proof.graph is None:

@@ -86,6 +86,7 @@ def setup(
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     from paceline.train.divided import divide  # heavy
 
+    _agree_on_weights(model, group)
     split = divide(model, chosen, mesh, dealt, cast(Loss, loss), settings)
     _hand_over(optimizer, names, split)
     return Engine(split.model, optimizer, cast(Loss, loss), dealt, chosen, group, settings, split)
@@ -104,6 +105,12 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     held = [p for g in optimizer.param_groups for p in g["params"]]
     if not any(p in own for p in held):
         raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
+
+
+def _agree_on_weights(model: nn.Module, group: Group) -> None:
+    """Give every rank the weights of the first: parts of models that were drawn from different seeds would make no whole."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        group.broadcast(tensor.detach())
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:
