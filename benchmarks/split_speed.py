@@ -184,8 +184,9 @@ def serve(case: str) -> None:
 
 def llama(folder: Path, **changes: int) -> Job:
     """The job that all sides train; `changes` to its model."""
-    (folder / "llama.json").write_text(json.dumps(LLAMA | changes))
-    return Job(**_job({"hf": folder / "llama.json", "task": "causal_lm"}))
+    file = folder / f"llama-{len(changes)}.json"
+    file.write_text(json.dumps(LLAMA | changes))
+    return Job(**_job({"hf": file, "task": "causal_lm"}))
 
 
 def _job(model: Any) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def torch_tp(folder: Path, group: Group) -> Step:
         loss = _loss(model(tokens).logits, target)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -324,7 +325,7 @@ def torch_pp(folder: Path, group: Group) -> Step:
         else:
             schedule.step(target=target, losses=losses)
         optimizer.step()
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return float(torch.stack(losses).detach().mean()) if losses else 0.0
 
     return step
 

@@ -174,16 +174,18 @@ class Split:
         for group, bucket in self._sums:
             bucket.sum_over(group)
 
-    def gradient_norm(self) -> float:
-        """The L2 norm of the replica's whole gradient: every rank counts its pieces, those that several hold by their share."""
-        square = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
+    def gradient_square(self) -> Tensor:
+        """(1,): this rank's addend of the squared L2 norm of the whole gradient: its pieces, those that several ranks hold by their share.
+
+        The addends of all ranks sum to the square of the norm. The replicas agree on gradients, so each counts for its share, too.
+        """
+        square = torch.zeros(1, dtype=torch.float64, device=self.mesh.world.device)
         present = [(p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None]
         if present:
             norms = torch.stack([n.double() for n in torch._foreach_norm([g for g, _ in present])])
             holders = torch.tensor([n for _, n in present], dtype=torch.float64, device=norms.device)
-            square = (norms.square() / holders).sum()
-        self.mesh.group(*REPLICA).all_reduce(square)
-        return math.sqrt(float(square))
+            square[0] = (norms.square() / holders).sum() / self.plan.dp
+        return square
 
     def close(self) -> None:
         """Let go of the model's hooks and shared memory. The model stays divided."""

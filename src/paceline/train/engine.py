@@ -107,6 +107,7 @@ class Engine:
         self.rule: SyncRule = RULES[plan.sync]()
         self.items_per_sample: float | None = None
         self._skipped_in_a_row = 0
+        self._norm = 0.0  # of the newest gradient, where the model is divided
         self._balances = any(isinstance(module, Router) for module in self.model.modules())
         self._attach()
         self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
@@ -393,18 +394,26 @@ class Engine:
             self.split.after_backward()
         self.rule.after_backward()
         if self.split is not None:
-            self.group.all_reduce(self.notes.tensor)
+            self._agree_apart(self.split)
         agreed = self.notes.read()
         if agreed.rescale != 1.0:  # fewer or more items than the first batch had per sample: the mean is over the items that there were
             torch._foreach_mul_(self.replica.gradients, agreed.rescale)
+            self._norm *= agreed.rescale
         if not alone:
             self.meter.mark(COMM)
             self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
         return agreed.loss, agreed.votes
 
+    def _agree_apart(self, split: Split) -> None:
+        """Sum the notes and the squares of the gradients over all ranks, in one collective of their own."""
+        together = torch.cat([self.notes.tensor, split.gradient_square()])
+        self.group.all_reduce(together)
+        self.notes.tensor.copy_(together[:-1])
+        self._norm = math.sqrt(together[-1]) if together[-1] >= 0 else math.nan
+
     def _gradient_norm(self) -> float:
         if self.split is not None:
-            return self.split.gradient_norm()
+            return self._norm
         gradients = self.replica.gradients
         norms = torch._foreach_norm(gradients) if gradients else ()
         if self.device.type == "cuda" and norms:
