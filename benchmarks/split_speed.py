@@ -8,7 +8,7 @@ Figures:
   2 ranks, over the same transport; `worst_ratio_to_torch` is the largest. Less than 1: ours is faster. Our step includes what a run needs
   (the norm of the gradient, agreement on loss and votes, timing); the hand-written one is forward, backward and AdamW alone.
 - `balanced_ratio`: the step time of a pipeline cut by the number of blocks / cut by measured cost, for a model whose first blocks are
-  wider; `balanced_ratio_predicted`: what the sizes of the stages predict.
+  wider; `balanced_ratio_predicted`: what the time of each block, measured alone, predicts for the passes of a step.
 - `zero3_state_share`: bytes of parameters, gradients and AdamW's state that one of 4 ranks holds under fsdp=4 / those of an undivided model
   (largest rank); `zero3_state_to_prediction`: what it holds / what shapes alone predict.
 - `applied_peak_to_shard`: how far a rank's memory rises at most while fsdp=4 is applied to a Llama of 1.1 billion parameters, from before
@@ -65,6 +65,7 @@ LLAMA = {
 BATCH, TOKENS, MICROBATCHES, LR = 8, 128, 4, 1e-3
 PLANS = {"fsdp": "fsdp=2", "tp": "tp=2", "pp": f"pp=2 microbatches={MICROBATCHES}"}
 COUNT, COST = "by number of blocks", "by measured cost"
+WIDE, NARROW = 2048, 256  # of the MLPs of uneven blocks
 STARTS, BLOCKS, STEPS, WARM_UP = 3, 8, 4, 3
 Step = Callable[[int], float]  # takes the step of that number; returns its loss
 
@@ -334,12 +335,12 @@ BY_HAND: dict[str, Callable[[Path, Group], Step]] = {"fsdp": torch_fsdp, "tp": t
 
 
 class Uneven(nn.Module):
-    """A trunk of 8 blocks whose MLPs are 8 times as wide in the first two."""
+    """A trunk of 8 blocks whose MLPs are 8 times as wide in the first three."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(LLAMA["vocab_size"], 256)  # type: ignore[arg-type]
-        self.blocks = nn.ModuleList(Mlp(4096 if i < 2 else 512) for i in range(8))
+        self.blocks = nn.ModuleList(Mlp(WIDE if i < 3 else NARROW) for i in range(8))
         self.head = nn.Linear(256, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -370,17 +371,28 @@ def _uneven_sides(group: Group) -> tuple[dict[str, Step], dict[str, float]]:
         COST: _engine(job, f"pp=2 microbatches={MICROBATCHES}", group),
     }
     batches = {side: _endless(engine.loader) for side, engine in engines.items()}
-    loads = {side: _predicted(group.gather_json(_multiplications(engine))) for side, engine in engines.items()}
+    block_s = {width: _block_s(width) for width in (WIDE, NARROW)}
+    loads = {side: _predicted(group.gather_json(_stage_s(engine, block_s))) for side, engine in engines.items()}
     return {side: partial(_step, engines[side], batches[side]) for side in engines}, loads
 
 
-def _multiplications(engine: Any) -> int:
-    """A token costs as many multiplications as a stage's blocks have weights."""
-    return sum(p.numel() for block in engine.split.pipeline.blocks() for p in block.parameters())
+def _block_s(width: int) -> float:
+    """Seconds of a block's forward and backward pass of a microbatch, alone on this rank."""
+    block, x = Mlp(width), torch.randn(BATCH // MICROBATCHES, TOKENS, 256, requires_grad=True)
+    taken = []
+    for _ in range(20):
+        started = time.perf_counter()
+        block(x).sum().backward()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
-def _predicted(of_stages: list[int]) -> float:
-    """The time of a step: the slower stage computes all microbatches, the other one before or behind it a single one."""
+def _stage_s(engine: Any, block_s: dict[int, float]) -> float:
+    return sum(block_s[block.up.out_features] for block in engine.split.pipeline.blocks())
+
+
+def _predicted(of_stages: list[float]) -> float:
+    """The passes of a step: the slower stage computes all microbatches, the other one before or behind it a single one."""
     return MICROBATCHES * max(of_stages) + min(of_stages)
 
 

@@ -409,7 +409,7 @@ class Engine:
         together = torch.cat([self.notes.tensor, split.gradient_square()])
         self.group.all_reduce(together)
         self.notes.tensor.copy_(together[:-1])
-        self._norm = math.sqrt(together[-1]) if together[-1] >= 0 else math.nan
+        self._norm = math.sqrt(float(together[-1]))
 
     def _gradient_norm(self) -> float:
         if self.split is not None:
