@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from families import family_job
+from families import ZOO, family_job
+from paceline.comm import Group
 from paceline.errors import JobError, NonFiniteError, PlanError
+from paceline.job.zoo.gpt import GPT
+from paceline.train.convert import export
+from paceline.train.loop import train_in
 from paceline.train.run import Run
 from ranks import Ranks
 from small_jobs import new_run, train_as_rank, train_here
@@ -170,3 +175,39 @@ def test_held_out_metrics_and_the_record_of_a_divided_run(ranks: Ranks, tmp_path
         assert sum(
             step[f"{part}_s"] for part in ("data", "compute", "bubble", "comm", "imbalance", "optimizer", "checkpoint")
         ) == pytest.approx(step["step_s"], abs=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "ep=2", "pp=2 microbatches=2", "tp=2"])
+def test_dropped_tokens_are_counted_alike_under_every_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    model = {"zoo": "moe", "args": {**ZOO["moe"], "capacity": 1.0}}
+    job = family_job("moe", tmp_path, model=model, stop={"steps": 2})
+    alone = train_here(tmp_path / "alone", job)
+    run = new_run(tmp_path / "many", job, plan)
+    ranks(2, train_as_rank, run.path, backend="shm")
+    (one,), (many,) = ([e for e in r.events() if e["event"] == "experts"] for r in (alone, Run(run.path)))
+    assert one["dropped"] > 0
+    assert one["routed"] == 2 * 16 * 16 * 2 * 4, "steps, samples, tokens, experts of each, layers"
+    assert {k: many[k] for k in ("routed", "dropped", "load")} == {k: one[k] for k in ("routed", "dropped", "load")}
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "fsdp=2", "pp=2 microbatches=2"])
+def test_a_job_starts_from_published_weights_under_any_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    trained = new_run(tmp_path / "first", family_job("gpt", tmp_path, optimizer={"name": "sgd", "lr": 2.0}, stop={"steps": 8}))
+    train_in(trained, Group())
+    export(trained.path, tmp_path / "weights.safetensors")
+    model = {"zoo": "gpt", "args": ZOO["gpt"], "weights": tmp_path / "weights.safetensors"}
+    job = family_job("gpt", tmp_path, model=model, stop={"steps": 1}, seed=5, partition={"shuffle": False})
+    run = new_run(tmp_path / "second", job, plan)
+    if run.plan.ranks == 1:
+        train_in(run, Group())
+    else:
+        ranks(2, train_as_rank, run.path, backend="shm")
+    fresh = train_here(tmp_path / "fresh", family_job("gpt", tmp_path, stop={"steps": 1}, seed=5, partition={"shuffle": False}))
+    torch.manual_seed(0)
+    whole = GPT(**ZOO["gpt"])
+    whole.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    data = job.data.build(input_shape=None, seed=5).train
+    tokens, target = data.__getitems__(list(range(16)))  # type: ignore[attr-defined]
+    expected = F.cross_entropy(whole(tokens).flatten(0, 1), target.flatten()).item()
+    assert Run(run.path).losses == pytest.approx([expected], rel=1e-5)
+    assert fresh.losses != pytest.approx([expected], rel=1e-3)

@@ -68,7 +68,7 @@ def together(lines: Iterable[str]) -> list[str]:
     counts: dict[str, tuple[str, int]] = {}
     for line in dict.fromkeys(lines):
         name, colon, what = line.partition(":")
-        alike = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) + colon + what
+        alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", name) + colon + what
         counts[alike] = line, counts.get(alike, (line, 0))[1] + 1
     return [line if count == 1 else alike.replace(":", f" ({count} of them):", 1) for alike, (line, count) in counts.items()]
 

@@ -48,24 +48,14 @@ class ModelSpec(Spec):
     def _resolve_file(cls, value: str | None, info: ValidationInfo) -> str | None:
         return value and resolve_import_path(value, info.context)
 
-    @field_validator("hf")
+    @field_validator("hf", "weights")
     @classmethod
-    def _resolve_hf(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is None:
-            return None
-        file = Path((info.context or {}).get("base", Path.cwd()) / value.expanduser()).resolve()
-        if not file.is_file():
-            raise ValueError(f"no such file: {file}")
-        return file
-
-    @field_validator("weights")
-    @classmethod
-    def _resolve_weights(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+    def _resolve(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is None:
             return None
         path = Path((info.context or {}).get("base", Path.cwd()) / value.expanduser()).resolve()
-        if not path.exists():
-            raise ValueError(f"no such file or folder: {path}")
+        if not (path.is_file() if info.field_name == "hf" else path.exists()):
+            raise ValueError(f"no such file{'' if info.field_name == 'hf' else ' or folder'}: {path}")
         return path
 
     @model_validator(mode="after")

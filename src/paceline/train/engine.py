@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss, Metric
-from paceline.job.zoo.moe import Router, weigh_balance
+from paceline.job.zoo.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plan.plan import Compile, Plan
 from paceline.split.mesh import READERS
 from paceline.split.parts import Part
@@ -205,6 +205,14 @@ class Engine:
     def parameter_count(self) -> int:
         """Of the whole model, however it is divided."""
         return self.split.parameter_count if self.split is not None else sum(p.numel() for p in self.model.parameters())
+
+    def expert_counts(self) -> dict[str, Any]:
+        """What the mixtures of experts on this rank did with its tokens so far (`moe_counts`); {} where other ranks tell it."""
+        if self.split is None:
+            return moe_counts(self.model)
+        if self.split.mesh.place["tp"]:
+            return {}
+        return add_counts([moe_counts(module) for module in self.split.modules])
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps on, by the names in the undivided model."""

@@ -22,6 +22,7 @@ from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
+from paceline.job.zoo.moe import add_counts
 from paceline.plan.plan import Plan
 from paceline.split.layout import Layout
 from paceline.split.memory import predicted_bytes
@@ -65,6 +66,7 @@ def train_in(run: Run, group: Group) -> None:
     engine = build_engine(job, run.plan, model, data, group)
     seed_all(job.seed * 1_000_003 + 1 + engine.readers.rank)  # from here on every reader draws numbers of its own
     Loop(run, engine, data, group).run()
+    engine.close()
 
 
 def built(job: Job, plan: Plan) -> nn.Module | Recorded:
@@ -241,6 +243,8 @@ class Loop:
         if self.saved_at != self.engine.step_count:
             self.save()
         self.checkpointer.close()
+        if any(found := self.group.gather_json(self.engine.expert_counts())):
+            self._event("experts", {"step": self.engine.step_count, **add_counts(found)})
         reasons = self.group.gather_json(reason)
         named = next((r for r in reasons if r != "interrupted"), reason)
         self._event("end", {"reason": named, "step": self.engine.step_count, "elapsed_s": round(elapsed_s, 3), "interrupted": interrupted})

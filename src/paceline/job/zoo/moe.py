@@ -74,6 +74,18 @@ def moe_counts(model: nn.Module) -> dict[str, Any]:
     return {"routed": sum(map(sum, taken.values())) + dropped, "dropped": dropped, "load": taken}
 
 
+def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of what several `moe_counts` tell; {} where none tells anything."""
+    some = [counts for counts in found if counts]
+    if not some:
+        return {}
+    load: dict[str, list[int]] = {}
+    for counts in some:
+        for name, taken in counts["load"].items():
+            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(taken)), taken, strict=True)]
+    return {"routed": sum(c["routed"] for c in some), "dropped": sum(c["dropped"] for c in some), "load": load}
+
+
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
     """Say what the balanced-load loss of each sequence counts for in the forward passes that follow; nothing to a model without `Router`s.
 
