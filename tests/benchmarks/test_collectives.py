@@ -34,6 +34,7 @@ def test_a_round_measures_every_form_of_every_size(collectives: Any, monkeypatch
     assert len([*collectives.lines(2, found[2])]) == 1 + 2 + 1
 
 
+@pytest.mark.slow
 def test_every_other_case_gives_the_result_of_gloo(collectives: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"OTHER_SIZES": (1024,), "BLOCKS": 2, "BLOCK_S": 0.001}.items():
         monkeypatch.setattr(collectives, name, value)

@@ -43,6 +43,7 @@ def test_other_work_than_that_of_ddp_is_not_timed(speed: Any, tmp_path: Path, mo
         speed.prove_same_work({speed.DDP: ddp, speed.OURS: ours})
 
 
+@pytest.mark.slow
 def test_ranks_that_train_alone_do_not_agree_and_hold_memory_that_is_measured(speed: Any, tmp_path: Path) -> None:
     work = speed.Work.lay_out(tmp_path / "work", speed.WIDE)
     with work.paceline(replace(speed.SAME_LAYOUT, dp=1)) as alone:

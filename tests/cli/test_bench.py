@@ -94,6 +94,7 @@ def test_a_directory_of_another_job_is_refused(job: Path, tmp_path: Path) -> Non
     assert outcome.error.startswith("b belongs to another benchmark: job.global_batch was 16, is 24; settings.")
 
 
+@pytest.mark.slow
 def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os\nfrom torch import nn\n\n\n"

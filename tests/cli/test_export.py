@@ -88,6 +88,7 @@ def test_tied_weights_are_in_the_file_under_each_name(tmp_path: Path) -> None:
     assert abs(loss - run.metrics["loss"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_exported_folder_of_a_bert(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     bert = {"zoo": "bert", "args": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}}

@@ -322,6 +322,7 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_bytes_arrive(tmp_path: Path) -
     assert load(tmp_path / "step-00000002", rank=1, world=2).shared.keys() == {"model/a", "model/b"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_does_not_linger_for_the_others(tmp_path: Path) -> None:
     done = script("raise_while_saving", tmp_path)
     assert "RuntimeError: the user's bug" in done.stderr

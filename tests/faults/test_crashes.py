@@ -111,6 +111,7 @@ def test_a_killed_launcher_leaves_no_rank_and_the_run_goes_on_with_another_numbe
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sigterm_during_a_checkpoint_lets_it_be_finished_and_the_run_goes_on_exactly(
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_second_ctrl_c_ends_ranks_at_once_that_cannot_save(tmp_path: Path) -> 
     assert not left
 
 
+@pytest.mark.slow
 @pytest.mark.needs_root
 def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_is_room(
     job: Path, undisturbed: dict[int, float], tmp_path: Path

@@ -57,6 +57,7 @@ def own_job(folder: Path, code: str, name: str) -> Job:
     return small_job(model={"factory": f"{folder}/own.py:{name}"}, data=data)
 
 
+@pytest.mark.slow
 def test_a_plan_that_computes_the_same_holds(tmp_path: Path) -> None:
     found = paceline.check(family_job("gpt", tmp_path), "fsdp=2", steps=2)
     assert found.holds
@@ -73,6 +74,7 @@ def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it
     assert found.steps[0].gradient.name
 
 
+@pytest.mark.slow
 def test_rounding_that_a_job_magnifies_in_one_process_too_is_no_difference(tmp_path: Path) -> None:
     found = paceline.check(own_job(tmp_path, CHAOTIC, "Chaotic"), "dp=2", steps=3)
     assert found.tolerance[1] > 1e-4

@@ -174,6 +174,7 @@ def test_ctrl_c_ends_the_measuring_and_trains_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("paceline-*"))
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores_train_the_same_and_are_told_what_it_costs(tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml")
     ranks = 2 * CLUSTER.devices if CLUSTER.devices <= 8 else 16

@@ -79,6 +79,7 @@ def test_a_rank_of_torchrun_that_raises_is_told_first_and_named_in_torchruns_own
     assert "raised: ValueError: the mask has the wrong shape" in report
 
 
+@pytest.mark.slow
 def test_a_script_trains_what_it_defines_and_is_told_of_a_missing_guard(tmp_path: Path) -> None:
     (tmp_path / "guarded.py").write_text(f'{SCRIPT}\nif __name__ == "__main__":\n    run()\n')
     with started("python", "guarded.py", folder=tmp_path) as process:

@@ -60,11 +60,11 @@ THREE_AXES = [
     "tp=2 pp=2 cp=2 microbatches=2",
 ]
 OF_FAMILIES = {
-    "gpt2": ["tp=2 pp=2 microbatches=2", "fsdp=2 cp=2"],
+    "gpt2": ["tp=2", "tp=2 pp=2 microbatches=2", "fsdp=2 cp=2"],
     "bert": ["tp=2 sequence=on", "fsdp=2 pp=2 microbatches=2", "cp=2"],
-    "mixtral": ["fsdp=2 ep=2", "tp=2 pp=2 microbatches=2"],
-    "vit": ["fsdp=2 tp=2", "pp=2 microbatches=4"],
-    "resnet": ["fsdp=2 tp=2", "pp=2 microbatches=2", "dp=2 remat=block"],
+    "mixtral": ["ep=2", "fsdp=2 ep=2", "tp=2 pp=2 microbatches=2"],
+    "vit": ["pp=2 microbatches=4", "fsdp=2 tp=2"],
+    "resnet": ["pp=2 microbatches=2", "fsdp=2 tp=2", "dp=2 remat=block"],
     "t5": ["tp=2", "fsdp=2", "pp=2 microbatches=2"],
     "mlp": ["fsdp=2 tp=2", "pp=2 microbatches=2"],
     "cifar_cnn": ["fsdp=2", "tp=2"],

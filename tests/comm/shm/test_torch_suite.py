@@ -48,6 +48,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_quick_part_of_the_suite_passes(tmp_path: Path) -> None:
     outcomes = run_suite("--on", "shm", *QUICK, folder=tmp_path, deadline_s=200)
