@@ -72,6 +72,7 @@ def test_the_cifar10_example_trains_on_files_of_that_format(folder: Path, tmp_pa
     assert {"loss", "accuracy", "top5"} == run.metrics.keys()
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_prints_the_same_losses_alone_and_under_torchrun(folder: Path) -> None:
     with started("python", "own_loop.py", folder=folder) as process:
         alone = ended(process)

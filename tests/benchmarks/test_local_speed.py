@@ -22,6 +22,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_ddp_and_our_loop_take_the_same_steps_on_the_same_batches(speed: Any, tmp_path: Path) -> None:
     work = speed.Work.lay_out(tmp_path / "work", speed.CNN)
     plan = replace(speed.SAME_LAYOUT, memory_format="channels_last", fused=True)

@@ -51,6 +51,7 @@ def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_pa
     assert "<html" in (tmp_path / "b" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_keeps_what_it_measured_and_goes_on(job: Path, tmp_path: Path) -> None:
     command = ("bench", job, *TWO_DEVICES, "--repeat", 1, "--steps", 600, "--no-weak")
     with started("paceline", *command, folder=tmp_path) as process:

@@ -105,6 +105,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline_with_where_it_hangs(tmp_p
     assert "in come_to_grief" in shown
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_colours_unless_the_user_wants_none_and_is_left_in_order(tmp_path: Path) -> None:
     file = job(tmp_path, trouble="nan", nonfinite="skip")
     for environment, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):

@@ -65,6 +65,7 @@ def kept(folder: Path) -> list[Path]:
     return list((folder / "cache" / "paceline" / "knobs").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
     slow = "time.sleep(0.0 if channels_last else 0.03)"
     network(tmp_path, slow, stop={"loss_below": 1e9})

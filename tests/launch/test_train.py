@@ -55,6 +55,7 @@ def test_torchrun_trains_the_same_as_our_launcher(job: Path, tmp_path: Path) -> 
     assert sorted(losses(tmp_path / "under_torchrun")) == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_a_rank_of_torchrun_that_raises_is_told_first_and_named_in_torchruns_own_report(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os\nfrom torch import nn\n\n\n"
