@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from commands import ended, paceline, started, write_job
+from commands import ended, paceline, started, wait_for, write_job
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -42,3 +43,26 @@ def test_a_llama_of_70_billion_parameters_is_rehearsed_without_memory_for_it(tmp
     assert float(found[1]) == pytest.approx(16 * 70.55e9 / 64 / 2**30, rel=0.01), (
         "weights, gradients and two moments of 70.55 billion, a 64th"
     )
+
+
+def test_ctrl_c_ends_a_check_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom torch import nn\n\n\nclass Slow(nn.Linear):\n    def __init__(self):\n        super().__init__(6, 3)\n\n"
+        "    def forward(self, x):\n        open('under_way', 'w').close()\n        time.sleep(0.2)\n        return super().forward(x)\n"
+    )
+    (tmp_path / "job.yaml").write_text(
+        "model: slow.py:Slow\ndata: {kind: synthetic, samples: 64, shape: [6], classes: 3}\nloss: cross_entropy\n"
+        "optimizer: {name: sgd, lr: 0.1}\nglobal_batch: 8\nstop: {steps: 1}\n"
+    )
+    with started("paceline", "check", "job.yaml", "--plan", "dp=2", "--steps", "100", folder=tmp_path) as process:
+        wait_for((tmp_path / "under_way").exists, process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process)
+    assert outcome.code == 130, outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_dry_run_wants_one_plan(tmp_path: Path) -> None:
+    outcome = paceline("check", "job.yaml", "--dry", "--all", "2", folder=tmp_path)
+    assert outcome.code == 2
+    assert "--dry rehearses one plan" in outcome.err

@@ -34,6 +34,8 @@ def command(
 
     if (plan is None) == (every is None):
         raise typer.BadParameter('name a plan with --plan "…", or --all RANKS', param_hint="--plan")
+    if dry and plan is None:
+        raise typer.BadParameter("--dry rehearses one plan: name it with --plan", param_hint="--dry")
     console, what = Console(soft_wrap=True), Job.load(job)
     if every is not None:
         holds = _all(what, every, steps, console)

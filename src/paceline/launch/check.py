@@ -14,13 +14,14 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.launch.local import launch
+from paceline.launch.look import launch_to_look
 from paceline.plan.plan import Plan
 
 Tolerance = tuple[float, float, float]  # of the relative differences of a loss, of gradients and of parameters
 # Relative differences to one process in float64: of a loss, of a parameter's gradient and of a parameter after a step (L2 norms).
 TOLERANCES: dict[str, Tolerance] = {"fp64": (1e-9, 1e-7, 1e-7), "fp32": (1e-5, 1e-4, 1e-4), "bf16": (2e-2, 3e-1, 3e-2)}
 STEPS = 5
+_RANK = "paceline.train.parity"
 ROUNDING = 10.0  # times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step
 
 
@@ -106,6 +107,7 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
     Raises:
         PlanError: the plan cannot run the job here; every reason.
         LaunchError: a rank failed.
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
     job = job if isinstance(job, Job) else Job.load(job)
     with Checks(job, cluster, steps=steps).opened() as checks:
@@ -147,7 +149,7 @@ class Checks:
 
     def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance) -> Parity:
         with tempfile.TemporaryDirectory(dir=self._folder) as out:
-            self._launch("run_plan", [str(reference), str(self.steps), str(plan), out], plan)
+            launch_to_look([f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out], self.job, self.cluster, plan)
             return Parity.read(plan, Path(out), reference, tolerance)
 
     def _groups_of_samples(self, plan: Plan) -> int:
@@ -164,19 +166,9 @@ class Checks:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             (folder / "job.yaml").write_text(self.job.to_yaml())
             plan = Plan(precision="fp64", microbatches=microbatches)
-            self._launch("run_reference", [str(folder), str(self.steps), str(plan)], plan)
+            launch_to_look([f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan)], self.job, self.cluster, plan)
             self._references[microbatches] = folder
         return self._references[microbatches]
-
-    def _launch(self, function: str, arguments: list[str], plan: Plan) -> None:
-        launch(
-            [f"paceline.train.parity:{function}", *arguments],
-            ranks=plan.ranks,
-            threads=plan.threads_for(self.cluster.hosts[0], plan.ranks),
-            pin_cores=None,
-            deadline_s=self.job.deadline_s,
-            saves=False,
-        )
 
 
 def check_all(job: Job, most_ranks: int, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import psutil
 from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError, PlanError
 from paceline.job.job import Job
-from paceline.launch.local import launch
+from paceline.launch.look import launch_to_look
 from paceline.plan.auto import auto_plan
 from paceline.plan.knobs import HEADING, Knob, Tried, knobs, longest_run_s, steps_are_too_few
 from paceline.plan.plan import Plan
@@ -128,7 +127,8 @@ def _measure(job: Job, cluster: Cluster, default: Plan, candidates: list[Knob], 
         failures = 0
         while True:
             try:
-                _launch(Path(folder), job, cluster, default, on_tick=lambda: lines.rows(Findings.read(file).tried))
+                rank = ["paceline.train.trial:run_rank", folder]
+                launch_to_look(rank, job, cluster, default, on_tick=lambda: lines.rows(Findings.read(file).tried))
                 found = Findings.read(file)
                 lines.rows(found.tried)
                 return found
@@ -146,30 +146,6 @@ def _measure(job: Job, cluster: Cluster, default: Plan, candidates: list[Knob], 
                 lines.rows(found.tried)
                 if failures >= _MOST_FAILURES:
                     return found
-
-
-def _launch(folder: Path, job: Job, cluster: Cluster, plan: Plan, on_tick: Callable[[], None]) -> None:
-    """Start the ranks of a trial and wait for their end."""
-    signals: list[str] = []
-
-    def note(event: str, details: dict[str, Any]) -> None:
-        if event == "stop":
-            signals.append(details["signal"])
-
-    try:
-        launch(
-            ["paceline.train.trial:run_rank", str(folder)],
-            ranks=plan.ranks,
-            threads=plan.threads_for(cluster.hosts[0], plan.ranks),
-            pin_cores=None,
-            deadline_s=job.deadline_s,
-            saves=False,
-            on_tick=on_tick,
-            on_event=note,
-        )
-    finally:
-        if signals:
-            raise SystemExit(128 + signal.Signals[signals[0]])
 
 
 def _reason(error: LaunchError) -> str:

@@ -17,7 +17,6 @@ from paceline.plan.plan import Plan
 AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # the last one varies fastest: its ranks are neighbours, which talk most
 READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones
 REPLICA = ("pp", "fsdp", "cp", "ep", "tp")
-_TOGETHER = (REPLICA, READERS)
 
 
 @dataclass
@@ -53,12 +52,12 @@ class Mesh:
         divided = any(sizes[axis] > 1 for axis in REPLICA)
         devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if divided else None
         mesh = cls(sizes, place, world, devices, {})
-        for axes in (*((axis,) for axis in AXES), *_TOGETHER):
+        for axes in (*((axis,) for axis in AXES), READERS):
             mesh._groups[axes] = mesh._make_group(axes)
         return mesh
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along `axes` only: one axis, `REPLICA` or `READERS`."""
+        """The ranks that differ from this one along `axes` only: one axis, or `READERS`."""
         return self._groups[axes]
 
     def devices(self, axis: str) -> DeviceMesh:

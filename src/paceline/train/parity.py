@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -104,6 +106,8 @@ def run_plan(arguments: list[str]) -> None:
 
 
 def _engine(job: Job, plan: Plan, group: Group) -> Engine:
+    if "PACELINE_STATUS" in os.environ:  # a process that a launcher started for this alone
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     seed_all(job.seed)
     model = built(job, plan)
     without_dropout(model if isinstance(model, nn.Module) else model.model)
