@@ -15,6 +15,10 @@ from pathlib import Path
 
 import psutil
 
+from paceline.cluster.cgroup import place_of_group
+from paceline.cluster.emulate_record import FOLDER, Record
+from paceline.errors import ClusterError
+
 _GRACE_S = 3.0  # for threads and processes that are about to end
 _SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
 _PR_SET_CHILD_SUBREAPER = 36
@@ -139,12 +143,16 @@ def _used_by_others(segment: str, ours: set[int]) -> bool:
 
 
 def of_the_transport() -> set[str]:
-    """What the transport over shared memory has in this process: mappings, descriptors and threads. None of it lies in /dev/shm."""
-    found = _memory_files() | {thread.name for thread in threading.enumerate() if thread.name == "paceline-shm"}
+    """What the transports of our own have in this process: mappings, descriptors and threads. None of it lies in /dev/shm."""
+    found = _memory_files() | _transport_threads()
     if found:
         gc.collect()  # a traceback that a test has looked at may hold a tensor in a cycle
-        found = _memory_files() | {thread.name for thread in threading.enumerate() if thread.name == "paceline-shm"}
+        found = _memory_files() | _transport_threads()
     return found
+
+
+def _transport_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name in ("paceline-shm", "paceline-tcp")}
 
 
 def _memory_files() -> set[str]:
@@ -162,7 +170,29 @@ def _open_files() -> set[str]:
 
 
 def _network_namespaces() -> set[str]:
-    return _entries(Path("/run/netns"))
+    return _not_of_others(_entries(Path("/run/netns")))
+
+
+def _control_groups() -> set[str]:
+    """Those of emulated hosts."""
+    with suppress(ClusterError):  # none can be made here
+        return _not_of_others({name for name in _entries(place_of_group("any").parent) if name.startswith("paceline-")})
+    return set()
+
+
+def _emulations() -> set[str]:
+    """The records of emulated hosts."""
+    return _not_of_others(_entries(FOLDER))
+
+
+def _not_of_others(names: set[str]) -> set[str]:
+    """Without those of emulated hosts that a living process keeps which is not ours: other users of the machine may have some, too."""
+    if not names:
+        return names
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    owned = [(record.name, owner) for record in Record.all() for owner in (record.launcher, record.keeper)]
+    others = {name for name, owner in owned if owner.alive and owner.pid not in ours}
+    return {name for name in names if name.rpartition("-")[0] not in others and Path(name).stem not in others}
 
 
 def _temporary_files() -> set[str]:
@@ -184,6 +214,8 @@ _KINDS: dict[str, Callable[[], set[str]]] = {
     "shared memory": _shared_memory,
     "memory files": _memory_files,
     "network namespaces": _network_namespaces,
+    "control groups": _control_groups,
+    "emulated hosts": _emulations,
     "temporary files": _temporary_files,
 }
 _seen_segments: set[str] = set()  # of other processes

@@ -1,10 +1,11 @@
-"""A container's limits, read from copies of the files that the kernel shows. Wrong here: runs that are throttled or killed for memory."""
+"""A container's limits, and groups of our own, in copies of the kernel's files. Wrong here: runs that are throttled or killed."""
 
 from pathlib import Path
 
 import pytest
 
-from paceline.cluster.cgroup import cpu_quota, memory_limit_bytes
+from paceline.cluster.cgroup import cpu_quota, enter_group, make_group, memory_limit_bytes, place_of_group
+from paceline.errors import ClusterError
 
 V2 = {
     "proc/self/cgroup": "0::/pod/train",
@@ -65,3 +66,40 @@ def test_version_2_beside_version_1_is_read_too(tmp_path: Path) -> None:
 def test_a_machine_without_limits_has_none(tmp_path: Path, files: dict[str, str]) -> None:
     root = machine(tmp_path, files)
     assert (cpu_quota(root), memory_limit_bytes(root)) == (None, None)
+
+
+def test_a_group_of_version_1_gets_a_quota_beside_the_own_group(tmp_path: Path) -> None:
+    root = machine(tmp_path, V1 | {"sys/fs/cgroup/cpu,cpuacct/docker/1f/cgroup.procs": ""})
+    place = place_of_group("ours", root)
+    assert place == root / "sys/fs/cgroup/cpu,cpuacct/docker/1f/ours"
+    make_group(place, 0.5)
+    quota_us, period_us = (int((place / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period"))
+    assert quota_us / period_us == 0.5
+
+
+def test_a_group_of_version_2_lies_where_the_controller_is_handed_on(tmp_path: Path) -> None:
+    files = {f"sys/fs/cgroup/{group}cgroup.procs": "" for group in ("", "pod/", "pod/train/")}
+    files |= {"sys/fs/cgroup/pod/train/cgroup.subtree_control": "", "sys/fs/cgroup/pod/cgroup.subtree_control": "memory cpu"}
+    root = machine(tmp_path, V2 | files)
+    place = place_of_group("ours", root)
+    assert place == root / "sys/fs/cgroup/pod/ours"
+    place.mkdir()
+    (place / "cpu.max").write_text("max 100000")  # as the kernel makes it
+    make_group(place, 1.5)
+    quota_us, period_us = map(int, (place / "cpu.max").read_text().split())
+    assert quota_us / period_us == 1.5
+
+
+def test_a_process_that_enters_a_group_does_so_with_all_its_threads(tmp_path: Path) -> None:
+    enter_group(tmp_path)
+    assert (tmp_path / "cgroup.procs").read_text() == "0"  # the kernel's name for whoever writes it
+
+
+def test_where_no_group_can_be_made_the_error_says_what_to_do(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/pod/train/cgroup.procs": "1", "sys/fs/cgroup/pod/train/cgroup.subtree_control": ""}
+    with pytest.raises(ClusterError, match="leave `cpu` out of `emulate`"):
+        place_of_group("ours", machine(tmp_path, V2 | files))
+    with pytest.raises(ClusterError, match="cannot be limited to cpu 1"):
+        make_group(tmp_path / "of" / "nothing", 1)
+    with pytest.raises(ClusterError, match="cannot enter the control group"):
+        enter_group(tmp_path / "nowhere")

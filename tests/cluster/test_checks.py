@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.checks import Finding, check_machine, check_system, other_load
+from paceline.cluster.checks import Finding, check_data_plane, check_machine, check_system, other_load
 from paceline.cluster.cluster import Device, Host, Link
 from paceline.cluster.discover import discover
 
@@ -120,3 +120,24 @@ def test_other_work_on_the_machine_is_found_by_name_and_own_is_not() -> None:
     assert f"(pid {own.pid})" in seen_by_another
     assert "level='note', topic='load'" in seen_by_another
     assert not [name for name, _ in seen_here if f"(pid {own.pid})" in name]
+
+
+@pytest.mark.parametrize(
+    ("variables", "level", "text"),
+    [
+        ({}, "ok", "on one host ranks meet on loopback; between hosts gloo, NCCL and tcp send tensors in plaintext"),
+        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, "ok", "on one host ranks meet on loopback"),
+        ({"MASTER_ADDR": "10.0.0.1"}, "note", "between hosts, at 10.0.0.1: gloo, NCCL and tcp send tensors in plaintext"),
+        ({"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0"}, "note", "between hosts over eth0"),
+        ({"GLOO_SOCKET_IFNAME": "wg0", "NCCL_SOCKET_IFNAME": "=wg0"}, "ok", "over wg0, which is WireGuard: encrypted"),
+        ({"GLOO_SOCKET_IFNAME": "wg0", "NCCL_SOCKET_IFNAME": "eth0"}, "note", "between hosts over wg0, eth0"),
+    ],
+)
+def test_what_others_could_read_is_said_before_ranks_span_hosts(variables: dict[str, str], level: str, text: str, tmp_path: Path) -> None:
+    for name, kind in (("wg0", "DEVTYPE=wireguard\n"), ("eth0", "")):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "uevent").write_text(f"{kind}INTERFACE={name}\n")
+    finding = check_data_plane(variables, tmp_path)
+    assert (finding.level, finding.topic) == (level, "data plane")
+    assert text in finding.text
+    assert "docs/network.md" in finding.text + (finding.advice or "") or "encrypted" in finding.text

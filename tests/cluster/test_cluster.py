@@ -65,6 +65,12 @@ def test_where_there_are_gpus_no_rank_is_put_on_cores() -> None:
     assert (cluster.kind, cluster.devices, cluster.devices_per_host) == ("cuda", 2, (0, 2))
 
 
+@pytest.mark.parametrize(("ranks", "placed"), [(1, [1, 0]), (3, [2, 1]), (6, [2, 4]), (7, [4, 3]), (12, [4, 8])])
+def test_ranks_fill_the_hosts_in_their_order_and_then_go_round_again(ranks: int, placed: list[int]) -> None:
+    other = Host(name="other", cores=4, memory_bytes=GIB)
+    assert Cluster(hosts=(LAPTOP, other)).ranks_per_host(ranks) == placed
+
+
 def test_hyper_threads_are_no_physical_cores() -> None:
     assert Host(name="a", cores=4, memory_bytes=GIB, affinity=((0, 2), (1, 3))).physical_cores == 2
     assert Host(name="a", cores=1, memory_bytes=GIB, affinity=((0, 2), (1, 3))).physical_cores == 1

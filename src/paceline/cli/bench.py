@@ -15,6 +15,9 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -39,11 +42,13 @@ def command(
 
     from paceline.bench.protocol import Benchmark
     from paceline.bench.table import figures, show
+    from paceline.cluster.cluster import Cluster
     from paceline.errors import RunError
     from paceline.report.page import write_bench_page
 
     line = shlex.join(["paceline", *sys.argv[1:]])
-    benchmark = Benchmark(job, plans=_plans(plans), devices=_numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line)
+    where = Cluster.load(cluster) if cluster else None
+    benchmark = Benchmark(job, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line)
     report = benchmark.run()
     if report is not None:
         show(report, Console())

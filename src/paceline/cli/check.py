@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
     from paceline.launch.check import Parity, Worst
 
@@ -19,6 +20,9 @@ _NAMED = 10  # parameters, where parity fails
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
     plan: Annotated[str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2".')] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+    ] = None,
     every: Annotated[
         int | None, typer.Option("--all", metavar="RANKS", min=1, help="Check every plan of up to so many ranks that can run the job.")
     ] = None,
@@ -30,6 +34,7 @@ def command(
     """Hold a plan against one process in float64: losses, gradients and parameters, step by step. Exit code 1 where they differ."""
     from rich.console import Console
 
+    from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
 
     if (plan is None) == (every is None):
@@ -37,20 +42,21 @@ def command(
     if dry and plan is None:
         raise typer.BadParameter("--dry rehearses one plan: name it with --plan", param_hint="--dry")
     console, what = Console(soft_wrap=True), Job.load(job)
+    where = Cluster.load(cluster) if cluster else None
     if every is not None:
-        holds = _all(what, every, steps, console)
+        holds = _all(what, where, every, steps, console)
     elif dry:
         holds = _rehearse(what, str(plan), console)
     else:
-        holds = _one(what, str(plan), steps, console)
+        holds = _one(what, where, str(plan), steps, console)
     if not holds:
         raise typer.Exit(1)
 
 
-def _one(job: Job, text: str, steps: int, console: Console) -> bool:
+def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> bool:
     from paceline.launch.check import check
 
-    parity = check(job, text, steps=steps)
+    parity = check(job, text, cluster, steps=steps)
     _show(parity, console)
     return parity.holds
 
@@ -100,7 +106,7 @@ def _difference(value: float, tolerance: float) -> str:
     return f"[red]{value:.1e}[/red]" if value > tolerance else f"{value:.1e}"
 
 
-def _all(job: Job, most_ranks: int, steps: int, console: Console) -> bool:
+def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console: Console) -> bool:
     from paceline.launch.check import check_all
     from paceline.plan.plan import Plan
 
@@ -117,6 +123,6 @@ def _all(job: Job, most_ranks: int, steps: int, console: Console) -> bool:
         verdict = "parity" if found.holds else "[red]DIFFERS[/red]"
         console.print(f"{verdict}  {plan}: loss {loss:.1e}, gradients {gradient.difference:.1e} ({gradient.name})", highlight=False)
 
-    holds = check_all(job, most_ranks, steps=steps, say=say)
+    holds = check_all(job, most_ranks, cluster, steps=steps, say=say)
     console.print(f"{counts[0]} plans compute what one process computes, {counts[1]} do not", highlight=False)
     return holds

@@ -1,4 +1,4 @@
-"""What Linux's control groups (versions 1 and 2) leave to this process of the machine's cores and memory.
+"""What Linux's control groups (versions 1 and 2) leave to this process of the machine's cores and memory, and groups of our own.
 
 `root` is where the file system is looked up; a container's limits are those of its own group and of every group above it that it can see.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+
+from paceline.errors import ClusterError
+
+_PERIOD_US = 20_000  # short beside a step, so that a share of a core is a slower core rather than one that stops now and then
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -20,6 +24,59 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     names = ("memory.max", "memory.limit_in_bytes")
     limits = [int(text) for folder in _folders(root, "memory") for name in names if (text := _read(folder / name)).isdecimal()]
     return min(limits, default=None)
+
+
+def place_of_group(name: str, root: Path = Path("/")) -> Path:
+    """Where `make_group` can make a control group for CPU time: in the group of this process, or in the nearest above that allows it.
+
+    Raises:
+        ClusterError: nowhere.
+    """
+    for folder in _folders(root, "cpu"):
+        if (folder / "cgroup.procs").exists() and _limits_children(folder):
+            return folder / name
+    raise ClusterError(
+        "the cores of emulated hosts cannot be limited: no control group for CPU time can be made under /sys/fs/cgroup. In a container, "
+        "start it with --privileged --cgroupns=host; under systemd, in a scope with Delegate=yes. Or leave `cpu` out of `emulate`."
+    )
+
+
+def make_group(folder: Path, cores: float) -> Path:
+    """Make a control group whose processes keep at most `cores` cores busy at once; returns its folder.
+
+    Raises:
+        ClusterError: the kernel refuses, as it does where a group above has fewer.
+    """
+    quota_us = round(cores * _PERIOD_US)
+    try:
+        folder.mkdir(exist_ok=True)
+        if (folder / "cpu.max").exists():
+            (folder / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+        else:
+            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+    except OSError as error:
+        raise ClusterError(
+            f"the control group {folder} cannot be limited to cpu {cores:g}: {error.strerror}. Leave `cpu` out of `emulate`."
+        ) from error
+    return folder
+
+
+def enter_group(folder: Path) -> None:
+    """Move this process, with all its threads, into a control group.
+
+    Raises:
+        ClusterError: there is none, or the kernel refuses.
+    """
+    try:
+        (folder / "cgroup.procs").write_text("0")
+    except OSError as error:
+        raise ClusterError(f"this process cannot enter the control group {folder}: {error.strerror}") from error
+
+
+def _limits_children(folder: Path) -> bool:
+    """Whether groups in this one can have CPU quotas: always in version 1; in version 2 where the group hands the controller on."""
+    return (folder / "cpu.cfs_quota_us").exists() or "cpu" in _read(folder / "cgroup.subtree_control").split()
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

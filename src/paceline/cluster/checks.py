@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ _ROOT = Path("/")
 _FEATURES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bf16", "amx_bf16": "AMX", "asimd": "NEON", "sve": "SVE", "bf16": "bf16"}
 _OWN_CLOCK = ("intel_pstate", "amd-pstate-epp")  # drivers whose `powersave` goes to full speed under load
 _NVIDIA = "0x10de"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,22 @@ def check_system(root: Path = _ROOT) -> Iterator[Finding]:
     yield _loopback()
     yield from _limits(root)
     yield _temporary_folder()
+
+
+def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
+    """Who could read what ranks send each other, with these environment variables."""
+    plain = "gloo, NCCL and tcp send tensors in plaintext, and gloo and NCCL ask nobody who they are"
+    advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
+    interfaces = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"]
+    inside = [name for name in interfaces if "DEVTYPE=wireguard" in _read(root / "sys/class/net" / name / "uevent")]
+    if interfaces and inside == interfaces:
+        return Finding("ok", "data plane", f"between hosts over {', '.join(dict.fromkeys(inside))}, which is WireGuard: encrypted")
+    if interfaces:
+        return Finding("note", "data plane", f"between hosts over {', '.join(dict.fromkeys(interfaces))}: {plain}", advice)
+    address = variables.get("MASTER_ADDR", "127.0.0.1")
+    if address != "localhost" and not address.startswith("127.") and address != "::1":
+        return Finding("note", "data plane", f"between hosts, at {address}: {plain}", advice)
+    return Finding("ok", "data plane", f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md")
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:

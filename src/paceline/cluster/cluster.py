@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from paceline.cluster.rate import bits_per_s
 
 T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
@@ -84,16 +87,73 @@ class Host(_Part):
         return min(self.cores, len(self.affinity) or self.cores)
 
 
+class Emulate(_Part):
+    """Hosts that this machine plays, to rehearse a cluster: joined by links of a given rate, with so many cores each, without GPUs.
+
+    `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with one for each.
+    `delay_ms` is how long a packet is on its way from any host to any other; an answer comes after twice that. No way leads out of the
+    hosts' network, so data must be on the machine before.
+    """
+
+    hosts: int = Field(ge=1, le=250)
+    rate: str | _Tuple[str] | None = None  # None: as fast as the machine
+    cpu: float | _Tuple[float] | None = None  # None: all of the machine's
+    delay_ms: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
+
+    @field_validator("rate", mode="before")
+    @classmethod
+    def _rates(cls, rate: object) -> object:
+        for one in rate if isinstance(rate, list | tuple) else [] if rate is None else [rate]:
+            bits_per_s(str(one))
+        return rate
+
+    @field_validator("cpu", mode="before")
+    @classmethod
+    def _quotas(cls, cpu: object) -> object:
+        for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
+            if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
+                raise ValueError(f"cpu: {one!r} is no number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least")
+        return cpu
+
+    @model_validator(mode="after")
+    def _one_for_each_host(self) -> Emulate:
+        for key, value in (("rate", self.rate), ("cpu", self.cpu)):
+            if isinstance(value, tuple) and len(value) != self.hosts:
+                raise ValueError(f"{key} lists {len(value)} values, but there are {self.hosts} hosts: give one for each, or one for all")
+        return self
+
+    @property
+    def rates_bps(self) -> tuple[int | None, ...]:
+        """Bits/s of each host's link, each way; None where it is not limited."""
+        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,) * self.hosts
+        return tuple(None if rate is None else bits_per_s(rate) for rate in rates)
+
+    @property
+    def cores(self) -> tuple[float | None, ...]:
+        """How many cores each host may keep busy; None where they are not limited."""
+        return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
+
+
 class Cluster(_Part):
-    """The hosts that a job may use. `name` is what messages call it."""
+    """The hosts that a job may use. `name` is what messages call it.
+
+    With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is made.
+    """
 
     name: str = "this cluster"
-    hosts: _Tuple[Host]
+    hosts: _Tuple[Host] = ()
+    emulate: Emulate | None = None
 
     @model_validator(mode="after")
     def _hosts_differ(self) -> Cluster:
+        if self.emulate and not self.hosts:
+            from paceline.cluster.emulated import hosts_of
+
+            object.__setattr__(self, "hosts", hosts_of(self.emulate))
         if not self.hosts:
-            raise ValueError("a cluster has at least one host")
+            raise ValueError("a cluster has at least one host: list `hosts`, or emulate some with emulate: {hosts: 2}")
+        if self.emulate and self.emulate.hosts != len(self.hosts):
+            raise ValueError(f"emulate stands for {self.emulate.hosts} hosts, but {len(self.hosts)} are listed: leave `hosts` out")
         twice = [name for name, count in Counter(host.name for host in self.hosts).items() if count > 1]
         if twice:
             raise ValueError(f"two hosts are named {twice[0]!r}; give each a name of its own")
@@ -139,7 +199,31 @@ class Cluster(_Part):
         hosts = f"{len(self.hosts)} hosts, " if len(self.hosts) > 1 else ""
         gpus = _tally(f"{gpu.name} ({_gib(gpu.memory_bytes)})" for host in self.hosts for gpu in host.gpus)
         cpus = ", ".join(dict.fromkeys(host.cpu for host in self.hosts))
-        return f"{self.name}: {hosts}{_count(cores, 'core')} ({cpus}), {memory} memory, {gpus or 'no GPU'}"
+        machines = f"{self.name}: {hosts}{_count(cores, 'core')} ({cpus}), {memory} memory, {gpus or 'no GPU'}"
+        return f"{machines}; {_emulated(self.emulate)}" if self.emulate else machines
+
+    def ranks_per_host(self, ranks: int) -> list[int]:
+        """Where so many ranks go: see `spread`."""
+        return spread(ranks, self.devices_per_host)
+
+
+def spread(ranks: int, devices_per_host: Sequence[int]) -> list[int]:
+    """How many ranks go to each host: they are filled in their order, each device with as many as it takes for all to have a place."""
+    left, placed = ranks, []
+    per_device = -(-ranks // sum(devices_per_host))
+    for capacity in devices_per_host:
+        placed.append(min(capacity * per_device, left))
+        left -= placed[-1]
+    return placed
+
+
+def _emulated(emulate: Emulate) -> str:
+    rates = emulate.rate if isinstance(emulate.rate, tuple) else (emulate.rate,)
+    links = " or ".join(dict.fromkeys(str(rate) for rate in rates))
+    quotas = emulate.cpu if isinstance(emulate.cpu, tuple) else (emulate.cpu,)
+    cores = " or ".join(dict.fromkeys(f"{cores:g}" for cores in quotas if cores is not None))
+    delay = f", {emulate.delay_ms:g} ms from host to host" if emulate.delay_ms else ""
+    return f"emulated on this machine{f', links of {links}' if emulate.rate else ''}{delay}{f', cpu {cores}' if cores else ''}"
 
 
 def _tally(names: Iterable[str]) -> str:

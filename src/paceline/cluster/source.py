@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.cluster import Cluster, Device, Emulate, Host, Link
 from paceline.errors import ClusterError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_MODELS: dict[str, type[BaseModel]] = {"hosts": Host, "gpus": Device, "links": Link}  # by the list that holds them
+_MODELS: dict[str, type[BaseModel]] = {"emulate": Emulate, "hosts": Host, "gpus": Device, "links": Link}  # by the key that holds them
+_NAMES: dict[type[BaseModel], str] = {Cluster: "the cluster", Emulate: "`emulate`", Host: "a host", Device: "a device", Link: "a link"}
 
 
 def read_cluster(file: Path) -> Cluster:
@@ -34,12 +35,14 @@ def read_cluster(file: Path) -> Cluster:
     except yaml.YAMLError as error:
         raise ClusterError(f"{file}: is no valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ClusterError(f"{file}: a cluster is a mapping with `hosts`, e.g. hosts: [{{name: a, cores: 2, memory_bytes: 8000000000}}]")
+        raise ClusterError(f"{file}: a cluster is a mapping with `hosts` or `emulate`, e.g. emulate: {{hosts: 4, rate: 100mbit}}")
     try:
         return Cluster.model_validate(data)
     except ValidationError as error:
         problems = sorted((_line(tree, e["loc"]), _explain(e)) for e in error.errors())
         raise ClusterError("\n".join(f"{file}, line {line}: {problem}" for line, problem in problems)) from None
+    except ClusterError as error:  # this machine cannot be what the file has it emulate
+        raise ClusterError(f"{file}, line {_line(tree, ('emulate',))}: {error}") from error
 
 
 def _line(node: yaml.Node | None, location: Sequence[int | str]) -> int:
@@ -61,7 +64,7 @@ def _line(node: yaml.Node | None, location: Sequence[int | str]) -> int:
 def _explain(error: ErrorDetails) -> str:
     *outer, last = error["loc"] or ("cluster",)
     model = next((_MODELS[step] for step in reversed(outer) if step in _MODELS), Cluster)
-    owner = f"a {model.__name__.lower()}" if model is not Cluster else "the cluster"
+    owner = _NAMES[model]
     if error["type"] == "extra_forbidden":
         return f'unknown key "{last}" in {owner}. {_nearest(str(last), model)}'
     if error["type"] == "missing":

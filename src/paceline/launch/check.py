@@ -171,12 +171,14 @@ class Checks:
         return self._references[microbatches]
 
 
-def check_all(job: Job, most_ranks: int, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]) -> bool:
+def check_all(
+    job: Job, most_ranks: int, cluster: Cluster | None = None, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]
+) -> bool:
     """Check every legal plan of up to `most_ranks` ranks; `say` gets each as it is done. Returns whether all hold."""
     from paceline.errors import PacelineError
     from paceline.plan.space import legal_plans
 
-    checks, hold = Checks(job, steps=steps), True
+    checks, hold = Checks(job, cluster, steps=steps), True
     with checks.opened():
         for plan in legal_plans(job, checks.cluster, most_ranks):
             try:

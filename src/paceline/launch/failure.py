@@ -66,7 +66,17 @@ class ErrorRecord:
             inner = error.__traceback__.tb_next if error.__traceback__ else None
             message = "".join(traceback.format_exception_only(error)).strip()
             lines = "".join(traceback.format_exception(type(error), error, inner))
-        return cls(rank, HOST, os.getpid(), time.time(), type(error).__name__, message, lines, _only_lost_a_peer(error), explained)
+        return cls(
+            rank,
+            os.environ.get("PACELINE_HOST", HOST),
+            os.getpid(),
+            time.time(),
+            type(error).__name__,
+            message,
+            lines,
+            _only_lost_a_peer(error),
+            explained,
+        )
 
     def text(self, ranks: int) -> str:
         """The error of one of so many ranks, as a user is to read it."""
@@ -100,6 +110,7 @@ class RankEnd:
     record: ErrorRecord | None
     stack: str  # what faulthandler wrote when the rank crashed or was asked
     stopped: bool  # by SIGSTOP
+    host: str = HOST
 
     @property
     def primary(self) -> bool:
@@ -167,7 +178,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> Failure:
 
 
 def _who(end: RankEnd) -> str:
-    return f"rank {end.status.rank} (host {HOST}, pid {end.pid})"
+    return f"rank {end.status.rank} (host {end.host}, pid {end.pid})"
 
 
 def _where(status: RankStatus) -> str:

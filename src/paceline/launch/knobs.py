@@ -168,6 +168,8 @@ def _cache_file(job: Job, cluster: Cluster, default: Plan) -> Path:
     values["optimizer"].pop("lr")
     hosts = [(host.cpu, host.cores, host.physical_cores, [(gpu.name, gpu.memory_bytes) for gpu in host.gpus]) for host in cluster.hosts]
     key = {"job": values, "files": list(_digests(values)), "hosts": hosts, "plan": str(default)}
+    if cluster.emulate:
+        key["emulate"] = cluster.emulate.model_dump(mode="json")
     key |= {package: version(package) for package in ("paceline", "torch")}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.errors import LaunchError
-from paceline.launch.failure import ErrorRecord, Failure, RankEnd, hang, root_cause
+from paceline.launch.failure import HOST, ErrorRecord, Failure, RankEnd, hang, root_cause
 from paceline.launch.kernel import is_stopped, oom_kills
-from paceline.launch.port import ADDRESS, listen
+from paceline.launch.place import Place, on_this_machine
 from paceline.launch.signals import StopSignals
 from paceline.train.status import RankStatus, StatusBoard
 
@@ -51,6 +51,7 @@ def launch(
     threads: int,
     pin_cores: list[list[int]] | None,
     deadline_s: float,
+    places: Sequence[Place] | None = None,
     start_deadline_s: float = 300,
     port: int | None = None,
     restarts: int = 0,
@@ -59,7 +60,7 @@ def launch(
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
     env: Mapping[str, str] = {},
 ) -> Launched:
-    """Run `python -m paceline.launch.rank MODULE_ARGS…` once per rank and wait until all have ended.
+    """Run `python -m paceline.launch.rank MODULE_ARGS…` once per rank, in its place, and wait until all have ended.
 
     SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is still starting gets
     SIGTERM for either.
@@ -69,8 +70,9 @@ def launch(
         threads: of each rank's torch operations.
         pin_cores: the cores of each rank, or None to leave that to the kernel.
         deadline_s: the longest that a rank may stay in one phase of one step while it is not waiting for others.
+        places: of the ranks, on emulated hosts; None is this machine as it is.
         start_deadline_s: the same for the start-up.
-        port: for the rendezvous on 127.0.0.1; None takes a free one.
+        port: for the rendezvous at rank 0's address; None takes a free one.
         restarts: how often to start again after a failure that another attempt may survive.
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
@@ -83,10 +85,11 @@ def launch(
     """
     if pin_cores is not None and len(pin_cores) != ranks:
         raise LaunchError(f"pin_cores names the cores of {len(pin_cores)} ranks, but {ranks} are to be started")
+    places = on_this_machine(ranks) if places is None else places
     with StopSignals() as signals, _CursorShown():
         number = 0
         while True:
-            setting = _Setting(module_args, ranks, threads, pin_cores, deadline_s, start_deadline_s, port, saves, env, number)
+            setting = _Setting(module_args, places, threads, pin_cores, deadline_s, start_deadline_s, port, saves, env, number)
             with _Attempt(setting, signals, on_tick, on_event) as attempt:
                 failure = attempt.watch()
             if failure is None:
@@ -103,7 +106,7 @@ class _Setting:
     """What one attempt is to start."""
 
     module_args: list[str]
-    ranks: int
+    places: Sequence[Place]
     threads: int
     pin_cores: list[list[int]] | None
     deadline_s: float
@@ -112,6 +115,10 @@ class _Setting:
     saves: bool
     env: Mapping[str, str]
     number: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.places)
 
 
 @dataclass
@@ -172,7 +179,7 @@ class _Attempt:
             self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
             self._made.callback(self.board.close)
             self._made.callback(self._close_ranks)
-            with listen(self.setting.port, backlog=max(128, 2 * self.setting.ranks)) as listener:
+            with self.setting.places[0].listen(self.setting.port, backlog=max(128, 2 * self.setting.ranks)) as listener:
                 for number in range(self.setting.ranks):
                     self._start(number, folder, listener)
             self._made = self._made.pop_all()
@@ -228,11 +235,9 @@ class _Attempt:
         environment = {
             "RANK": number,
             "WORLD_SIZE": setting.ranks,
-            "LOCAL_RANK": number,
-            "LOCAL_WORLD_SIZE": setting.ranks,
-            "MASTER_ADDR": ADDRESS,
+            "MASTER_ADDR": setting.places[0].address,
             "MASTER_PORT": listener.getsockname()[1],
-            "GLOO_SOCKET_IFNAME": "lo",  # gloo, too, listens on loopback only
+            **setting.places[number].environment,
             "OMP_NUM_THREADS": setting.threads,
             "MKL_NUM_THREADS": setting.threads,
             **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
@@ -329,8 +334,9 @@ class _Attempt:
                 record=ErrorRecord.read(rank.record),
                 stack=rank.stack(),
                 stopped=rank.code is None and is_stopped(rank.process.pid),
+                host=place.host.name if place.host else HOST,
             )
-            for rank, status in zip(self.ranks, self.board.read(), strict=True)
+            for rank, place, status in zip(self.ranks, self.setting.places, self.board.read(), strict=True)
         ]
 
     def _stop_all(self) -> None:

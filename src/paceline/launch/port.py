@@ -11,26 +11,26 @@ from paceline.errors import LaunchError
 ADDRESS = "127.0.0.1"
 
 
-def listen(port: int | None, backlog: int) -> socket.socket:
-    """A socket on loopback for the store of the rendezvous. Bound here, so no one can take the port before rank 0 is up."""
+def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.socket:
+    """A socket at one address for the store of the rendezvous. Bound here, so no one can take the port before rank 0 is up."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ADDRESS, port or 0))
+        listener.bind((address, port or 0))
         listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise LaunchError(_why_no_port(port, error)) from error
+        raise LaunchError(_why_no_port(port, address, error)) from error
     return listener
 
 
-def _why_no_port(port: int | None, error: OSError | OverflowError) -> str:
+def _why_no_port(port: int | None, address: str, error: OSError | OverflowError) -> str:
     advice = "Give another port, or none for a free one"
     if isinstance(error, OverflowError):
         return f"port {port} does not exist: ports go from 1 to 65535. {advice}."
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {ADDRESS} is in use by {_listener_of(port)}. {advice}, or end that process."
-    return f"port {port or '(any)'} on {ADDRESS} cannot be opened: {error.strerror}. {advice}."
+        return f"port {port} on {address} is in use by {_listener_of(port)}. {advice}, or end that process."
+    return f"port {port or '(any)'} on {address} cannot be opened: {error.strerror}. {advice}."
 
 
 def _listener_of(port: int | None) -> str:

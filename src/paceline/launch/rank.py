@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+from paceline.cluster.emulate import enter_host
 from paceline.errors import ClusterError
 from paceline.job.imports import load_object
 from paceline.launch.failure import ErrorRecord
@@ -33,6 +34,7 @@ def main() -> None:
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     try:
+        enter_host()  # before torch, or anything of the user's, starts a thread
         _pin(os.environ.get("PACELINE_CORES"))
         target, *arguments = sys.argv[1:]
         load_object(target)(arguments)

@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +15,12 @@ from rich.console import Console
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.emulate import LinkBytes
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.launch.knobs import Say, choose
 from paceline.launch.local import launch
+from paceline.launch.place import places_on
 from paceline.plan.plan import Plan, cores_of
 from paceline.train.progress import LiveProgress
 from paceline.train.run import Lines, Run
@@ -40,7 +44,8 @@ def train(
 ) -> Run:
     """Train a job until its stop rule ends it, and return the record.
 
-    Alone, the ranks of the plan are started on this machine and watched. Called by every rank of a torchrun, those ranks are used.
+    Alone, the ranks of the plan are started on this machine, or on hosts emulated on it, and watched. Called by every rank of a torchrun,
+    those ranks are used.
 
     Args:
         job: a `Job`, or the YAML file of one.
@@ -49,7 +54,7 @@ def train(
             under torchrun, one replica per rank, and a run that is resumed keeps its own.
         run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
         resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is none.
-        port: of the rendezvous on 127.0.0.1; None takes a free one.
+        port: of the rendezvous, on 127.0.0.1 or the first emulated host; None takes a free one.
         restarts: how often a run that failed is started again from its newest checkpoint.
         console: where progress is shown; None is stderr.
 
@@ -80,13 +85,18 @@ def train(
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     host = cluster.hosts[0]
     try:
-        with _events(record) as events, LiveProgress(record.path, console) as progress:
+        with (
+            _events(record) as events,
+            places_on(cluster, chosen.ranks, partial(_note_links, events)) as places,
+            LiveProgress(record.path, console) as progress,
+        ):
             launch(
                 ["paceline.train.loop:run_rank", str(record.path.resolve())],
                 ranks=chosen.ranks,
                 threads=chosen.threads_for(host, chosen.ranks),
                 pin_cores=[cores_of(r, chosen.ranks, host) for r in range(chosen.ranks)] if chosen.pin else None,
                 deadline_s=job.deadline_s,
+                places=places,
                 port=port,
                 restarts=restarts,
                 on_tick=progress.tick,
@@ -167,6 +177,11 @@ def _agreed_run(group: Group, job: Job, cluster: Cluster, plan: Plan | str, *, r
     if problem:
         raise RunError(f"rank 0 could not prepare the run: {problem}")
     return str(path)
+
+
+def _note_links(events: Lines, carried: dict[str, LinkBytes]) -> None:
+    """The event of what the links of emulated hosts carried, headers included."""
+    events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})
 
 
 @contextmanager

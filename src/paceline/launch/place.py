@@ -1,0 +1,82 @@
+"""Where each rank of a run goes: onto this machine as it is, or into the hosts emulated on it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate import EmulatedHost, Emulation, LinkBytes
+from paceline.cluster.namespace import inside
+from paceline.launch.port import ADDRESS, listen
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's.
+
+    Attributes:
+        local_rank: its number among the ranks of its host.
+        local_size: how many these are.
+        address: at which the other ranks reach it.
+        interface: of that address.
+        host: the emulated host, or None on this machine as it is.
+    """
+
+    local_rank: int
+    local_size: int
+    address: str = ADDRESS
+    interface: str = "lo"
+    host: EmulatedHost | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the rank finds in its environment about its host."""
+        return {
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GLOO_SOCKET_IFNAME": self.interface,  # gloo, too, listens only there
+            "PACELINE_ADDRESS": self.address,
+            **({**self.host.entry, "CUDA_VISIBLE_DEVICES": ""} if self.host else {}),  # an emulated host has no GPU
+        }
+
+    def listen(self, port: int | None, backlog: int) -> socket.socket:
+        """A socket at this place's address, for the rendezvous that its rank serves. None takes a free port."""
+        if self.host is None:
+            return listen(port, backlog)
+        return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
+
+
+@contextmanager
+def places_on(cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None) -> Iterator[list[Place]]:
+    """The places of so many ranks on a cluster, whose emulated hosts are up until the end.
+
+    Args:
+        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
+
+    Raises:
+        ClusterError: the hosts cannot be emulated here.
+    """
+    if cluster.emulate is None:
+        yield on_this_machine(ranks)
+        return
+    with Emulation(cluster.emulate) as emulation:
+        try:
+            yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
+        finally:
+            if on_end:
+                on_end(emulation.carried())
+
+
+def on_this_machine(ranks: int) -> list[Place]:
+    """All ranks on this machine, where they meet on loopback."""
+    return [Place(rank, ranks) for rank in range(ranks)]
+
+
+def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[Place]:
+    """So many ranks on each emulated host, in their order."""
+    return [
+        Place(rank, count, host.address, host.interface, host) for host, count in zip(hosts, per_host, strict=True) for rank in range(count)
+    ]
