@@ -42,6 +42,18 @@ def test_a_split_without_need_for_warnings_has_none(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "cluster", "changes", "warnings"),
     [
+        (
+            "sync=local:8",
+            LAPTOP,
+            {},
+            ["plan sync=local:8 has one replica, which agrees with nobody, so sync=local:8 does nothing; dp=2 or more has it work."],
+        ),
+        (
+            "dp=2 sync=diloco:8",
+            LAPTOP,
+            {"stop": {"steps": 6}},
+            ["plan dp=2 sync=diloco:8 agrees every 8 steps, and the job ends after 6; a period of 1 agrees four times."],
+        ),
         ("dp=2 threads=2", LAPTOP, {}, ["plan dp=2 threads=2 runs 2 × 2 threads on a host with 2 cores; threads=1 fits."]),
         (
             "precision=bf16",

@@ -55,7 +55,7 @@ def summed(bucket_bytes: int | None) -> dict[str, Any]:
     """Gradients and notes after an agreement in which rank r has factor r + 1; with small buckets they travel during the backward pass."""
     with joined(deadline_s=30) as group:
         if bucket_bytes is not None:
-            allreduce.BUCKET_BYTES = bucket_bytes
+            allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
             group.hosts = tuple(range(group.size))
         torch.manual_seed(group.rank)
         model, rule = Mixed(), AllReduce()
@@ -119,7 +119,7 @@ def test_one_replica_costs_nothing() -> None:
 def second_gradient() -> None:
     with joined(deadline_s=30) as group:
         group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
-        allreduce.BUCKET_BYTES = 1
+        allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 1
         model, rule = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), AllReduce()
         rule.attach(Replica(model, group, torch.zeros(NOTES)))
         x = torch.ones(1, 2)
@@ -136,7 +136,7 @@ def used_counts(bucket_bytes: int | None, steps: int) -> list[float]:
     """How many replicas used each parameter, as every bucket knows after the last of some steps."""
     with joined(deadline_s=30) as group:
         if bucket_bytes is not None:
-            allreduce.BUCKET_BYTES = bucket_bytes
+            allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
             group.hosts = tuple(range(group.size))
         model, rule = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), AllReduce()
         rule.attach(Replica(model, group, torch.zeros(NOTES)))

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group, Pending
+from paceline.comm.worker import Task
 from paceline.errors import PlanError
+
+
+class Memory(Protocol):
+    """What makes flat tensors: a group, or an algorithm."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros."""
 
 
 @dataclass
@@ -21,16 +30,21 @@ class Bucket:
     used: Tensor  # the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did
     gradient_size: int
     seen: set[int] = field(default_factory=set)
-    pending: Pending | None = None
+    pending: Pending | Task | None = None
+
+    @property
+    def gradients(self) -> Tensor:
+        """All gradients, flat."""
+        return self.flat[: self.gradient_size]
 
     @classmethod
-    def of(cls, parameters: list[nn.Parameter], group: Group, notes: Tensor | None = None) -> Bucket:
-        """A bucket for the gradients of `parameters` (of one dtype), in memory of the group's where there is some; `Group.release` it."""
+    def of(cls, parameters: list[nn.Parameter], memory: Memory, notes: Tensor | None = None) -> Bucket:
+        """A bucket for the gradients of `parameters` (of one dtype), in memory that suits who sums it, who also takes it back."""
         gradient_size = sum(p.numel() for p in parameters)
         notes_size = 0 if notes is None else len(notes)
         like = parameters[0] if parameters else notes
         assert like is not None
-        flat = group.empty(gradient_size + notes_size + len(parameters), like.dtype)
+        flat = memory.empty(gradient_size + notes_size + len(parameters), like.dtype)
         views, start = [], 0
         for p in parameters:
             views.append(_like(flat[start : start + p.numel()], p))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.cluster.cluster import Cluster
+from paceline.cluster.cluster import Cluster, spread
 from paceline.job.data import Synthetic, Text
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
@@ -74,13 +74,8 @@ class Case:
 
     @property
     def ranks_per_host(self) -> list[int]:
-        """Hosts are filled in their order, each core with as many ranks as it takes for all to have a place."""
-        left, placed = self.plan.ranks, []
-        per_device = -(-left // self.devices)
-        for capacity in self.per_host:
-            placed.append(min(capacity * per_device, left))
-            left -= placed[-1]
-        return placed
+        """See `Cluster.ranks_per_host`."""
+        return spread(self.plan.ranks, self.per_host)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.plan.case import DEGREES, READERS, Case, Check, count, degrees
 from paceline.plan.split_check import SPLIT_CHECKS
+from paceline.plan.sync_check import SYNC_CHECKS
 
 if TYPE_CHECKING:
     from paceline.plan.plan import Plan
@@ -171,5 +172,6 @@ CHECKS: tuple[Check, ...] = (
     Check(_no_images, ("memory_format",)),
     Check(_no_cuda_graphs, ("compile",)),
     Check(_no_such_transport, ("transport", *DEGREES)),
+    *SYNC_CHECKS,
     *SPLIT_CHECKS,
 )

@@ -30,6 +30,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "memory_format": ("contiguous",),
     "compile": ("on", "off"),
     "fused": (False,),
+    "compress": ("none", "int8"),
+    "sync": ("allreduce",),
     "transport": ("auto",),
 }
 

@@ -12,13 +12,14 @@ from paceline.job.job import Job
 from paceline.job.nearest import nearest
 from paceline.plan.check import reasons_against
 from paceline.plan.nearest import nearest_plan
+from paceline.plan.sync import problem_with
 from paceline.plan.warn import warnings_about
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp64"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 Compile = Literal["off", "on", "reduce-overhead"]
-Transport = Literal["auto", "shm", "gloo"]
+Transport = Literal["auto", "shm", "gloo", "tcp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Remat = Literal["none", "selective", "block"]
 
@@ -30,12 +31,18 @@ _CHOICES = {
     "precision": ("fp32", "bf16", "fp64"),
     "memory_format": ("contiguous", "channels_last"),
     "compile": ("off", "on", "reduce-overhead"),
-    "sync": ("allreduce",),
-    "transport": ("auto", "shm", "gloo"),
+    "transport": ("auto", "shm", "gloo", "tcp"),
 }
-_EXAMPLES = {"compile": "on", "transport": "gloo", "cut": "blocks.2", **dict.fromkeys(_LEAST, "2")}
+_TEXTS = ("cut", "sync", "compress")
+_EXAMPLES = {
+    "compile": "on",
+    "transport": "gloo",
+    "cut": "blocks.2",
+    "sync": "allreduce:ring",
+    "compress": "int8",
+    **dict.fromkeys(_LEAST, "2"),
+}
 _SWITCHES = {"on": True, "off": False}
-_LATER = ("compress",)  # keys that are kept for coming versions
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,9 @@ class Plan:
     threads: int = 0  # per rank; 0: the host's physical cores, shared out evenly
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step
-    sync: str = "allreduce"  # how the replicas come to agree
-    transport: Transport = "auto"  # of bytes between ranks on CPUs; auto: shared memory within a host, else gloo. GPUs have NCCL
+    sync: str = "allreduce"  # how the replicas come to agree: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or a rule of one's own
+    compress: str = "none"  # what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    transport: Transport = "auto"  # of bytes between ranks on CPUs; auto: shared memory within a host. GPUs have NCCL
 
     def __post_init__(self) -> None:
         problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
@@ -166,8 +174,6 @@ def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
 
 def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
     available = [field.name for field in fields(Plan)]
-    if key in _LATER:
-        return f"{key} is not available in this version; available: {' '.join(available)}"
     if key in available:
         return f"{key} is given twice" if key in known else None if equals else f"{key} needs a value, e.g. {key}={_example(key)}"
     return f'unknown key "{key}". {nearest(key, available)}'
@@ -177,7 +183,7 @@ def _value(key: str, text: str) -> Any:
     """The value as its type, or the text itself where it is none (`_problem` then says so)."""
     if key in _LEAST:
         return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
-    return text if key in _CHOICES or key == "cut" else _SWITCHES.get(text, text)
+    return text if key in _CHOICES or key in _TEXTS else _SWITCHES.get(text, text)
 
 
 def _text(value: Any) -> str:
@@ -192,6 +198,8 @@ def _problem(key: str, value: Any) -> str | None:
         return f'{key} is a whole number, {limits}, not "{value}"' if wrong else None
     if key in _CHOICES:
         return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
+    if key in ("sync", "compress"):
+        return problem_with(key, value)
     if key == "cut":
         named = isinstance(value, str) and (not value or all(value.split(",")))
         return None if named else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'

@@ -10,6 +10,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.plan.case import Case, count
+from paceline.plan.sync import SyncSpec
 
 if TYPE_CHECKING:
     from paceline.plan.plan import Plan
@@ -34,6 +35,8 @@ def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
         *_uneven_attention(case),
         *_nothing_to_offload_to(case),
         *_statistics_of_microbatches(case),
+        *_nobody_to_agree_with(plan),
+        *_ends_between_agreements(case),
     ]
     return list(dict.fromkeys(found))  # once where hosts are alike
 
@@ -169,3 +172,20 @@ def _statistics_of_microbatches(case: Case) -> list[str]:
         f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole "
         f"share, and move the running ones {count(plan.microbatches, 'time')} a step: losses differ from those of microbatches=1."
     ]
+
+
+def _nobody_to_agree_with(plan: Plan) -> list[str]:
+    if plan.dp > 1 or (plan.sync == "allreduce" and plan.compress == "none"):
+        return []
+    said = " ".join(word for word in str(plan).split() if word.startswith(("sync=", "compress=")))
+    return [f"plan {plan} has one replica, which agrees with nobody, so {said} does nothing; dp=2 or more has it work."]
+
+
+def _ends_between_agreements(case: Case) -> list[str]:
+    """Of a rule that agrees every few steps: a run that is shorter trains replicas that never meet before its end."""
+    plan, steps = case.plan, case.job.stop.steps
+    spec = SyncSpec.parse(plan.sync)
+    if plan.dp == 1 or spec.agrees_every_step or steps is None or steps >= spec.arguments[""]:
+        return []
+    period = spec.arguments[""]
+    return [f"plan {plan} agrees every {period} steps, and the job ends after {steps}; a period of {max(1, steps // 4)} agrees four times."]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.plan.plan import Plan
+from paceline.plan.sync import SyncSpec
 
 AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # the last one varies fastest: its ranks are neighbours, which talk most
 READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones
@@ -52,12 +53,13 @@ class Mesh:
         divided = any(sizes[axis] > 1 for axis in REPLICA)
         devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if divided else None
         mesh = cls(sizes, place, world, devices, {})
-        for axes in (*((axis,) for axis in AXES), READERS):
+        by_replica = () if SyncSpec.parse(plan.sync).name == "allreduce" else (REPLICA,)
+        for axes in (*((axis,) for axis in AXES), READERS, *by_replica):
             mesh._groups[axes] = mesh._make_group(axes)
         return mesh
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along `axes` only: one axis, or `READERS`."""
+        """The ranks that differ from this one along `axes` only: one axis, `READERS`, or, with rules that may need it, `REPLICA`."""
         return self._groups[axes]
 
     def devices(self, axis: str) -> DeviceMesh:

@@ -1,8 +1,8 @@
 """How the replicas of a model are kept in agreement: one file per rule, all with the methods of `SyncRule`."""
 
 from paceline.sync.allreduce import AllReduce
+from paceline.sync.registry import attach, build_rule
 from paceline.sync.rule import Replica, SyncRule
+from paceline.sync.start import start_alike
 
-__all__ = ["RULES", "AllReduce", "Replica", "SyncRule"]
-
-RULES: dict[str, type[SyncRule]] = {"allreduce": AllReduce}
+__all__ = ["AllReduce", "Replica", "SyncRule", "attach", "build_rule", "start_alike"]

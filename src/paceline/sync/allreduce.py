@@ -6,18 +6,24 @@ the backward pass makes them, and a full bucket travels while the rest is still 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.algorithms import Algorithm, algorithm_for
 from paceline.comm.bucket import Bucket
+from paceline.comm.worker import Worker
 from paceline.errors import SyncError
 from paceline.sync.rule import Replica, SyncRule
+from paceline.sync.start import start_alike
 
-BUCKET_BYTES = 25 * 2**20  # DDP's default; large enough for bandwidth, small enough to start early
+if TYPE_CHECKING:
+    from paceline.sync.compress import Compressor
+
+BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
+BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20  # their links are slower: sending begins earlier, and a message is still long against its latency
 
 
 class AllReduce(SyncRule):
@@ -25,59 +31,83 @@ class AllReduce(SyncRule):
 
     Gradients are moved into flat buckets as the backward pass makes them, so a rank never holds them twice. A parameter that
     no replica used keeps `grad=None`, as in a single process. With gradient accumulation only the last backward pass communicates.
+
+    Args:
+        algorithm: how a sum is made (see `paceline.comm.algorithms`): flat, ring, tree, hierarchical, or auto.
+        compress: what is sent of the gradients (see `paceline.sync.compress`): none or a codec. Losses and votes go as they are.
     """
 
-    def attach(self, replica: Replica) -> None:
-        self.replica = replica
+    def __init__(self, algorithm: str = "auto", compress: str = "none") -> None:
+        self.algorithm_name, self.compress = algorithm, compress
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.parameters = replica.trainable
-        _broadcast(replica)
+        self.compressor: Compressor | None = None
+        self.worker: Worker | None = None
+
+    def attach(self, replica: Replica) -> None:
+        self.replica, self.parameters = replica, replica.trainable
+        start_alike(replica)
         if replica.dp.size == 1:
             return
-        whole = replica.parameters is None
+        on_gpu, whole = replica.dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
-        self.overlap = whole and (replica.dp.device.type == "cuda" or replica.dp.spans_hosts)
-        self.buckets = _bucketize(replica, BUCKET_BYTES if self.overlap else None)
+        self.overlap = whole and (replica.dp.spans_hosts or (on_gpu and self.compress == "none"))
+        beside = self.overlap and not on_gpu  # then the sums have connections of their own
+        self.group = replica.dp.copy() if beside else replica.dp
+        self.worker = Worker() if beside else None
+        self.algorithm: Algorithm = algorithm_for(self.group, self.algorithm_name)
+        limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
+        self.buckets = _bucketize(replica, self.algorithm, limit)
+        if replica.dp.spans_hosts or self.algorithm_name != "auto":
+            replica.said.append(f"sync=allreduce: {self.algorithm.why}")
+        if self.compress != "none":
+            from paceline.sync.compress import Compressor
+
+            self.compressor = Compressor(self.compress, self.group, replica.traffic)
         if whole:
             self.hooks = [
                 p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
             ]
-        replica.gradients = [b.flat[: b.gradient_size] for b in self.buckets if b.gradient_size]
+        replica.gradients = [b.gradients for b in self.buckets if b.gradient_size]
 
     def after_backward(self) -> None:
         replica = self.replica
         if replica.dp.size == 1:
             replica.gradients = [p.grad for p in self.parameters if p.grad is not None]
             return
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             if bucket.pending is None:
                 if not self.hooks:
                     bucket.take_all()
                 bucket.fill()
                 if self.overlap:
-                    bucket.send(replica.dp)
+                    self._begin(number)
                 else:
-                    replica.dp.all_reduce(bucket.flat)  # nothing is left to be done beside it
+                    self._sum(number)
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
+        for bucket in self.buckets:
             bucket.hand_out()
 
-    def after_step(self, step: int) -> None:
-        """Nothing: replicas that took the same step from the same weights agree already."""
-
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return dict(self.compressor.state_dict()) if self.compressor is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take over: the rule remembers nothing from step to step."""
+        if self.compressor is not None and state:
+            self.compressor.load_state_dict(state)
 
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
+        if self.worker is not None:
+            self.worker.close()
         for bucket in self.buckets:
-            self.replica.dp.release(bucket.flat)
+            self.algorithm.release(bucket.flat)
+        if self.worker is not None:
+            self.group.close()
+
+    # One bucket
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass just made into its bucket; send the bucket when it is full."""
@@ -88,48 +118,46 @@ class AllReduce(SyncRule):
             )
         bucket.take(i, parameter)
         if self.overlap and self.replica.last_backward:
-            self._send_full_buckets()
+            self._begin_full_buckets()
 
-    def _send_full_buckets(self) -> None:
+    def _begin_full_buckets(self) -> None:
         """Send in bucket order only: every rank must start the same collectives in the same order, whatever it computed first."""
-        for bucket in self.buckets[:-1]:  # the last one carries the notes, which are complete only after the backward pass
+        for number, bucket in enumerate(
+            self.buckets[:-1]
+        ):  # the last one carries the notes, which are complete only after the backward pass
             if bucket.pending is None:
                 if len(bucket.seen) < len(bucket.parameters):
                     return
                 bucket.fill()
-                bucket.send(self.replica.dp)
+                self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        """Have a bucket summed while the backward pass goes on."""
+        bucket = self.buckets[number]
+        if self.worker is not None:
+            bucket.pending = self.worker.start(partial(self._sum, number))
+        else:
+            bucket.send(self.replica.dp)
+            self._count(bucket.flat)
+
+    def _sum(self, number: int) -> None:
+        """Sum a bucket over the replicas, now."""
+        bucket = self.buckets[number]
+        if self.compressor is not None:
+            self.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)  # what follows the gradients is summed exactly
+            return
+        self.algorithm.all_reduce(bucket.flat)
+        self._count(bucket.flat)
+
+    def _count(self, tensor: Tensor) -> None:
+        """What an all-reduce makes a rank send at least: 2 (n - 1) / n of the tensor."""
+        size = self.replica.dp.size
+        sent = 2 * (size - 1) * tensor.nbytes // size
+        self.replica.traffic.sent_bytes += sent
+        self.replica.traffic.plain_bytes += sent
 
 
-def _broadcast(replica: Replica) -> None:
-    """Give every replica the weights and buffers of the first, many small ones in one collective."""
-    if replica.dp.size == 1:
-        return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in replica.tensors():
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for tensors in by_dtype.values():
-        for together in _in_parts(tensors, BUCKET_BYTES):
-            flat = torch.cat([t.reshape(-1) for t in together])
-            replica.dp.broadcast(flat, root=0)
-            for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _in_parts(tensors: list[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
-    """Neighbours of about `limit_bytes` in all, so that what is sent is never a second copy of the model."""
-    part: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        part.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit_bytes:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
+def _bucketize(replica: Replica, algorithm: Algorithm, limit_bytes: int | None) -> list[Bucket]:
     """Buckets in reverse order of the parameters, which is about the order of their gradients; the notes ride in the last one."""
     groups: list[list[nn.Parameter]] = []
     size = 0
@@ -142,7 +170,7 @@ def _bucketize(replica: Replica, limit_bytes: int | None) -> list[Bucket]:
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
         groups.append([])  # half precision would round the notes: they get a bucket of their own
-    buckets = [Bucket.of(group, replica.dp, replica.notes if group is groups[-1] else None) for group in groups]
+    buckets = [Bucket.of(group, algorithm, replica.notes if group is groups[-1] else None) for group in groups]
     last = buckets[-1]
     replica.notes = last.flat[last.gradient_size : last.gradient_size + len(replica.notes)]
     return buckets

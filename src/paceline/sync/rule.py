@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from paceline.comm import Group
+from paceline.sync.traffic import Traffic
 
 
 @dataclass
@@ -20,18 +22,31 @@ class Replica:
         dp: the ranks that hold the same part of the other replicas.
         parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete only
             when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
+        inner: the ranks that hold this replica together; this rank alone where it holds all of it.
+        world: all ranks; `world.host` are those on this rank's host.
         notes: 1-D numbers of the engine (loss, votes, times) that are summed over the replicas together with the gradients,
             so that they need no collective of their own. A rule may replace this tensor by a view of its own buffer in `attach`.
+        step: the optimizer step under way, counted from 1 over the whole run.
         last_backward: whether the backward pass under way is the last one before `after_backward` (gradient accumulation has several).
         gradients: after `after_backward`, tensors that hold every agreed gradient once (flat buffers where the rule has them).
+        agreed: after `after_backward`, whether gradients and notes are those of all replicas. A rule that agrees on parameters instead
+            sets this to False when it is attached, and in the steps between, which then count as this replica's own: see `LocalRule`.
+        traffic: what the rule sent so far; it keeps the count.
+        said: what the rule has to say of itself, in words, for the record of the run (which algorithm it took and why).
     """
 
     model: nn.Module
     dp: Group
     notes: Tensor
     parameters: list[nn.Parameter] | None = None
+    inner: Group = field(default_factory=Group)
+    world: Group = field(default_factory=Group)
+    step: int = 0
     last_backward: bool = True
     gradients: list[Tensor] = field(default_factory=list)
+    agreed: bool = True
+    traffic: Traffic = field(default_factory=Traffic)
+    said: list[str] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -46,22 +61,40 @@ class Replica:
 
 
 class SyncRule(Protocol):
-    """How replicas come to agree. One instance per rank; called by the engine, never by user code."""
+    """How replicas come to agree. One instance per rank; called by the engine, never by user code.
+
+    A rule that inherits from this class needs to write only what it does: every method but `attach` does nothing by itself.
+    """
 
     def attach(self, replica: Replica) -> None:
-        """Start every replica from the weights of the first one, and take hold of the gradients."""
+        """Start every replica from the weights of the first one (`start_alike`), and take hold of the gradients."""
 
     def after_backward(self) -> None:
         """Turn local gradients (scaled so that their sum is the gradient of the global batch) and `replica.notes` into agreed ones."""
+        return
 
     def after_step(self, step: int) -> None:
         """Turn local parameters into agreed ones, for rules that agree on parameters. `step` counts optimizer steps from 1."""
+        return
+
+    def in_agreement(self) -> AbstractContextManager[None]:
+        """Within, the parameters of every replica are those that all agree on; afterwards its own again. Every rank enters it.
+
+        For measuring and saving. Nothing to do for rules whose replicas never differ.
+        """
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of the rule: error feedback, outer momentum, staleness clocks."""
+        """What a resumed run needs of the rule: JSON values, the same on all ranks, and tensors of this rank (error feedback, momentum).
+
+        Tensors return only on the same mesh; on another one, `load_state_dict` gets the JSON values alone.
+        """
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of an earlier run."""
+        return
 
     def detach(self) -> None:
-        """Let go of the model: remove hooks and views."""
+        """Let go of the model: remove hooks and views, end threads."""
+        return

@@ -1,0 +1,36 @@
+"""Whether all ranks of a group hold the same things, found out before a collective that would hang or mix them up."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.errors import SyncError
+
+
+def agree_on(group: Group, what: Sequence[str]) -> None:
+    """Make sure that all ranks bring the same lines, such as name, shape and dtype of every parameter. Every rank calls it.
+
+    Costs one collective of 16 bytes where they do.
+
+    Raises:
+        SyncError: on every rank; names the first line that differs, and what two ranks have there.
+    """
+    digest = int.from_bytes(hashlib.sha256("\n".join(what).encode()).digest()[:7], "big")
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=group.device)
+    group.all_reduce(both, "max")
+    if both[0].item() == -both[1].item():
+        return
+    of_ranks = group.gather_json(list(what))
+    rank = next(r for r, lines in enumerate(of_ranks) if lines != of_ranks[0])
+    number, (first, other) = next(
+        (i, pair) for i, pair in enumerate(zip_longest(of_ranks[0], of_ranks[rank], fillvalue="nothing more")) if pair[0] != pair[1]
+    )
+    raise SyncError(
+        f"the ranks do not hold the same: number {number + 1} of rank 0 is {first}, of rank {rank} it is {other}. Every rank must build "
+        "the same model; look for what depends on the rank, on a file of its host, or on the order of a set."
+    )

@@ -1,0 +1,59 @@
+"""A thread that communicates beside the computation: what is handed to it runs in that order, one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+
+class Worker:
+    """Runs collectives in one thread, in the order of `start`, which must be the same on every rank.
+
+    Where the main thread uses the same group meanwhile, the worker needs a copy of it (`Group.copy`).
+    """
+
+    def __init__(self, name: str = "paceline-sync") -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], None], Task] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Callable[[], None]) -> Task:
+        """Have `work` run when all that was handed over before has."""
+        task = Task()
+        self._queue.put((work, task))
+        return task
+
+    def close(self) -> None:
+        """End the thread when it has done all that was handed to it."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            work, task = entry
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is waited for
+                task.error = error
+            task.done.set()
+            del entry, work, task  # an idle worker keeps no tensor alive
+
+
+@dataclass
+class Task:
+    """Something that a worker was given."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Return when it is done. The collectives in it have deadlines of their own.
+
+        Raises:
+            SyncError, or whatever else the work raised.
+        """
+        self.done.wait()
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,58 @@
+"""Where replicas begin: the same parameters by name, shape and dtype, with the values of the first replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.comm.agree import agree_on
+from paceline.sync.rule import Replica
+
+_TOGETHER_BYTES = 25 * 2**20
+
+
+def start_alike(replica: Replica) -> None:
+    """Give every replica the weights and buffers of the first, many small ones in one collective. Every rule's `attach` begins so.
+
+    Raises:
+        SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and dtype.
+    """
+    if replica.dp.size == 1:
+        return
+    if replica.dp.transport != "fake":  # of a rehearsal in one process, where no rank answers
+        agree_on(replica.dp, _descriptions(replica))
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in replica.tensors():
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for tensors in by_dtype.values():
+        for together in _in_parts(tensors):
+            flat = torch.cat([t.reshape(-1) for t in together])
+            replica.dp.broadcast(flat, root=0)
+            for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _descriptions(replica: Replica) -> list[str]:
+    """A line per parameter and buffer, in order."""
+    names = {id(t): name for name, t in (*replica.model.named_parameters(), *replica.model.named_buffers())}
+    return [
+        f"{names.get(id(tensor), f'tensor {i}')} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        + ("" if tensor.requires_grad else " without gradient")
+        for i, tensor in enumerate(replica.tensors())
+    ]
+
+
+def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of some megabytes in all, so that what is sent is never a second copy of the model."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        part.append(tensor)
+        size += tensor.nbytes
+        if size >= _TOGETHER_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

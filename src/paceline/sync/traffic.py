@@ -1,0 +1,27 @@
+"""What a rule has sent, what it would have sent without compression, and what compression changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Traffic:
+    """Sums since the start of the run, of one rank.
+
+    Attributes:
+        sent_bytes: put on the wire by the rule.
+        plain_bytes: what the same exchange would have sent as it is, by an all-reduce in the tensors' own dtype.
+        error_square: squared L2 norm of what compression left out of the tensors handed to it (before error feedback makes up for it).
+        signal_square: squared L2 norm of the tensors handed to it.
+    """
+
+    sent_bytes: int = 0
+    plain_bytes: int = 0
+    error_square: float = 0.0
+    signal_square: float = 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """L2 norm of the error over that of what was to be sent; 0 where nothing was compressed."""
+        return (self.error_square / self.signal_square) ** 0.5 if self.signal_square > 0 else 0.0

@@ -1,0 +1,39 @@
+"""Ranks that hold different things are told so, by name, before they exchange them; else they hang, or train on a mixture."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.comm.agree import agree_on
+from paceline.comm.backend import joined
+from ranks import RankError, Ranks
+
+
+def bring(lines: list[list[str]]) -> int:
+    with joined(deadline_s=30) as group:
+        before = group.bytes_reduced
+        agree_on(group, lines[group.rank])
+        return group.bytes_reduced - before
+
+
+def test_ranks_that_hold_the_same_go_on_after_a_few_bytes(ranks: Ranks) -> None:
+    assert ranks(3, bring, [["weight (4, 3) float32", "bias (4,) float32"]] * 3) == [16] * 3
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            ["weight (4, 2) float32", "bias (4,) float32"],
+            r"number 1 of rank 0 is weight \(4, 3\) float32, of rank 1 it is weight \(4, 2\) float32",
+        ),
+        (
+            ["weight (4, 3) float32", "bias (4,) bfloat16"],
+            r"number 2 of rank 0 is bias \(4,\) float32, of rank 1 it is bias \(4,\) bfloat16",
+        ),
+        (["weight (4, 3) float32"], r"number 2 of rank 0 is bias \(4,\) float32, of rank 1 it is nothing more"),
+    ],
+)
+def test_the_first_thing_that_differs_is_named_with_what_both_ranks_have(ranks: Ranks, other: list[str], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        ranks(2, bring, [["weight (4, 3) float32", "bias (4,) float32"], other])
