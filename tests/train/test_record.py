@@ -90,11 +90,25 @@ def test_the_use_of_the_machine_is_noted_now_and_then(tmp_path: Path, monkeypatc
     record.step(result(1, timing=timing(1)), 8, 0.1)
     record.close()
     use = written(tmp_path)[0]["use"]
-    network = {"network_sent_bytes", "network_received_bytes", "reduced_bytes"}
+    network = {"network_sent_bytes", "network_received_bytes", "reduced_bytes", "wire_bytes", "saved_bytes"}
     assert use.keys() - {"energy_joules"} == {"cpu_cores", "memory_bytes", "peak_memory_bytes", "pss_bytes"} | network
     assert 10e6 < use["pss_bytes"] <= use["memory_bytes"] * 1.1
     assert use["memory_bytes"] <= use["peak_memory_bytes"] * 1.1, "the kernel counts the two at different moments"
     assert all(value >= 0 for value in use.values())
+
+
+def test_what_the_rule_sent_is_noted_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    record = recorder(tmp_path)
+    traffic = record.use._engine.replica.traffic
+    for step, (sent, plain, error, signal) in enumerate([(100, 100, 0.0, 0.0), (25, 100, 4.0, 100.0), (25, 100, float("nan"), 1.0)], 1):
+        traffic.sent_bytes, traffic.plain_bytes = traffic.sent_bytes + sent, traffic.plain_bytes + plain
+        traffic.error_square, traffic.signal_square = traffic.error_square + error, traffic.signal_square + signal
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+    record.close()
+    uses = [line["use"] for line in written(tmp_path)]
+    assert [(use["wire_bytes"], use["saved_bytes"]) for use in uses] == [(100, 0), (25, 75), (25, 75)]
+    assert [use.get("compression_error") for use in uses] == [None, 0.2, None], "JSON has no NaN"
 
 
 def test_a_run_of_any_length_has_a_reading_from_its_second_half(tmp_path: Path) -> None:

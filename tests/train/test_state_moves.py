@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,13 @@ class Kept:
         self.state = state
 
 
+class KeptRule(Kept):
+    """A rule whose replicas never differ."""
+
+    def in_agreement(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Held(nn.Module):
     """What a rank holds of a model, with a buffer on the first stage."""
 
@@ -68,7 +76,9 @@ def rank_of(mesh: Mesh, *, seed: int = 0, shapes: set[str] | None = None, optimi
         model=model,
         optimizer=optimizer(list(model.parameters())),
         loader=Kept(),
-        rule=Kept(),
+        rule=KeptRule(),
+        plan=SimpleNamespace(sync="allreduce", compress="none"),
+        apart=False,
         group=SimpleNamespace(rank=mesh.world.rank, size=mesh.world.size, gather_json=lambda value: [value]),
         settings=SimpleNamespace(seed=1),
         step_count=0,
@@ -257,3 +267,27 @@ def test_ranks_check_a_share_of_the_files_each_and_fall_back_together(tmp_path: 
     errors = together(ranks, newest)
     assert len({str(error) for error in errors}) == 1
     assert "rank-3.safetensors is missing" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "sync", "expected"),
+    [
+        ({"dp": 2}, "allreduce", {"clock": 3, "feedback": [7.0, 7.0]}),
+        ({"dp": 4}, "allreduce", {"clock": 3}),
+        ({"dp": 2}, "local:4", {}),
+    ],
+    ids=["same", "another mesh", "another rule"],
+)
+def test_a_rule_gets_its_tensors_back_on_the_same_mesh_and_nothing_of_another_rules(
+    tmp_path: Path, degrees: dict[str, int], sync: str, expected: dict[str, Any]
+) -> None:
+    ranks = [rank_of(mesh) for mesh in meshes(dp=2)]
+    for rank in ranks:
+        rank.rule.state = {"clock": 3, "feedback": torch.full((2,), 6.0 + rank.group.rank)}
+    loaded = load(save_all(tmp_path, 0, [snapshot(rank, {}) for rank in ranks]), rank=0, world=1)
+    reader = [rank_of(mesh) for mesh in meshes(**degrees)][1]
+    reader.plan.sync = sync
+    told: list[dict[str, Any]] = []
+    restore(reader, loaded, lambda event, details: told.append({event: details}))
+    assert {key: value.tolist() if isinstance(value, Tensor) else value for key, value in reader.rule.state.items()} == expected
+    assert bool(told) == ("feedback" not in expected)

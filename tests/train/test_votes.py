@@ -61,3 +61,27 @@ def test_a_group_of_one_agrees_with_itself() -> None:
     assert (result.loss, result.rescale, result.votes) == (1.5, 1.0, {"checkpoint": 1})
     notes.begin()
     assert notes.read().votes == {}
+
+
+def asked_in_a_step_that_does_not_agree() -> list[dict[str, int]]:
+    """What each of three steps gives of a vote in the first, of which only the last one agrees."""
+    with joined(deadline_s=30) as group:
+        notes, meter = Notes(group), Meter(group.device)
+        if group.rank == 1:
+            notes.vote("interrupted")
+        votes = []
+        for agrees in (False, False, True):
+            notes.begin()
+            notes.add_loss(1.0 + group.rank, 0.5)
+            notes.seal(meter)
+            if agrees:
+                group.all_reduce(notes.tensor)
+            found = notes.read() if agrees else notes.scaled(*notes.share())
+            assert (found.everywhere, found.rescale) == (agrees, 1.0 if agrees else 2.0)
+            assert found.loss == (3.0 if agrees else 2.0 * (1.0 + group.rank))
+            votes.append(found.votes)
+        return votes
+
+
+def test_a_vote_stays_asked_until_a_step_that_agrees(ranks: Ranks) -> None:
+    assert ranks(2, asked_in_a_step_that_does_not_agree) == [[{}, {}, {"interrupted": 1}]] * 2

@@ -20,6 +20,8 @@ from paceline.train.division import Seat, divide
 from paceline.train.manifest import MANIFEST, Manifest, Piece, ShardEntry, TensorEntry, checkpoints, shard_name
 from paceline.train.shard import DTYPES
 
+SYNC, OWN = "sync/", "own/"  # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
+
 Report = Callable[[str, dict[str, Any]], None]
 Agree = Callable[[Any], list[Any]]
 
@@ -137,10 +139,17 @@ class Loaded:
             chosen.insert(0, seat.rank)  # the others only for what is of another stage now: the model may be cut elsewhere
         entries: dict[str, TensorEntry] = {}
         for rank in reversed(chosen):
-            for name, own in self.shards[rank].own.items():
-                piece = Piece(shard=rank, key=name, offset=[0] * len(own.shape), shape=own.shape)
-                entries[name] = TensorEntry(dtype=own.dtype, shape=own.shape, pieces=[piece])
+            entries |= {name: entry for name, entry in self._entries_of(rank) if not name.startswith((SYNC, OWN))}
         return entries
+
+    def of_rank(self, rank: int) -> dict[str, Tensor]:
+        """What one rank alone can use of what it saved: the tensors of its rule and, where replicas trained apart, of its replica."""
+        return dict(Pieces({name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}, self.shared.files))
+
+    def _entries_of(self, rank: int) -> Iterator[tuple[str, TensorEntry]]:
+        for name, own in self.shards[rank].own.items():
+            piece = Piece(shard=rank, key=name, offset=[0] * len(own.shape), shape=own.shape)
+            yield name, TensorEntry(dtype=own.dtype, shape=own.shape, pieces=[piece])
 
 
 def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: Agree | None = None) -> Loaded | None:

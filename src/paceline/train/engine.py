@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,10 +16,12 @@ from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss, Metric
 from paceline.job.zoo.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plan.plan import Compile, Plan
-from paceline.split.mesh import READERS
+from paceline.plan.sync import SyncSpec
+from paceline.split.mesh import READERS, REPLICA
 from paceline.split.parts import Part
-from paceline.sync import RULES, Replica, SyncRule
+from paceline.sync import Replica, SyncRule, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm
+from paceline.train.agreement import Apart, Together
 from paceline.train.calls import call, prepared
 from paceline.train.loader import Loader, Position
 from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
@@ -38,6 +39,8 @@ _AS_IT_IS = nullcontext()
 class StepResult:
     """What one step did, the same on every rank but for `timing`.
 
+    Where replicas train apart (local rules), `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not `agreed`.
+
     Attributes:
         step: optimizer steps so far, this one included.
         loss: mean over the global batch, before the update.
@@ -46,6 +49,7 @@ class StepResult:
         problem: why the update was left out (loss or gradient not finite); None when it was made.
         votes: how many ranks asked for a stop, for a checkpoint, … (see `Notes`).
         timing: this rank's times; on CUDA those of the step before, and None at the first.
+        agreed: whether loss and votes are what all replicas know.
     """
 
     step: int
@@ -55,6 +59,7 @@ class StepResult:
     problem: str | None
     votes: dict[str, int]
     timing: Timing | None
+    agreed: bool = True
 
 
 @dataclass
@@ -77,6 +82,8 @@ class Engine:
             or more; all its ranks that compute parts of the same samples read the same ones.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
         rule: how the replicas agree.
+        replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
+        apart: whether replicas differ between the steps in which they agree (local rules).
         device: where the model is.
         before_update: called before every optimizer step (the checkpoint writer copies weights until then).
     """
@@ -104,10 +111,9 @@ class Engine:
         self.meter = Meter(self.device)
         self._configure()
         self.notes = Notes(group) if split is None else Notes(group, torch.float64)  # then they travel alone, and need not match anything
-        self.rule: SyncRule = RULES[plan.sync]()
+        self.rule: SyncRule = build_rule(plan)
         self.items_per_sample: float | None = None
         self._skipped_in_a_row = 0
-        self._norm = 0.0  # of the newest gradient, where the model is divided
         self._balances = any(isinstance(module, Router) for module in self.model.modules())
         self._attach()
         self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
@@ -125,7 +131,7 @@ class Engine:
             SyncError: another rank is gone or did not come in time.
             DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
         """
-        step = self.step_count + 1
+        self.replica.step = step = self.step_count + 1
         position = self._position(batch)
         self.meter.mark(DATA)
         self.on_phase("compute", step)
@@ -138,24 +144,28 @@ class Engine:
         if self.split is not None and self.split.pipeline is not None:
             self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
         self.on_phase("sync", step)
-        loss, votes = self._agree()
-        norm = self._gradient_norm()
+        agreed = self._agreement.agree()
+        norm = self._agreement.gradient_norm()
         self.on_phase("optimizer", step)
+        loss = agreed.loss if agreed.own_loss is None else agreed.own_loss
         problem = None
         if _is_finite(loss) and _is_finite(norm):
             self._update(step, norm)
             self._skipped_in_a_row = 0
         else:
             problem = self._refuse(batch, backup, step=step, loss=loss, norm=norm)
+        if self.apart:
+            self._agree_on_parameters(step)
         self.step_count = step
         self.meter.mark(OPTIMIZER)
-        return StepResult(step, loss, position.total, norm, problem, votes, self.meter.finish(step))
+        return StepResult(step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere)
 
     def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
         """The metrics over all readers' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
 
         Every rank must call this, and where a replica has several readers each with as many batches as the others: None where it has
-        none left. Batch-norm statistics are averaged over the readers for the measurement.
+        none left. For the measurement, replicas that train apart take the parameters that they agree on, and batch-norm statistics are
+        averaged over the readers.
         """
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
         training = [module for module in self.model.modules() if module.training]  # a user may keep some layers in eval mode
@@ -163,7 +173,8 @@ class Engine:
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         # FSDP2 keeps what it gathers from one pass to the next, and what inference mode makes cannot be trained on.
         without_gradients = torch.inference_mode() if self.split is None else torch.no_grad()
-        with torch.random.fork_rng(devices), without_gradients, self._averaged_buffers(), self._autocast():
+        # Agreement comes first: what a transport allocates in inference mode could not be used after it.
+        with self.rule.in_agreement(), self._averaged_buffers(), torch.random.fork_rng(devices), without_gradients, self._autocast():
             for i, batch in enumerate(batches):
                 torch.manual_seed(self.settings.seed + i * self.readers.size + self.readers.rank)  # by batch, where they are dealt in turn
                 self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
@@ -226,20 +237,28 @@ class Engine:
 
     def _attach(self) -> None:
         """Give the model to the rule and find who computes it."""
-        split = self.split
+        split, world = self.split, self.group
         if split is None:
-            self.replica = Replica(self.model, self.group, self.notes.tensor)
-            self.rule.attach(self.replica)
+            self.replica = Replica(self.model, world, self.notes.tensor, inner=Group(device=world.device), world=world)
+            attach(self.rule, self.replica, self.plan)
             self.notes.tensor = self.replica.notes
             self._forward: Callable[..., Any] = _compiled(self.model, self.plan.compile, self.device)
-            return
-        held = list(split.parameters.values())
-        self.replica = Replica(self.model, split.mesh.group("dp"), self.notes.tensor.new_empty(0), held)
-        self.rule.attach(self.replica)
-        self._forward = self.model
-        from paceline.train.divided import Divided  # with all of FSDP2 and the pipelines, which a plain run does without
+        else:
+            held, nothing = list(split.parameters.values()), self.notes.tensor.new_empty(0)
+            inner = Group(device=world.device) if SyncSpec.parse(self.plan.sync).name == "allreduce" else split.mesh.group(*REPLICA)
+            self.replica = Replica(self.model, split.mesh.group("dp"), nothing, held, inner, world)
+            attach(self.rule, self.replica, self.plan)
+            self._forward = self.model
+            from paceline.train.divided import Divided  # with all of FSDP2 and the pipelines, which a plain run does without
 
-        self.divided = Divided(self, split)
+            self.divided = Divided(self, split)
+        self.apart = not self.replica.agreed  # a rule that lets replicas differ says so when it is attached
+        self._agreement = Apart(self) if self.apart else Together(self)
+        if self.apart and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
+            raise PlanError(
+                f"sync={self.plan.sync} lets replicas train apart; a loss over the whole batch, or batch_norm: sync, joins them in every "
+                "step. Use sync=allreduce."
+            )
 
     def _configure(self) -> None:
         plan, settings = self.plan, self.settings
@@ -393,40 +412,7 @@ class Engine:
         casts = self.split is not None and self.split.fully is not None and self.split.fully.casts
         return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" and not casts else _AS_IT_IS
 
-    # Agreement and update
-
-    def _agree(self) -> tuple[float, dict[str, int]]:
-        alone = self.group.size == 1
-        own_busy_s = self.notes.seal(self.meter)
-        if self.split is not None:
-            self.split.after_backward()
-        self.rule.after_backward()
-        if self.split is not None:
-            self._agree_apart(self.split)
-        agreed = self.notes.read()
-        if agreed.rescale != 1.0:  # fewer or more items than the first batch had per sample: the mean is over the items that there were
-            torch._foreach_mul_(self.replica.gradients, agreed.rescale)
-            self._norm *= agreed.rescale
-        if not alone:
-            self.meter.mark(COMM)
-            self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
-        return agreed.loss, agreed.votes
-
-    def _agree_apart(self, split: Split) -> None:
-        """Sum the notes and the squares of the gradients over all ranks, in one collective of their own."""
-        together = torch.cat([self.notes.tensor, split.gradient_square()])
-        self.group.all_reduce(together)
-        self.notes.tensor.copy_(together[:-1])
-        self._norm = math.sqrt(float(together[-1]))
-
-    def _gradient_norm(self) -> float:
-        if self.split is not None:
-            return self._norm
-        gradients = self.replica.gradients
-        norms = torch._foreach_norm(gradients) if gradients else ()
-        if self.device.type == "cuda" and norms:
-            return float(torch.linalg.vector_norm(torch.stack(norms)))  # one wait for the device, not one per tensor
-        return math.hypot(*[norm.item() for norm in norms])
+    # Update
 
     def _update(self, step: int, norm: float) -> None:
         clip = self.settings.clip_norm
@@ -436,11 +422,20 @@ class Engine:
         self.before_update()
         self.meter.mark(CHECKPOINT)
         self.optimizer.step()
+        if not self.apart:
+            self.rule.after_step(step)
+
+    def _agree_on_parameters(self, step: int) -> None:
+        """Replicas that train apart do this in every step: others wait in it also for one that left its update out."""
+        self.meter.mark(OPTIMIZER)
+        self.on_phase("sync", step)
         self.rule.after_step(step)
+        self.meter.mark(COMM)
 
     def _refuse(self, batch: Batch | None, backup: list[tuple[Tensor, Tensor]], *, step: int, loss: float, norm: float) -> str:
         """Leave the update out and undo what the forward pass left in the buffers; raise where the policy is to stop."""
-        problem = explain(self.group, batch, self.loader.indices, step=step, loss=loss, norm=norm)
+        among = self.replica.inner if self.apart else self.group  # the ranks that know of it
+        problem = explain(among, batch, self.loader.indices, step=step, loss=loss, norm=norm, rank=self.group.rank)
         self._skipped_in_a_row += 1
         if self.settings.nonfinite == "stop":
             raise stop(problem)

@@ -222,7 +222,8 @@ class Loop:
         votes = result.votes
         if "interrupted" in votes:
             return self.signal or "interrupted"
-        reason = self.stop.after_step(result.step, result.loss)
+        # A loss that only this replica knows must not end the run of this replica alone.
+        reason = self.stop.after_step(result.step, result.loss) if result.agreed else self.stop.ended(result.step)
         if reason is None and "out_of_time" in votes:
             reason = f"seconds: {self.job.stop.seconds:g} s are over"
         every = self.job.evaluate.every_steps
@@ -285,7 +286,7 @@ class Loop:
         """Go on from the newest whole checkpoint, if there is any."""
         loaded = self._newest_checkpoint()
         if loaded is not None:
-            values = restore(self.engine, loaded)
+            values = restore(self.engine, loaded, self._event)
             self.stop.load_state_dict(values["stop"])
             self.rejected = values["rejected"]
             self.saved_at = loaded.step
@@ -305,6 +306,8 @@ class Loop:
         details |= {"parameters": self.engine.parameter_count, "synthetic": self.data.synthetic}
         details |= {"predicted_state_bytes": self._predicted_state_bytes()}
         self._event("resume" if loaded is not None else "start", details)
+        if self.engine.replica.said:
+            self._event("sync", {"said": self.engine.replica.said})
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
 

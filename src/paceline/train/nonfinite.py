@@ -13,12 +13,17 @@ Policy = Literal["stop", "skip", "rewind"]
 PATIENCE = 20  # updates left out in a row before the run is called broken
 
 
-def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int, loss: float, norm: float) -> str:
-    """One sentence that names the step, the quantity, and the rank and samples where it started. Every rank must call this."""
+def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int, loss: float, norm: float, rank: int | None = None) -> str:
+    """One sentence that names the step, the quantity, and the rank and samples where it started.
+
+    Args:
+        group: the ranks whose loss and gradient it is; all of them call this.
+        rank: this rank's number in the run, where that is not the one in `group`.
+    """
     bad = nonfinite_rows(batch)
     names = [indices[row] for row in bad]
-    findings = group.gather_json(names[:8])
-    sources = [f"rank {rank}'s share of the batch has it in samples {found}" for rank, found in enumerate(findings) if found]
+    findings = group.gather_json([group.rank if rank is None else rank, names[:8]])
+    sources = [f"rank {number}'s share of the batch has it in samples {found}" for number, found in findings if found]
     what = "loss" if not math.isfinite(loss) else "gradient"
     value = loss if what == "loss" else norm
     where = "; ".join(sources) if sources else "the data of the batch is finite, so the model or the learning rate made it"

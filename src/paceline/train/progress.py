@@ -170,6 +170,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "transport":
             return f"the ranks talk over {event['transport']}: {event['reason']}"
+        case "sync":
+            return "; ".join(event["said"])
         case "resume":
             return f"resumed at step {event['step']}"
         case "evaluation":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import torch
 
 from paceline.cluster.energy import Energy, cpu_energy, gpu_energy
 from paceline.split.memory import held_bytes
+from paceline.sync.traffic import Traffic
 from paceline.train.meter import PARTS, Timing
 from paceline.train.run import Lines
 from paceline.train.tensorboard import TensorBoard
@@ -79,7 +82,11 @@ class Recorder:
 
 
 class Use:
-    """What this rank uses: CPU (cores), memory, energy, GPU, bytes over the network.
+    """What this rank uses: CPU (cores), memory, energy, GPU, bytes over the network, and what its sync rule sent.
+
+    `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over all ranks. Of the rule:
+    `wire_bytes` is what it put on the wire to the other replicas, `saved_bytes` what compression took off that, and `compression_error`
+    the L2 norm of what compression left out over that of what was to be sent. All count from the reading before.
 
     Read with the first step, then at twice, four times, … that age, and then every second: however short a run is, it has a reading, and
     the newest one is from its second half.
@@ -96,6 +103,7 @@ class Use:
         self._energy = [counter for counter in energy if counter.why_not is None]
         self._joules = 0.0
         self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
+        self._traffic = Traffic()
         self._started = self._read_at = self._due = self._pss_due = time.monotonic()
 
     def read(self) -> str:
@@ -115,6 +123,7 @@ class Use:
             "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
             "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
             "reduced_bytes": self.group.bytes_reduced - self._reduced,
+            **self._sent_by_the_rule(),
             **self._used_energy(),
         }
         if self._gpu is not None:
@@ -136,6 +145,17 @@ class Use:
             held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
             self._state = {"state_bytes": held.total}
         return self._state
+
+    def _sent_by_the_rule(self) -> dict[str, float]:
+        """`wire_bytes` and `saved_bytes`; `compression_error` where anything was compressed."""
+        before, now = self._traffic, self._engine.replica.traffic
+        self._traffic = replace(now)
+        sent = now.sent_bytes - before.sent_bytes
+        found: dict[str, float] = {"wire_bytes": sent, "saved_bytes": now.plain_bytes - before.plain_bytes - sent}
+        lost = Traffic(error_square=now.error_square - before.error_square, signal_square=now.signal_square - before.signal_square)
+        if lost.signal_square > 0 and math.isfinite(lost.error_square):
+            found["compression_error"] = float(f"{lost.relative_error:.4g}")
+        return found
 
     def _used_energy(self) -> dict[str, float]:
         """`energy_joules` since the last reading, where every counter that there is answers."""

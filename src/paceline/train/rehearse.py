@@ -222,6 +222,12 @@ class _Unread(Notes):
     def seal(self, meter: Meter) -> float:
         return meter.busy_s()
 
+    def share(self) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    def scaled(self, loss: float, items: float) -> Agreed:
+        return self.read()
+
     def read(self) -> Agreed:
         return Agreed(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,9 @@ from paceline.errors import CheckpointError
 from paceline.split.layout import Layout
 from paceline.split.parts import Part, local, tied_names
 from paceline.train.checkpoint import Snapshot
-from paceline.train.checkpoint_read import Loaded
+from paceline.train.checkpoint_read import Loaded, Report
 from paceline.train.division import Seat
+from paceline.train.rule_state import own_optimizer, own_parameters, own_tensors, restore_rule, rule_state
 from paceline.train.shard import DTYPES
 
 if TYPE_CHECKING:
@@ -29,44 +30,42 @@ if TYPE_CHECKING:
 
 
 def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
-    """The engine's state as named tensors and JSON values; `values` are the loop's own, added under "loop".
+    """The engine's state as named tensors and JSON values; `values` are the loop's own, added under "loop". Every rank must call this.
 
-    A rule's own state is JSON of each kind of rule, the same on all ranks; no rule that there is has any.
+    Replicas that train apart share the parameters that they agree on, and the optimizer state of the first one.
 
     Raises:
         CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it nor a single number.
     """
     held = _Held.by(engine)
-    shared: dict[str, Tensor] = {}
-    parts: dict[str, Part] = {}
+    rule_tensors, rule_values, rule_own_values = rule_state(engine, held.parameters)
+    shared, parts = _agreed_parameters(engine, held)
     scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in held.parameters.items():
-        shared[f"model/{name}"] = local(parameter).detach()
         part = held.parts[name] if held.parts is not None else None
-        if part is not None:
-            parts[f"model/{name}"] = part
         for key, value in engine.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                full_name = f"optimizer/{name}/{key}"
-                shared[full_name] = local(value)
-                if part is not None:
-                    parts[full_name] = _state_part(full_name, shared[full_name], part)
-            else:
+            full_name = f"optimizer/{name}/{key}"
+            if not isinstance(value, Tensor):
                 scalars.setdefault(name, {})[key] = value
+            elif not engine.apart or not held.seat.place.get("dp"):
+                shared[full_name] = local(value)
+                if part is not None or engine.apart:
+                    parts[full_name] = _state_part(full_name, shared[full_name], part or held.part(name), apart=engine.apart)
     return Snapshot(
         shared=shared,
-        own={**{f"buffer/{name}": buffer.detach() for name, buffer in held.buffers.items()}, **_random_tensors()},
+        own={**{f"buffer/{name}": b.detach() for name, b in held.buffers.items()}, **_random_tensors(), **rule_tensors},
         values={
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
             "items_per_sample": engine.items_per_sample,
             "optimizer": {"groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]},
-            "rule": engine.rule.state_dict(),
+            **rule_values,
             "loop": values,
         },
         own_values={
             "python": _python_state(),
             "numpy": _numpy_state(),
+            **rule_own_values,
             **({"scalars": scalars} if scalars and held.seat.speaks_for_its_stage else {}),
         },
         aliases=held.aliases,
@@ -75,19 +74,22 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
     )
 
 
-def restore(engine: Engine, loaded: Loaded) -> dict[str, Any]:
+def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
     """Put a loaded checkpoint into the engine, whatever plan saved it; returns the loop's values. Every rank must call this.
 
-    Random states return only on the same mesh; on another, every reader draws from a fresh seed of its own.
+    Random states, and what belongs to a rank alone of replicas that trained apart, return only on the same mesh; on another, every reader
+    draws from a fresh seed of its own, and all go on from the parameters that they agreed on. `report` is told of what is left behind.
 
     Raises:
         CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
     """
     held = _Held.by(engine)
     _check_same_model(engine, held, loaded)
-    state = _optimizer_state(held, engine.optimizer, loaded)
+    alone = own_tensors(engine, loaded, held.parameters, held.seat.sizes)
+    state = _optimizer_state(held, engine.optimizer, loaded, own_optimizer(alone, held.parameters))
     for name, parameter in held.parameters.items():
         loaded.shared.fill(f"model/{name}", local(parameter).detach(), held.part(name).layout)
+    own_parameters(alone, held.parameters)
     own = loaded.own_of(held.seat)
     with torch.no_grad():
         for name, buffer in held.buffers.items():
@@ -97,13 +99,27 @@ def restore(engine: Engine, loaded: Loaded) -> dict[str, Any]:
     engine.step_count = values["step"]
     engine.items_per_sample = values["items_per_sample"]
     engine.loader.load_state_dict(values["loader"])
-    engine.rule.load_state_dict(values["rule"])
+    if said := restore_rule(engine, loaded, alone):
+        report("sync", {"said": said})
     if loaded.mesh == held.seat.sizes:
         _restore_random(own, loaded.own_values[held.seat.rank])
     else:
         torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.seat.reader + 7919 * engine.step_count)
     loop: dict[str, Any] = values["loop"]
     return loop
+
+
+def _agreed_parameters(engine: Engine, held: _Held) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    """The parameters that all replicas agree on, and which part of each this rank holds.
+
+    Where replicas train apart these have the agreed values only for a moment, and are copied.
+    """
+    shared: dict[str, Tensor] = {}
+    with engine.rule.in_agreement():
+        for name, parameter in held.parameters.items():
+            own = local(parameter).detach()
+            shared[f"model/{name}"] = own.clone() if engine.apart else own
+    return shared, {} if held.parts is None else {f"model/{name}": part for name, part in held.parts.items() if name in held.parameters}
 
 
 @dataclass
@@ -137,12 +153,16 @@ class _Held:
         return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
 
 
-def _state_part(name: str, value: Tensor, part: Part) -> Part:
-    """How a rank holds what the optimizer keeps of a parameter: divided like it, or whole on all ranks that hold some of it."""
+def _state_part(name: str, value: Tensor, part: Part, *, apart: bool) -> Part:
+    """How a rank holds what the optimizer keeps of a parameter: divided like it, or whole on all ranks that hold some of it.
+
+    Of replicas that train `apart`, only one gives it: it is as if the others held other parts.
+    """
+    sharded = part.sharded | {"dp"} if apart else part.sharded
     if value.shape == part.layout.shape:
-        return part
+        return replace(part, sharded=sharded)
     if not part.sharded or value.numel() == 1:
-        return Part(name, Layout.whole(value.shape), part.sharded, set(), part.stages, part.writes)
+        return Part(name, Layout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
         f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a divided parameter, only "
         "what is divided in the same way and single numbers can be saved. Use an optimizer that works elementwise, or a plan that does not "
@@ -175,8 +195,14 @@ def _bare(name: str) -> str:
 # The optimizer
 
 
-def _optimizer_state(held: _Held, optimizer: torch.optim.Optimizer, loaded: Loaded) -> dict[str, Any]:
-    """What the optimizer's `load_state_dict` takes of a checkpoint: of every parameter, the state of this rank's part."""
+def _optimizer_state(
+    held: _Held, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
+) -> dict[str, Any]:
+    """What the optimizer's `load_state_dict` takes of a checkpoint: of every parameter, the state of this rank's part.
+
+    Args:
+        alone: what this rank had of its own, by parameter; None where what is shared is every rank's.
+    """
     groups, saved_groups = optimizer.state_dict()["param_groups"], loaded.values["optimizer"]["groups"]
     if len(saved_groups) != len(groups):
         raise CheckpointError(
@@ -193,8 +219,10 @@ def _optimizer_state(held: _Held, optimizer: torch.optim.Optimizer, loaded: Load
             raise CheckpointError(
                 f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer does not hold"
             )
-        own = _read_state(full_name, local(held.parameters[name]), held.part(name), loaded)
-        state.setdefault(numbers[name], {})[key] = own
+        if alone is None:
+            own = _read_state(full_name, local(held.parameters[name]), held.part(name), loaded)
+            state.setdefault(numbers[name], {})[key] = own
+    state |= {numbers[name]: values for name, values in (alone or {}).items()}
     for own_values in loaded.own_values:
         for name, scalars in own_values.get("scalars", {}).items():
             if name in numbers:

@@ -15,14 +15,25 @@ LOSS, ITEMS, FIRST_VOTE = 0, 1, 2
 FIRST_BUSY = FIRST_VOTE + len(VOTES)
 
 
-@dataclass
+@dataclass(slots=True)
 class Agreed:
-    """What came back: sums over the replicas."""
+    """What came back: sums over the replicas.
+
+    Attributes:
+        loss: mean over the items that there were.
+        rescale: what makes the gradients those of this mean.
+        votes: how many ranks asked for what.
+        slowest_busy_s: the longest that any rank was busy before.
+        own_loss: that of this replica, where it takes the step of its own gradient; None where all take the same.
+        everywhere: whether all this is what every replica knows; if not, it is what this one knows of itself, and votes are still asked.
+    """
 
     loss: float
     rescale: float
     votes: dict[str, int]
     slowest_busy_s: float
+    own_loss: float | None = None
+    everywhere: bool = True
 
 
 class Notes:
@@ -34,7 +45,7 @@ class Notes:
         self._asked: set[str] = set()
 
     def vote(self, what: str) -> None:
-        """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step."""
+        """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step in which the replicas agree."""
         self._asked.add(what)
 
     def begin(self) -> None:
@@ -56,7 +67,6 @@ class Notes:
         for i, what in enumerate(VOTES):
             staged[FIRST_VOTE + i] = float(what in self._asked)
         staged[FIRST_BUSY + self.group.rank] = busy_s
-        self._asked.clear()
         if self.tensor.device.type == "cpu":
             staged[LOSS], staged[ITEMS] = float(self._loss), float(self._items)
             self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
@@ -66,17 +76,29 @@ class Notes:
             self.tensor[ITEMS] = self._items
         return busy_s
 
+    def share(self) -> tuple[float, float]:
+        """This rank's part of the loss, and of the items, of the step."""
+        return float(self._loss), float(self._items)
+
+    def scaled(self, loss: float, items: float) -> Agreed:
+        """What a replica knows of itself from its share of the loss and of the items; what was asked for stays asked."""
+        rescale = self._rescale(items)
+        return Agreed(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
+
     def read(self) -> Agreed:
         """The sums over all replicas, after the agreement."""
         if self.group.size == 1:
             votes = dict.fromkeys(self._asked, 1)
-            self._asked.clear()
             loss, items = float(self._loss), float(self._items)
             slowest_s = 0.0
         else:
             loss, items, *rest = self.tensor.tolist()
             votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
             slowest_s = max(rest[len(VOTES) :])
-        rounding = 16 * torch.finfo(self.tensor.dtype).eps
-        rescale = 1.0 if abs(items - 1.0) < rounding or items <= 0.0 else 1.0 / items
+        self._asked.clear()
+        rescale = self._rescale(items)
         return Agreed(loss * rescale, rescale, votes, slowest_s)
+
+    def _rescale(self, items: float) -> float:
+        rounding = 16 * torch.finfo(self.tensor.dtype).eps
+        return 1.0 if abs(items - 1.0) < rounding or items <= 0.0 else 1.0 / items

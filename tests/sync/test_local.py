@@ -1,0 +1,129 @@
+"""Local SGD: replicas are one again, bit for bit, after every period, differ between, and agree for a moment when they are asked to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.errors import PlanError
+from paceline.sync.fragments import cut
+from paceline.sync.local import LocalSGD
+from paceline.sync.rule import Replica
+from ranks import Ranks
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, one in another order of memory, one frozen, one that nothing uses, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.full((3,), 0.5, dtype=torch.bfloat16))
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x
+        y: Tensor = (self.narrow.float() * x).sum() + (self.image * x * self.frozen.sum()).square().sum()
+        return y
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def apart(steps: int, period: int) -> dict[str, Any]:
+    """Train on different data on each rank; parameters after each step, notes after each backward pass, and a moment of agreement."""
+    with joined(deadline_s=30) as group:
+        torch.manual_seed(group.rank)
+        model, rule = Mixed(), LocalSGD(period)
+        replica = Replica(model, group, torch.zeros(2), inner=Group(), world=group)
+        rule.attach(replica)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found: dict[str, Any] = {"parameters": [], "notes": [], "agreed": [], "first": values(model)}
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            model(torch.tensor(1.0 + group.rank + 0.1 * step)).backward()
+            replica.step = step
+            replica.notes.fill_(1.0)
+            rule.after_backward()
+            found["notes"].append(replica.notes[0].item())
+            found["agreed"].append(replica.agreed)
+            optimizer.step()
+            rule.after_step(step)
+            found["parameters"].append(values(model))
+        with rule.in_agreement():
+            found["within"] = values(model)
+        found["after"] = values(model)
+        found["seen"], found["traffic"] = model.seen.item(), replica.traffic.sent_bytes
+        rule.detach()
+        return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("replicas", "backend"), [(2, "shm"), (3, "gloo")])
+def test_replicas_are_one_after_every_period_and_differ_between(ranks: Ranks, replicas: int, backend: Any) -> None:
+    first, *others = ranks(replicas, apart, 7, 3, backend=backend)
+    for other in others:
+        assert same(first["first"], other["first"])
+        equal = [same(one, two) for one, two in zip(first["parameters"], other["parameters"], strict=True)]
+        assert equal == [False, False, True, False, False, True, False]
+
+
+def test_losses_and_votes_are_told_in_the_steps_that_agree_and_in_no_other(ranks: Ranks) -> None:
+    for found in ranks(2, apart, 7, 3):
+        assert found["agreed"] == [False, False, True, False, False, True, False]
+        assert found["notes"] == [1, 1, 2, 1, 1, 2, 1]
+
+
+def test_for_a_moment_all_have_the_mean_and_then_their_own_again(ranks: Ranks) -> None:
+    first, second = ranks(2, apart, 7, 3)
+    assert same(first["within"], second["within"])
+    for mean, one, two in zip(first["within"], first["parameters"][-1], second["parameters"][-1], strict=True):
+        torch.testing.assert_close(mean, (one.double() + two.double()).div(2).to(mean.dtype))
+    for found in (first, second):
+        assert same(found["after"], found["parameters"][-1])
+
+
+def test_buffers_stay_each_replicas_own(ranks: Ranks) -> None:
+    first, second = ranks(2, apart, 6, 3)
+    assert second["seen"] - first["seen"] == pytest.approx(6.0)
+
+
+def test_what_is_sent_does_not_grow_with_the_steps_between(ranks: Ranks) -> None:
+    trained = (3 * 2) + (2 * 3 * 16 + 2) * 4  # bytes; the frozen ones are not sent
+    for found in ranks(2, apart, 6, 3):
+        assert found["traffic"] == 2 * trained  # two periods, of which the last agreement is still good
+
+
+def test_a_period_is_at_least_a_step() -> None:
+    with pytest.raises(PlanError, match="sync=local:0: the period is the number of steps between averages, at least 1"):
+        LocalSGD(0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "runs"),
+    [
+        ([4, 4, 4, 4], 2, [8, 8]),
+        ([1, 1, 8, 1, 1], 3, [2, 8, 2]),
+        ([10, 1, 1], 3, [10, 2]),
+        ([3, 3], 5, [3, 3]),
+        ([5], 1, [5]),
+        ([], 2, []),
+    ],
+)
+def test_a_model_is_cut_so_that_the_largest_fragment_is_small(sizes: list[int], count: int, runs: list[int]) -> None:
+    parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    found = cut(parameters, count)
+    assert [sum(p.numel() for p in run) for run in found] == runs
+    assert [id(p) for run in found for p in run] == [id(p) for p in parameters]
