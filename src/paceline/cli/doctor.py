@@ -106,13 +106,13 @@ def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
 
 
 def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> dict[str, list[Finding]]:
-    from paceline.cluster.checks import check_load, check_machine, check_system
+    from paceline.cluster.checks import check_data_plane, check_load, check_machine, check_system
     from paceline.cluster.software import check_software, check_variables
 
     return {
         "machine": [*check_machine(host, driver), check_load(host.cores)],
         "software": list(check_software(host, torch)),
-        "system": [*check_system(), *check_variables(os.environ)],
+        "system": [*check_system(), check_data_plane(os.environ), *check_variables(os.environ)],
     }
 
 

@@ -1,0 +1,131 @@
+"""`paceline links`"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+    from paceline.launch.links import Found, Wanted
+
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def command(
+    ranks: Annotated[int | None, typer.Option(min=2, help="How many ranks.", show_default="one for each device")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Sizes to measure, e.g. 1KiB,64KiB,16MiB.", show_default="1KiB to 16MiB")] = None,
+    transports: Annotated[str | None, typer.Option(help="Of shm, gloo, tcp and nccl, e.g. gloo,tcp.", show_default="all there are")] = None,
+    collectives: Annotated[
+        str | None, typer.Option(help="Of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.", show_default="all")
+    ] = None,
+    algorithms: Annotated[
+        str | None,
+        typer.Option(help="Of the all-reduce: flat, ring, tree, hierarchical, auto.", show_default="flat; between hosts the first four"),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')] = False,
+) -> None:
+    """Measure and check the collectives between ranks: time, algorithm and bus bandwidth by size, against what the hardware allows.
+
+    Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
+    """
+    from paceline.cluster.cluster import Cluster
+    from paceline.cluster.discover import discover
+    from paceline.launch import links
+
+    where = Cluster.load(cluster) if cluster else discover()
+    wanted = links.Wanted(
+        _words("--transports", transports, links.TRANSPORTS) or links.transports_of(where),
+        _words("--collectives", collectives, links.COLLECTIVES) or links.COLLECTIVES,
+        _words("--algorithms", algorithms, links.ALGORITHMS) or links.algorithms_of(where),
+        _sizes(sizes) or links.SIZES,
+    )
+    if "RANK" in os.environ:
+        found = _as_rank(wanted, transports)
+        if found is None:  # rank 0 speaks for all
+            return
+    else:
+        found = _launched(where, ranks or links.ranks_of(where), wanted)
+    _report(found, where, plot, as_json=as_json)
+
+
+def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
+    from rich.console import Console
+
+    from paceline.launch.links import measure_links
+
+    with Console(stderr=True).status("") as status:
+        return measure_links(where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks"))
+
+
+def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
+    """As one of a torchrun's ranks, which can join over one transport only; None but on rank 0."""
+    from paceline.launch.links import Found, measure_as_rank
+    from paceline.launch.torchrun import fail
+
+    if named is not None and len(wanted.transports) > 1:
+        raise typer.BadParameter("under torchrun name one transport: its ranks join once", param_hint="--transports")
+    try:
+        measured = measure_as_rank(wanted.transports[0] if named else "auto", wanted)
+    except Exception as error:  # noqa: BLE001 - torchrun is told, whatever it was
+        fail(error)
+    return Found([measured]) if measured else None
+
+
+def _report(found: Found, where: Cluster, plot: Path | None, *, as_json: bool) -> None:
+    """Everything that was found, on the screen, on a page and as JSON; then what is wrong with it, as an error."""
+    from rich.console import Console
+
+    from paceline.cli.links_screen import show
+    from paceline.cluster.discover import environment
+    from paceline.comm.links import figures
+    from paceline.errors import LaunchError, SyncError
+
+    show(found, where, Console(highlight=False))
+    about = environment()
+    if plot is not None and found.measured:
+        from paceline.report.links_view import write_links_page
+
+        typer.echo(f"page  {write_links_page(found.measured, where.describe(), shlex.join(['paceline', *sys.argv[1:]]), about, plot)}")
+    if as_json:
+        ranks = len(found.measured[0].limit.hosts) if found.measured else 0
+        links = {"cluster": where.describe(), "ranks": ranks, "not_measured": found.failures}
+        typer.echo(json.dumps({"figures": figures(found.measured), "environment": about | {"links": links}}))
+    wrong = [f"{s.label} at {s.size_bytes} bytes: {s.wrong} numbers are wrong" for m in found.measured for s in m.speeds if s.wrong]
+    if wrong:
+        raise SyncError("\n".join([*wrong, "Do not train over this transport; a report of this with the environment is welcome."]))
+    if found.failures:
+        raise LaunchError("\n".join(f"{transport} could not be measured: {error}" for transport, error in found.failures.items()))
+
+
+def _words(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The words of a list, each of those that are known; none where the option was not given."""
+    words = tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
+    for word in words:
+        if word not in known:
+            raise typer.BadParameter(f"{word!r} is none of {', '.join(known)}", param_hint=option)
+    return words
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    found = []
+    for word in (text or "").split(","):
+        if not word.strip():
+            continue
+        match = re.fullmatch(r"([0-9]+) *(|kib|mib|gib)", word.strip().lower())
+        if match is None or int(match[1]) == 0:
+            raise typer.BadParameter(f"{word.strip()!r} is no size such as 64KiB or 16MiB", param_hint="--sizes")
+        found.append(int(match[1]) * _UNITS[match[2]])
+    return tuple(sorted(set(found)))

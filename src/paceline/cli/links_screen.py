@@ -1,0 +1,144 @@
+"""What `paceline links` shows: a table for each collective, sizes beside each other, transports and algorithms under each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from paceline.report.words import digits, seconds
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+    from paceline.comm.limit import Limit
+    from paceline.comm.links import LeftOut, Measured
+    from paceline.comm.speed import Speed
+    from paceline.launch.links import Found
+
+_WIDTH = 116
+_COLUMNS = 8  # sizes beside each other
+_MEGABYTES_BELOW = 2e10  # bytes per second; faster links are shown in GB/s
+_MEANING = (
+    "time: the slowest rank's median after a warm-up · algorithm bandwidth: size / time · bus bandwidth: what a rank's link has to carry, "
+    "as nccl-tests define it · of the limit: the least time that the limit, measured beside, allows any algorithm / the time · n: ranks"
+)
+_SECTIONS = {
+    "all_reduce": ("all-reduce", "fp32, sum; bus = algorithm × 2 (n − 1) / n"),
+    "all_gather": ("all-gather", "size: of what is gathered; bus = algorithm × (n − 1) / n"),
+    "reduce_scatter": ("reduce-scatter", "size: of what is scattered; bus = algorithm × (n − 1) / n"),
+    "broadcast": ("broadcast", "bus = algorithm"),
+    "all_to_all": ("all-to-all", "size: of what each rank hands out; bus = algorithm × (n − 1) / n"),
+    "send_receive": ("send and receive", "time: half of there and back; at the smallest size the latency; bus = algorithm"),
+}
+
+
+def show(found: Found, where: Cluster, console: Console) -> None:
+    """Everything that was found, then what the figures mean."""
+    from paceline.comm.limit import Limit
+    from paceline.comm.links import caveats
+
+    console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
+    console.print("[bold]paceline links[/] on", where.describe(), markup=True)
+    if not found.measured:
+        return
+    limit = Limit.best([m.limit for m in found.measured])
+    hosts = len(set(limit.hosts))
+    console.print(f"{len(limit.hosts)} ranks{f' on {hosts} hosts' if hosts > 1 else ''}, one thread each")
+    for line in _limits(limit, _stated(where)):
+        console.print(f"limit  {line}", style="cyan", markup=False)
+    for collective in dict.fromkeys(s.collective for m in found.measured for s in m.speeds):
+        _show_collective(console, collective, found.measured, limit)
+    console.print()
+    for line in caveats(found.measured, limit):
+        console.print(line, style="yellow", markup=False)
+    console.print(_MEANING, style="dim", markup=False)
+    checked = [s for m in found.measured for s in m.speeds if s.wrong is not None]
+    if not any(s.wrong for s in checked):
+        console.print(f"results checked in {len(checked)} cases: none wrong", style="green")
+
+
+def _limits(limit: Limit, stated: str) -> Iterator[str]:
+    """The limit in words: the most of what was measured beside each transport."""
+    if limit.stream is not None and limit.latency_s is not None:
+        beside = f" (stated {stated})" if stated else ""
+        yield f"TCP stream between hosts, each way: {_rate(limit.stream)}{beside}; half a round trip {seconds(limit.latency_s)}"
+    if limit.copies:
+        together, alone = limit.copies[max(limit.copies)]
+        size = _size(max(limit.copies))
+        yield f"copy between processes of a host, {size}: {_rate(together)} each while all do, {_rate(alone)} while one does"
+    yield from limit.why_not
+
+
+def _stated(where: Cluster) -> str:
+    """The rates of the links between the hosts, as the cluster states them."""
+    rates = sorted({link.bandwidth_gbps for host in where.hosts for link in host.links if link.kind == "ethernet" and link.bandwidth_gbps})
+    return " to ".join(f"{rate * 1e3:g} Mbit/s" if rate < 1 else f"{rate:g} Gbit/s" for rate in {rates[0], rates[-1]}) if rates else ""
+
+
+def _show_collective(console: Console, collective: str, measured: Sequence[Measured], limit: Limit) -> None:
+    title, about = _SECTIONS[collective]
+    console.print()
+    console.print(Rule(Text.assemble((title, "bold"), f"  {about}"), align="left", style="dim", characters="─"))
+    sizes = sorted({s.size_bytes for m in measured for s in m.speeds if s.collective == collective})
+    for start in range(0, len(sizes), _COLUMNS):
+        console.print(_table(collective, sizes[start : start + _COLUMNS], measured, limit))
+
+
+def _table(collective: str, sizes: Sequence[int], measured: Sequence[Measured], limit: Limit) -> Table:
+    """Blocks of rows: times, both bandwidths, the share of the limit; a row in each for every transport and algorithm."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("")
+    table.add_column("")
+    for size in sizes:
+        table.add_column(_size(size), justify="right", no_wrap=True)
+    rows = {
+        (m.transport, name): (m, {s.size_bytes: s for s in m.speeds if s.collective == collective and s.algorithm == name})
+        for m in measured
+        for name in dict.fromkeys(s.algorithm for s in m.speeds if s.collective == collective)
+    }
+    several = len({name for _, name in rows}) > 1
+    fastest = max(s.bus_bandwidth for m in measured for s in m.speeds)
+    unit, per = ("MB/s", 1e6) if fastest < _MEGABYTES_BELOW else ("GB/s", 1e9)
+    blocks: list[tuple[str, Callable[[Speed], str]]] = [
+        ("time", lambda s: str(seconds(s.time_s))),
+        (f"algorithm {unit}", lambda s: digits(s.algorithm_bandwidth / per)),
+        (f"bus {unit}", lambda s: digits(s.bus_bandwidth / per)),
+        ("of the limit", lambda s: _percent(limit.share(s))),
+    ]
+    for title, cell in blocks:
+        for number, ((transport, name), (m, by_size)) in enumerate(rows.items()):
+            label = f"{transport} {name}" if several else transport
+            cells = [_cell(by_size.get(size), m, collective, name, cell) for size in sizes]
+            last = number == len(rows) - 1 and title != blocks[-1][0]
+            table.add_row(title if number == 0 else "", label, *cells, end_section=last, style="bold" if title.startswith("bus") else "")
+    return table
+
+
+def _cell(speed: Speed | None, m: Measured, collective: str, name: str, text: Callable[[Speed], str]) -> Text:
+    if speed is None:
+        return Text("left out" if any(_is(left, collective, name) for left in m.left_out) else "", style="dim")
+    return Text(f"{speed.wrong} WRONG", style="bold red") if speed.wrong else Text(text(speed))
+
+
+def _is(left: LeftOut, collective: str, name: str) -> bool:
+    return (left.collective, left.algorithm) == (collective, name)
+
+
+def _size(size_bytes: int) -> str:
+    from paceline.comm.links import size_text
+
+    text = size_text(size_bytes)
+    number = text.rstrip("KMGiB")
+    return f"{number} {text[len(number) :]}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{digits(bytes_per_s / 1e9)} GB/s" if bytes_per_s >= 1e9 else f"{digits(bytes_per_s / 1e6)} MB/s"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else "< 1 %" if share < 0.01 else f"{100 * share:.0f} %"

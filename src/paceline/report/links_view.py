@@ -1,0 +1,235 @@
+"""The page of `paceline links`: bandwidth over size for every collective and transport, on logarithmic axes, against the limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from paceline.comm.limit import Limit
+from paceline.comm.links import Measured, caveats, size_text
+from paceline.comm.speed import BUS_FACTORS, Speed
+from paceline.report import words
+from paceline.report.chart import Chart
+from paceline.report.charts import GREY, SERIES, empty_figure
+from paceline.report.definitions import DEFINITIONS, Definition, Used
+from paceline.report.environment import described
+from paceline.report.page import write_page
+from paceline.report.words import Shown
+
+_TITLES = {
+    "all_reduce": "All-reduce",
+    "all_gather": "All-gather",
+    "reduce_scatter": "Reduce-scatter",
+    "broadcast": "Broadcast",
+    "all_to_all": "All-to-all",
+    "send_receive": "Send and receive",
+}
+_SIZES = {
+    "all_reduce": "Size: of each rank’s tensor.",
+    "all_gather": "Size: of what is gathered.",
+    "reduce_scatter": "Size: of what each rank adds.",
+    "broadcast": "Size: of the tensor.",
+    "all_to_all": "Size: of what each rank hands out.",
+    "send_receive": "Size: of the message. The time is half of that for there and back.",
+}
+_DASHES = {"flat": "solid", "ring": "dash", "tree": "dot", "hierarchical": "longdashdot", "auto": "dashdot"}
+_SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle-up", "hierarchical": "square", "auto": "x"}
+_TERMS = {
+    "call_time": Definition("time", "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers."),
+    "algorithm_bandwidth": Definition("algorithm bandwidth", "Size / time, as nccl-tests define it."),
+    "bus_bandwidth": Definition(
+        "bus bandwidth",
+        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 (n − 1) / n over n ranks "
+        "for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an all-to-all, × 1 for a broadcast and a message.",
+    ),
+    "link_limit": Definition(
+        "limit",
+        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same run: copies of memory between "
+        "processes of a host, and TCP streams between hosts, of which each host’s link has to carry its least share.",
+    ),
+    "share_of_limit": Definition("of the limit", "The least time that the limit allows / the time."),
+    "latency": Definition("latency", "Half of the time for the smallest message there and back between two ranks."),
+    "checked": Definition("checked", "Every collective’s result was held to the exact one, before and after it was timed."),
+}
+
+
+def write_links_page(measured: Sequence[Measured], cluster: str, command: str, environment: Mapping[str, Any], file: Path) -> Path:
+    """Write the page about what the links carry.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    facts = described({"machine": cluster, "command": command}, environment)
+    return write_page(file, "links.html.j2", view=LinksView(measured, cluster), facts=facts, define=_Terms())
+
+
+class _Terms(Used):
+    """The page's own definitions beside those of all pages."""
+
+    def __call__(self, name: str) -> Definition:
+        if name not in self.names:
+            self.names.append(name)
+        return _TERMS.get(name) or DEFINITIONS[name]
+
+
+@dataclass(frozen=True)
+class Card:
+    """One of the big figures at the top."""
+
+    term: str
+    cell: Shown
+    note: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a collective's table."""
+
+    term: str
+    name: str
+    cells: list[Shown | str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One collective: its curves, and all its figures by size."""
+
+    name: str
+    title: str
+    about: str
+    chart: Chart
+    sizes: list[str]
+    rows: list[Row]
+
+
+class LinksView:
+    """What was measured, as the template shows it."""
+
+    def __init__(self, measured: Sequence[Measured], cluster: str) -> None:
+        self.measured, self.cluster = measured, cluster
+        self.limit = Limit.best([m.limit for m in measured])
+        self.speeds = [s for m in measured for s in m.speeds]
+        self.transports = list(dict.fromkeys(m.transport for m in measured))
+        self.ranks, self.hosts = len(self.limit.hosts), len(set(self.limit.hosts))
+        self.created = time.strftime("%Y-%m-%d %H:%M")
+        self.wrong = [f"{s.label}, {_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong]
+        self.notes = list(caveats(measured, self.limit))
+
+    @property
+    def verdict(self) -> str:
+        """The most that any transport carried, in one sentence."""
+        best = max(self.speeds, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
+        share = self.limit.share(best)
+        of = f", {words.percent(share)} of what the hardware allows" if share is not None else ""
+        what = f"{_TITLES[best.collective]} of {_size(best.size_bytes)}"
+        return f"{what} over {best.transport}{_by(best.algorithm)}: {_rate(best.bus_bandwidth)} of bus bandwidth{of}."
+
+    @property
+    def cards(self) -> list[Card]:
+        """Of each transport, its latency and its largest bus bandwidth."""
+        cards = []
+        for transport in self.transports:
+            own = [s for s in self.speeds if s.transport == transport]
+            messages = [s for s in own if s.collective == "send_receive"]
+            if messages:
+                least = min(messages, key=lambda s: s.size_bytes)
+                cards.append(Card("latency", words.seconds(least.time_s), f"{transport}, {_size(least.size_bytes)}"))
+            best = max(own, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
+            what = f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {_size(best.size_bytes)}"
+            cards.append(Card("bus_bandwidth", _rate(best.bus_bandwidth), what))
+        return cards
+
+    @property
+    def limits(self) -> list[tuple[str, str]]:
+        """What the hardware allows, by what was measured."""
+        found = []
+        if self.limit.stream is not None and self.limit.latency_s is not None:
+            found.append(("TCP stream between hosts, each way", f"{_rate(self.limit.stream)}, the slowest of all at once"))
+            found.append(("half a round trip between hosts", f"{words.seconds(self.limit.latency_s)}, one byte over TCP"))
+        for size, (together, alone) in sorted((self.limit.copies or {}).items())[-1:]:
+            found.append((f"copy between processes, {_size(size)}", f"{_rate(together)} each while all do, {_rate(alone)} while one does"))
+        return found + [("not measured", why) for why in self.limit.why_not]
+
+    @property
+    def sections(self) -> list[Section]:
+        """In the order in which they were measured."""
+        return [self._section(name) for name in dict.fromkeys(s.collective for s in self.speeds)]
+
+    def _section(self, name: str) -> Section:
+        of_it = [s for s in self.speeds if s.collective == name]
+        sizes = sorted({s.size_bytes for s in of_it})
+        curves = {
+            key: [s for s in of_it if (s.transport, s.algorithm) == key] for key in dict.fromkeys((s.transport, s.algorithm) for s in of_it)
+        }
+        in_words = [f"{_named(*key)}: up to {_rate(max(s.bus_bandwidth for s in curve))}." for key, curve in curves.items()]
+        label = " ".join([f"{_TITLES[name]}: bus bandwidth over size, against the limit.", *in_words])
+        rows = []
+        for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit"):
+            for key, curve in curves.items():
+                by_size = {s.size_bytes: s for s in curve}
+                rows.append(Row(term, _named(*key), [self._cell(term, by_size.get(size)) for size in sizes]))
+        return Section(name, _TITLES[name], _SIZES[name], Chart(name, self._figure(name, sizes, curves), label), [*map(_size, sizes)], rows)
+
+    def _cell(self, term: str, speed: Speed | None) -> Shown | str:
+        if speed is None:
+            return "left out"
+        share = self.limit.share(speed)
+        match term:
+            case "call_time":
+                return words.seconds(speed.time_s)
+            case "algorithm_bandwidth":
+                return _rate(speed.algorithm_bandwidth)
+            case "bus_bandwidth":
+                return _rate(speed.bus_bandwidth)
+        return "not measured" if share is None else words.percent(share)
+
+    def _figure(self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[Speed]]) -> go.Figure:
+        figure = empty_figure("size", "bus bandwidth")
+        colours = self.transports if len(self.transports) > 1 else [algorithm for _, algorithm in curves]
+        for (transport, algorithm), curve in curves.items():
+            colour = SERIES[colours.index(transport if len(self.transports) > 1 else algorithm) % len(SERIES)]
+            figure.add_scatter(
+                x=[s.size_bytes for s in curve],
+                y=[s.bus_bandwidth for s in curve],
+                name=escape(_named(transport, algorithm)),
+                mode="lines+markers",
+                line={"color": colour, "width": 2, "dash": _DASHES.get(algorithm, "solid")},
+                marker={"size": 7, "symbol": _SYMBOLS.get(algorithm, "circle")},
+                customdata=[f"{_size(s.size_bytes)}: {_rate(s.bus_bandwidth)}, {words.seconds(s.time_s)}" for s in curve],
+                hovertemplate="%{fullData.name}<br>%{customdata}<extra></extra>",
+            )
+        least_s = [self.limit.least_s(name, size) for size in sizes]
+        allowed = [None if s is None else size / s * BUS_FACTORS[name](self.ranks) for size, s in zip(sizes, least_s, strict=True)]
+        if any(allowed):
+            stroke = {"color": GREY, "width": 2, "dash": "dash"}
+            texts = ["" if y is None else str(_rate(y)) for y in allowed]
+            hover = "limit<br>%{customdata}<extra></extra>"
+            figure.add_scatter(x=list(sizes), y=allowed, name="limit", mode="lines", line=stroke, customdata=texts, hovertemplate=hover)
+        figure.update_xaxes(type="log", tickvals=list(sizes), ticktext=[*map(_size, sizes)], showgrid=False)
+        figure.update_yaxes(type="log", tickformat="~s", ticksuffix="B/s", dtick=1)
+        return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(curves) - 2) // 3))
+
+
+def _named(transport: str, algorithm: str) -> str:
+    return transport if algorithm == "flat" else f"{transport}, {algorithm}"
+
+
+def _by(algorithm: str) -> str:
+    return "" if algorithm == "flat" else f" ({algorithm})"
+
+
+def _rate(bytes_per_s: float) -> Shown:
+    shown = words.size(bytes_per_s)
+    return Shown(shown.value, shown.text, f"{shown.unit}/s")
+
+
+def _size(size_bytes: int) -> str:
+    text = size_text(size_bytes)
+    number = text.rstrip("KMGiB")
+    return f"{number}\N{NO-BREAK SPACE}{text[len(number) :]}"
