@@ -1,0 +1,173 @@
+"""`compress=auto`: gradients are compressed only where that shortens the step, by reckoning first and by the clock then.
+
+Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training Systems"
+(arXiv:2103.00543). So nothing is tried that the reckoning does not favour, and without such a codec every step is exact.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.cluster.link_speed import Links
+from paceline.comm import Group
+from paceline.comm.algorithms import Algorithm, Auto
+from paceline.comm.measure_links import measure_links
+from paceline.errors import PlanError
+from paceline.sync.compress.rehearsal import Cost, rehearse, wait_for
+
+CANDIDATES = ("bf16", "int8", "powersgd:16+bf16")  # from the one that loses least; a GPT lost 5 % with powersgd:4, and nothing with 16
+MARGIN = 0.05  # a step must become shorter by this share, or a codec that loses more by this share faster
+TRIALS = 2  # codecs that are tried
+_WARM_UP, _MEASURED = 2, 3  # steps without a codec and with each
+
+
+class Choice:
+    """Tells for every step which codec to use, from a few steps without one and, where one promises more, a few with it.
+
+    Every rank makes one and calls `step_done` after each step; all ranks come to the same answers, from the slowest one's times.
+
+    Args:
+        algorithm: what sums tensors that are not compressed.
+        buckets: the tensors that are to be summed in a step, with the parameters' views of them, as for `Compressor.sum`.
+
+    Attributes:
+        codec: what to use for the coming step; "none" at first.
+        decided: whether that is the last word.
+        said: the reasons, once it is decided.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(self, algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> None:
+        self.group = algorithm.group
+        self.codec, self.decided, self.said = "none", False, ""
+        self._plain_s, self._coded_s = predict(algorithm, buckets)
+        self.clock = time.perf_counter
+        self._trials: list[str] = []
+        self._measured_s: dict[str, float] = {}
+        self._steps_s: list[float] = []
+        self._last: float | None = None
+
+    def step_done(self) -> str:
+        """The codec for the next step. Call it once a step, when its sums are done: the time between two calls is that of a step."""
+        if self.decided:
+            return self.codec
+        wait_for(self.group.device)
+        now = self.clock()
+        if self._last is not None:
+            self._steps_s.append(now - self._last)
+        self._last = now
+        if len(self._steps_s) == _WARM_UP + _MEASURED:
+            own = statistics.median(self._steps_s[_WARM_UP:])
+            self._measured_s[self.codec] = _slowest(self.group, [own])[0]
+            self._steps_s.clear()
+            self._go_on()
+        return self.codec
+
+    def decide(self, codec: str, said: str) -> None:
+        """End the search; also for a resumed run, which goes on with what was decided before."""
+        self.codec, self.decided, self.said = codec, True, f"compress=auto: {codec}. {said}"
+
+    def _go_on(self) -> None:
+        """After the steps with one codec: the next one, or the decision."""
+        if self.codec == "none":
+            self._trials = self._worth_trying()
+            if not self._trials:
+                self.decide("none", f"Of {_ms(self._measured_s['none'])} a step, {self._reckoning()}")
+                return
+        if self._trials:
+            self.codec = self._trials.pop(0)
+            return
+        chosen, without_s = self._best(), self._measured_s["none"]
+        measured = ", ".join(f"{_ms(s)} with {codec}" for codec, s in self._measured_s.items() if codec != "none")
+        self.decide(chosen, f"A step takes {_ms(without_s)} without and {measured}; {self._reckoning()}")
+
+    def _worth_trying(self) -> list[str]:
+        """The codecs that should shorten the step enough, the best first."""
+        least_s = MARGIN * self._measured_s["none"]
+        worth = [codec for codec, s in self._coded_s.items() if self._plain_s - s >= least_s]
+        return sorted(worth, key=lambda codec: self._coded_s[codec])[:TRIALS]
+
+    def _best(self) -> str:
+        """The one that loses least of those that are about as fast as the fastest; none where that is not faster by the margin."""
+        fastest_s = min(self._measured_s.values())
+        if fastest_s > (1 - MARGIN) * self._measured_s["none"]:
+            return "none"
+        tried = [codec for codec in CANDIDATES if codec in self._measured_s]
+        return next(codec for codec in tried if self._measured_s[codec] <= fastest_s / (1 - MARGIN))
+
+    def _reckoning(self) -> str:
+        if not self._coded_s:
+            return "there is nothing to save: no codec takes these gradients"
+        saved_s = {codec: self._plain_s - s for codec, s in self._coded_s.items()}
+        saved = ", ".join(f"{codec} {'saves' if s >= 0 else 'costs'} {_ms(abs(s))}" for codec, s in saved_s.items())
+        return f"prediction: {saved} (exact sums {_ms(self._plain_s)}); it is asked to save {MARGIN:.0%} of the step"
+
+
+def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[float, dict[str, float]]:
+    """Seconds per step for the exact sums, and for those with each candidate that takes the tensors; the same on every rank."""
+    group = algorithm.group
+    costs: dict[str, Cost] = {}
+    for codec in CANDIDATES:
+        try:
+            costs[codec] = rehearse(codec, group, buckets)
+        except PlanError:  # it does not take the dtype
+            continue
+    sizes = [flat.nbytes for flat, _ in buckets]
+    predicted = [algorithm.predicted_s(nbytes) for nbytes in sizes]
+    plain_s = sum(s for s in predicted if s is not None) if None not in predicted else _measured_s(algorithm, buckets)
+    links = _links(algorithm)
+    coded_s = []
+    for codec, cost in costs.items():
+        if links is None:  # as fast as the exact sums, byte for byte
+            travel_s = plain_s * cost.sent_bytes / (2 * (group.size - 1) / group.size * sum(sizes))
+        else:
+            messages = (4 if codec.startswith("powersgd") else 2) * len(sizes)
+            travel_s = messages * links.between.latency_s + _most_over_a_link(group, cost.sent_bytes) / links.between.bandwidth
+        coded_s.append(cost.coding_s + travel_s)
+    plain_s, *coded_s = _slowest(group, [plain_s, *coded_s])
+    return plain_s, dict(zip(costs, coded_s, strict=True))
+
+
+def _links(algorithm: Algorithm) -> Links | None:
+    """The speed of the links between hosts; None where all ranks are on one."""
+    if isinstance(algorithm, Auto):
+        return algorithm.links
+    return measure_links(algorithm.group) if algorithm.group.spans_hosts else None
+
+
+def _most_over_a_link(group: Group, sent_bytes: float) -> float:
+    """What the fullest host sends to others, where each of its ranks sends equal parts of `sent_bytes` to all ranks."""
+    counts = [group.hosts.count(host) for host in set(group.hosts)]
+    return max(count * (group.size - count) for count in counts) * sent_bytes / (group.size - 1)
+
+
+def _measured_s(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> float:
+    """The time of the exact sums of one step, of zeros."""
+    tensors = [algorithm.empty(flat.numel(), flat.dtype) for flat, _ in buckets]
+    times_s = []
+    for _ in range(1 + _MEASURED):
+        wait_for(algorithm.group.device)
+        started = time.perf_counter()
+        for tensor in tensors:
+            algorithm.all_reduce(tensor)
+        wait_for(algorithm.group.device)
+        times_s.append(time.perf_counter() - started)
+    for tensor in tensors:
+        algorithm.release(tensor)
+    return statistics.median(times_s[1:])
+
+
+def _slowest(group: Group, times_s: list[float]) -> list[float]:
+    """Of each time, the slowest rank's."""
+    times = torch.tensor(times_s, dtype=torch.float64, device=group.device)
+    group.all_reduce(times, op="max")
+    return [float(s) for s in times.tolist()]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

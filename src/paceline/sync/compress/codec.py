@@ -1,0 +1,58 @@
+"""What a codec is: numbers in, bytes out, in a length that follows from their count alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_IN_CACHE = 2**18  # numbers: what a codec needs beside them stays in a processor's cache, which makes coding several times faster
+ALIGNMENT = 8  # every section of a message starts at a multiple of it, so that it can be viewed as any dtype
+
+
+class Codec(Protocol):
+    """Codes rows of numbers. Every rank knows the length of a message beforehand, and all decode the same bytes to the same bits.
+
+    Attributes:
+        block: numbers that are coded together; a row holds a multiple of it.
+    """
+
+    block: int
+
+    def nbytes(self, numel: int) -> int:
+        """The coded size of a row of `numel` numbers, a multiple of 8."""
+        ...
+
+    def encode(self, rows: Tensor, coded: Tensor) -> None:
+        """Code each row of `rows`, fp32 of shape (k, numel), into the row of `coded`, uint8 of shape (k, nbytes(numel))."""
+        ...
+
+    def decode(self, coded: Tensor, rows: Tensor) -> None:
+        """Overwrite `rows` by what `encode` kept of them. Shapes as there."""
+        ...
+
+
+def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` numbers per row that lie in `coded` (uint8, (k, bytes)) from byte `start` on: a view of shape (k, count)."""
+    return coded[:, start : start + count * dtype.itemsize].view(dtype)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 8."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slabs(rows: Tensor, block: int) -> Iterator[slice]:
+    """The columns of `rows` (k, numel) in parts of whole blocks, as large as is fast on the device."""
+    k, numel = rows.shape
+    width = max(1, _IN_CACHE // (k * block)) * block if rows.device.type == "cpu" else max(numel, 1)
+    for start in range(0, numel, width):
+        yield slice(start, min(start + width, numel))
+
+
+def per_block(rows: Tensor, block: int) -> Tensor:
+    """(k, numel) as (k, blocks, block)."""
+    blocks: Tensor = rows.unflatten(1, (-1, block))
+    return blocks

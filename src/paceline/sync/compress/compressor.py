@@ -1,0 +1,175 @@
+"""Sums over ranks of which fewer bytes are sent, by the codec that a plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.errors import CheckpointError, PlanError, SyncError
+from paceline.plan.sync import CompressSpec
+from paceline.sync.compress.chunked import Chunked
+from paceline.sync.compress.codec import Codec
+from paceline.sync.compress.half import Cast
+from paceline.sync.compress.machines import alike
+from paceline.sync.compress.powersgd import PowerSGD, factors
+from paceline.sync.compress.quantise import Quantise
+from paceline.sync.compress.scratch import Scratch
+from paceline.sync.compress.sign import Sign
+from paceline.sync.compress.topk import TopK
+from paceline.sync.compress.two_phase import chunk_size, ring_bytes
+from paceline.sync.traffic import Traffic
+
+_RANDOM = "random"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Compressor:
+    """Sums flat tensors over a group in coded form. What a code leaves out is added to the next tensor of its name (error feedback).
+
+    A tensor that the codec would not make smaller is summed as it is, and so are the matrices that PowerSGD would not. Not for two
+    threads at once.
+
+    Args:
+        codec: as in the plan: `int8`, `topk:0.01+bf16`, `powersgd:4`.
+        group: the ranks; every one makes the same calls in the same order.
+        traffic: its counts go up with every sum.
+        seed: of the random rounding; each rank draws its own numbers.
+
+    Attributes:
+        said: what is worth knowing of the decisions made, in words.
+    """
+
+    def __init__(self, codec: str, group: Group, traffic: Traffic, *, seed: int = 0) -> None:
+        self.text, self.group, self.traffic = codec, group, traffic
+        self.said: list[str] = []
+        self._spec = CompressSpec.parse(codec)
+        self._generator = torch.Generator(group.device).manual_seed(seed * 2**20 + group.rank)
+        self._scratch = Scratch(group.device)
+        self._sums: dict[str, _Sum] = {}
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+
+    def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """Replace `flat` (1-D) on all ranks by its sum over the group, the same bits everywhere.
+
+        Args:
+            name: what error feedback is kept under; the same for the same tensor at every step.
+            views: the parameters' views of the beginning of `flat`, in order. What follows them (losses, votes) is summed exactly.
+
+        If a coded number is not finite on some rank, all of them come out as NaN on every rank, and no error feedback changes.
+
+        Raises:
+            PlanError: the codec does not take the dtype.
+            SyncError: a rank did not come; or a name stands for a tensor of another size than before.
+        """
+        if self.group.size == 1:
+            return
+        if name not in self._sums:
+            self._sums[name] = self._way_for(name, flat, views)
+            self._take_over(name)
+        way = self._sums[name]
+        coded = sum(view.numel() for view in views)
+        if way.numel != coded:
+            raise SyncError(f'"{name}" stood for {way.numel} numbers before and now for {coded}: give each tensor a name of its own')
+        self.traffic.plain_bytes += ring_bytes(flat.nbytes, self.group.size)
+        way.sum(flat, views)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's error feedback, where PowerSGD's next iteration starts, and the state of the random numbers."""
+        state = {f"{name}/{key}": tensor for name, way in self._sums.items() for key, tensor in way.state_dict().items()}
+        state |= {f"{name}/{key}": tensor for name, tensors in self._loaded.items() for key, tensor in tensors.items()}
+        return {key: tensor.clone() for key, tensor in state.items()} | {_RANDOM: self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` gave on this rank of a group of the same size.
+
+        Raises:
+            CheckpointError: (at the first sum of a tensor) what was kept of it has another size.
+        """
+        self._loaded = {}
+        for key, tensor in state.items():
+            if key == _RANDOM:
+                self._generator.set_state(tensor.cpu())
+            else:
+                name, _, kind = key.rpartition("/")
+                self._loaded.setdefault(name, {})[kind] = tensor.clone()
+        for name in self._sums:
+            self._take_over(name)
+
+    def _take_over(self, name: str) -> None:
+        loaded, own = self._loaded.pop(name, None), self._sums[name].state_dict()
+        if loaded is None:
+            return
+        if {key: tensor.shape for key, tensor in loaded.items()} != {key: tensor.shape for key, tensor in own.items()}:
+            raise CheckpointError(
+                f'what compress={self.text} kept of "{name}" in the checkpoint does not fit: {_sizes(loaded)} there, {_sizes(own)} here. '
+                "Continue with the plan and the number of ranks that wrote it, or with compress=none"
+            )
+        for key, tensor in own.items():
+            tensor.copy_(loaded[key])
+
+    def _way_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> _Sum:
+        """How to sum a tensor: coded, or as it is where that is no more."""
+        group, numel = self.group, sum(view.numel() for view in views)
+        plain = _Plain(group, self.traffic, numel)
+        if not views:
+            return plain
+        if flat.dtype not in _FLOATS:
+            raise PlanError(
+                f'compress={self.text} codes 32-bit and 16-bit floats; "{name}" is {str(flat.dtype).removeprefix("torch.")}. '
+                "Use precision=fp32 or bf16, or compress=none"
+            )
+        (first, value), *rest = self._spec.codecs
+        numbers = self._numbers(rest[0][0] if rest else "fp32")
+        if first == "powersgd":
+            assert value is not None
+            if all(factors(view.shape, int(value)) is None for view in views):
+                self.said.append(f"compress={self.text}: no matrix of {name} is large enough to gain; it is summed as it is")
+                return plain
+            return PowerSGD(group, int(value), numbers, flat, views, self.traffic, self._scratch, alike(group))
+        codec = TopK(value or 0, numbers) if first == "topk" else self._numbers(first)
+        coded_bytes = group.size * codec.nbytes(chunk_size(codec, numel, group.size))
+        if coded_bytes >= numel * flat.element_size():
+            size = f"{numel * flat.element_size()} bytes of {str(flat.dtype).removeprefix('torch.')}"
+            self.said.append(f"compress={self.text}: {name} is summed as it is, for its {size} would become {coded_bytes}")
+            return plain
+        return Chunked(group, codec, numel, flat.numel() - numel, self.traffic, self._scratch)
+
+    def _numbers(self, name: str) -> Codec:
+        if name in _CASTS:
+            return Cast(_CASTS[name])
+        return Sign() if name == "1bit" else Quantise(8 if name == "int8" else 4, self._generator)
+
+
+_CASTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class _Sum(Protocol):
+    """How the tensors of one name are summed."""
+
+    numel: int
+
+    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+
+class _Plain:
+    """Sums a tensor as it is."""
+
+    def __init__(self, group: Group, traffic: Traffic, numel: int) -> None:
+        self.group, self.traffic, self.numel = group, traffic, numel
+
+    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
+        self.group.all_reduce(flat)
+        self.traffic.sent_bytes += ring_bytes(flat.nbytes, self.group.size)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+
+def _sizes(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(tensors.items())) or "nothing"

@@ -1,0 +1,174 @@
+"""Matrices as products of two thin ones, which are cheap to sum: PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
+
+One step of power iteration per sum, started where the last one ended: P = sum of M Q, made orthonormal; Q = sum of M^T P; the sum of M is
+then about P Q^T. What a rank's own M has outside of P's columns is added to its next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.sync.compress.chunked import square
+from paceline.sync.compress.codec import Codec
+from paceline.sync.compress.scratch import Scratch
+from paceline.sync.compress.two_phase import TwoPhase
+from paceline.sync.traffic import Traffic
+
+_GAIN = 2  # a matrix is factored where that at least halves its numbers, as in PyTorch's own PowerSGD; less is not worth the error
+
+
+class PowerSGD:
+    """Sums matrices by their factors; vectors, small matrices and what follows the views go exactly, in the messages of P.
+
+    Two sums of two phases each. A view of more than two dimensions counts as (dim 0, the rest). Between steps it holds one fp32 number
+    per number of a matrix.
+
+    Args:
+        rank: of the factors.
+        codec: of the numbers of P and Q.
+        alike: whether all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        codec: Codec,
+        flat: Tensor,
+        views: Sequence[Tensor],
+        traffic: Traffic,
+        scratch: Scratch,
+        alike: bool,
+    ) -> None:
+        self.group, self.traffic, self.scratch, self.alike = group, traffic, scratch, alike
+        self.batches = _batches(views, rank)
+        matrices = {i for batch in self.batches for i in batch.places}
+        self.vectors = [i for i in range(len(views)) if i not in matrices]
+        self.numel = sum(view.numel() for view in views)
+        exact = flat.numel() - sum(views[i].numel() for i in matrices)
+        last = self.batches[-1]
+        self.p_phases = TwoPhase(group, codec, last.p.stop, exact, traffic)
+        self.q_phases = TwoPhase(group, codec, last.q.stop, 0, traffic)
+        self.error = torch.zeros(last.matrices.stop, device=group.device)
+        random = torch.Generator().manual_seed(last.q.stop)  # the same numbers on every rank
+        self.q = torch.randn(self.q_phases.numel, generator=random).to(group.device)
+
+    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """As `Compressor.sum`."""
+        matrices = self.scratch.get("coded", self.error.numel())
+        for batch in self.batches:
+            for i, matrix, error in zip(batch.places, batch.of_matrices(matrices), batch.of_matrices(self.error), strict=True):
+                torch.add(views[i], error.view(views[i].shape), out=matrix.view(views[i].shape))
+        signal = square(matrices)
+        p = self._sum_p(matrices, flat, views, finite=math.isfinite(signal))
+        kept = p is not None and self._sum_q(matrices, p)
+        if not kept:
+            flat[: self.numel] = math.nan
+            return
+        for batch in self.batches:
+            for i, matrix in zip(batch.places, batch.of_matrices(matrices), strict=True):
+                views[i].copy_(matrix.view(views[i].shape))
+        self.traffic.signal_square += signal
+        self.traffic.error_square += square(self.error)
+
+    def _sum_p(self, matrices: Tensor, flat: Tensor, views: Sequence[Tensor], *, finite: bool) -> Tensor | None:
+        """The orthonormal P of all matrices, the same on every rank; None if something is not finite. Sums what goes exactly on the way."""
+        p = self.scratch.filled("p", self.p_phases.numel, matrices[:0])
+        for batch in self.batches:
+            torch.bmm(batch.of_q(self.q), batch.of_matrices(matrices).mT, out=batch.of_p(p))
+        vectors, tail = [views[i] for i in self.vectors], flat[self.numel :]
+        together = torch.cat([tail.float(), *(vector.reshape(-1).float() for vector in vectors)])
+        finite = finite and bool(torch.isfinite(together[len(tail) :].sum()))
+        exact = self.scratch.filled("exact", self.p_phases.share * self.group.size, together)
+        done = self.p_phases.sum(self._rows(p), self._rows(exact), finite=finite)
+        for part, summed in zip((tail, *vectors), exact[: len(together)].split([len(tail), *(v.numel() for v in vectors)]), strict=True):
+            part.copy_(summed.view(part.shape))
+        if not done:
+            return None
+        self.p_phases.read(p)
+        for batch in self.batches:
+            thin = batch.of_p(p)
+            thin.copy_(torch.linalg.qr(thin.mT).Q.mT)
+        if not self.alike:
+            self.group.broadcast(p)
+        return p
+
+    def _sum_q(self, matrices: Tensor, p: Tensor) -> bool:
+        """Replace the matrices by P times the sum of the Q, and keep what this rank's own lost; False if something is not finite."""
+        q = self.scratch.filled("q", self.q_phases.numel, p[:0])
+        for batch in self.batches:
+            torch.bmm(batch.of_p(p), batch.of_matrices(matrices), out=batch.of_q(q))
+        own, lost = q.clone(), torch.empty_like(q)
+        if not self.q_phases.sum(self._rows(q), self._rows(q[:0]), error=self._rows(lost)):
+            return False
+        self.q_phases.read(q)
+        own.sub_(lost)
+        for batch in self.batches:
+            thin, matrix = batch.of_p(p).mT, batch.of_matrices(matrices)
+            torch.baddbmm(matrix, thin, batch.of_q(own), alpha=-1, out=batch.of_matrices(self.error))
+            torch.bmm(thin, batch.of_q(q), out=matrix)
+            # Only their directions matter for the next step: unit length keeps P within the range of 16-bit numbers. Zeros have none.
+            length = torch.linalg.vector_norm(batch.of_q(q), dim=2, keepdim=True)
+            batch.of_q(self.q).copy_(torch.where(length > 0, batch.of_q(q) / length, batch.of_q(self.q)))
+        return True
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        return numbers.view(self.group.size, -1) if len(numbers) else numbers.view(self.group.size, 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As `Compressor.state_dict`, without the name."""
+        return {"error": self.error, "q": self.q}
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Matrices of one shape, which are multiplied together, and where they and their factors lie in flat tensors of all.
+
+    Factors lie with their long side last, (rank, rows) and (rank, columns): products are several times faster so.
+    """
+
+    places: list[int]  # among the views
+    rows: int
+    columns: int
+    rank: int
+    matrices: slice
+    p: slice
+    q: slice
+
+    def of_matrices(self, flat: Tensor) -> Tensor:
+        return flat[self.matrices].view(-1, self.rows, self.columns)
+
+    def of_p(self, flat: Tensor) -> Tensor:
+        return flat[self.p].view(-1, self.rank, self.rows)
+
+    def of_q(self, flat: Tensor) -> Tensor:
+        return flat[self.q].view(-1, self.rank, self.columns)
+
+
+def factors(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
+    """Rows, columns and rank of the factors of a tensor; None where it is no matrix, or too small to gain."""
+    if len(shape) < 2 or 0 in shape:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    rank = min(rank, rows, columns)
+    return (rows, columns, rank) if _GAIN * rank * (rows + columns) <= rows * columns else None
+
+
+def _batches(views: Sequence[Tensor], rank: int) -> list[_Batch]:
+    by_shape: dict[tuple[int, int, int], list[int]] = {}
+    for i, view in enumerate(views):
+        if (shape := factors(view.shape, rank)) is not None:
+            by_shape.setdefault(shape, []).append(i)
+    batches: list[_Batch] = []
+    matrices = p = q = 0
+    for (rows, columns, thin), places in by_shape.items():
+        ends = matrices + len(places) * rows * columns, p + len(places) * thin * rows, q + len(places) * thin * columns
+        batches.append(_Batch(places, rows, columns, thin, slice(matrices, ends[0]), slice(p, ends[1]), slice(q, ends[2])))
+        matrices, p, q = ends
+    return batches
