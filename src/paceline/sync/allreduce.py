@@ -20,7 +20,7 @@ from paceline.sync.rule import Replica, SyncRule
 from paceline.sync.start import start_alike
 
 if TYPE_CHECKING:
-    from paceline.sync.compress import Compressor
+    from paceline.sync.compress import Choice, Compressor
 
 BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
 BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20  # their links are slower: sending begins earlier, and a message is still long against its latency
@@ -34,7 +34,7 @@ class AllReduce(SyncRule):
 
     Args:
         algorithm: how a sum is made (see `paceline.comm.algorithms`): flat, ring, tree, hierarchical, or auto.
-        compress: what is sent of the gradients (see `paceline.sync.compress`): none or a codec. Losses and votes go as they are.
+        compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes go as they are.
     """
 
     def __init__(self, algorithm: str = "auto", compress: str = "none") -> None:
@@ -42,6 +42,7 @@ class AllReduce(SyncRule):
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.compressor: Compressor | None = None
+        self.choice: Choice | None = None
         self.worker: Worker | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -60,10 +61,12 @@ class AllReduce(SyncRule):
         self.buckets = _bucketize(replica, self.algorithm, limit)
         if replica.dp.spans_hosts or self.algorithm_name != "auto":
             replica.said.append(f"sync=allreduce: {self.algorithm.why}")
-        if self.compress != "none":
-            from paceline.sync.compress import Compressor
+        if self.compress == "auto":
+            from paceline.sync.compress import Choice
 
-            self.compressor = Compressor(self.compress, self.group, replica.traffic)
+            self.choice = Choice(self.algorithm, [(b.flat, b.views) for b in self.buckets])
+        else:
+            self._compress_by(self.compress)
         if whole:
             self.hooks = [
                 p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
@@ -89,13 +92,26 @@ class AllReduce(SyncRule):
                 bucket.pending.wait()
         for bucket in self.buckets:
             bucket.hand_out()
+        if self.choice is not None and not self.choice.decided:
+            self._choose()
+        if self.compressor is not None and self.compressor.said:
+            replica.said += self.compressor.said
+            self.compressor.said.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.compressor.state_dict()) if self.compressor is not None else {}
+        state: dict[str, Any] = dict(self.compressor.state_dict()) if self.compressor is not None else {}
+        if self.choice is not None and self.choice.decided:
+            state |= {"auto": self.choice.codec, "replicas": self.replica.dp.size}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.compressor is not None and state:
-            self.compressor.load_state_dict(state)
+        codec = state.get("auto")
+        if self.choice is not None and codec is not None and state["replicas"] == self.replica.dp.size:
+            self.choice.decide(codec, "As before the run was resumed")
+            self.replica.said.append(self.choice.said)
+            self._compress_by(codec)
+        if self.compressor is not None and (tensors := {k: v for k, v in state.items() if isinstance(v, Tensor)}):
+            self.compressor.load_state_dict(tensors)
 
     def detach(self) -> None:
         for hook in self.hooks:
@@ -104,8 +120,27 @@ class AllReduce(SyncRule):
             self.worker.close()
         for bucket in self.buckets:
             self.algorithm.release(bucket.flat)
+        if self.replica.dp.size > 1:
+            self.algorithm.close()
         if self.worker is not None:
             self.group.close()
+
+    # What is sent
+
+    def _compress_by(self, codec: str) -> None:
+        from paceline.sync.compress import Compressor  # most runs do without
+
+        self.compressor = None if codec == "none" else Compressor(codec, self.group, self.replica.traffic)
+
+    def _choose(self) -> None:
+        """Have `compress=auto` look at the step that ends, and say what to send in the next one."""
+        assert self.choice is not None
+        before = self.choice.codec
+        codec = self.choice.step_done()
+        if codec != before:
+            self._compress_by(codec)
+        if self.choice.decided:
+            self.replica.said.append(self.choice.said)
 
     # One bucket
 

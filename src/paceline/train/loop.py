@@ -160,6 +160,7 @@ class Loop:
         self.evaluated_at = self.saved_at = -1
         self.signal: str | None = None
         self._saved_clock_s = 0.0
+        self._told = 0  # how many lines of the rule are in the record
         self._phase = engine.on_phase
 
     def run(self) -> None:
@@ -219,6 +220,7 @@ class Loop:
     def after_step(self, result: StepResult) -> str | None:
         """Whether the step ends the run; evaluations and checkpoints that are due are made."""
         self.checkpointer.poll()
+        self._tell_of_the_rule()
         votes = result.votes
         if "interrupted" in votes:
             return self.signal or "interrupted"
@@ -306,10 +308,16 @@ class Loop:
         details |= {"parameters": self.engine.parameter_count, "synthetic": self.data.synthetic}
         details |= {"predicted_state_bytes": self._predicted_state_bytes()}
         self._event("resume" if loaded is not None else "start", details)
-        if self.engine.replica.said:
-            self._event("sync", {"said": self.engine.replica.said})
+        self._tell_of_the_rule()
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
+
+    def _tell_of_the_rule(self) -> None:
+        """What the rule has said since the last time: how it sums, and later what it found out while it trained."""
+        said = self.engine.replica.said
+        if len(said) > self._told:
+            self._event("sync", {"said": said[self._told :]})
+            self._told = len(said)
 
     def _predicted_state_bytes(self) -> int:
         """Of rank 0's parameters, gradients and optimizer state, from their shapes; its lines tell what it holds (`state_bytes`)."""
