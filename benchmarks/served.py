@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from paceline.launch.port import ADDRESS, listen
+from paceline.cluster.emulate import EmulatedHost
+from paceline.launch.place import on_hosts, on_this_machine
+from paceline.launch.port import ADDRESS
 
 _END_S = 20.0  # for the processes to end when nothing more is asked
 
@@ -27,33 +30,57 @@ class Ranks:
         command: the script and its arguments.
         environment: variables of the ranks, over those of this process; None removes one.
         deadline_s: the longest that an answer may take.
+        hosts: the emulated one of each rank; none where they are on this machine as it is.
     """
 
     def __init__(
-        self, command: Sequence[str], *, ranks: int, environment: Mapping[str, str | None] | None = None, deadline_s: float = 180.0
+        self,
+        command: Sequence[str],
+        *,
+        ranks: int,
+        environment: Mapping[str, str | None] | None = None,
+        deadline_s: float = 180.0,
+        hosts: Sequence[EmulatedHost] = (),
     ) -> None:
         self.command, self.size, self.deadline_s = command, ranks, deadline_s
         self.environment = environment or {}
+        self.hosts, self.places = hosts, on_hosts(hosts, [1] * ranks) if hosts else on_this_machine(ranks)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._store: TCPStore | None = None
         self._made = ExitStack()
 
     def __enter__(self) -> Self:
         with self._made:  # undone here if a start fails half-way
-            listener = self._made.enter_context(listen(None, backlog=2 * self.size))
+            listener = self._made.enter_context(self.places[0].listen(None, 2 * self.size))
             address, port = listener.getsockname()
             self._made.callback(self._end)
-            self._store = TCPStore(
-                address, port, None, True, timedelta(seconds=self.deadline_s), wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-            for rank in range(self.size):
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *self.command], env=self._variables(rank, port), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                    )
+            if not self.hosts:
+                self._store = TCPStore(
+                    address,
+                    port,
+                    None,
+                    True,
+                    timedelta(seconds=self.deadline_s),
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
                 )
+            for rank in range(self.size):
+                self.processes.append(self._start(rank, listener, port))
             self._made = self._made.pop_all()
         return self
+
+    def _start(self, rank: int, listener: socket.socket, port: int) -> subprocess.Popen[bytes]:
+        """A rank, on its host where there are any: the first one serves the rendezvous there, which this process cannot reach."""
+        variables, command = self._variables(rank, port), [sys.executable, *self.command]
+        kept: list[int] = []
+        if self.hosts:
+            variables |= self.places[rank].environment | {"MASTER_ADDR": self.places[0].address}
+            command = ["ip", "netns", "exec", self.hosts[rank].namespace, *command]
+            if rank == 0:
+                kept = [listener.fileno()]
+                variables["PACELINE_STORE_FD"] = str(listener.fileno())
+            del variables["TORCHELASTIC_USE_AGENT_STORE"]
+        return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=kept)
 
     def __exit__(self, *error: object) -> None:
         self._made.close()

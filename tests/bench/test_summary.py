@@ -95,6 +95,7 @@ def test_a_run_is_read_from_its_directory_and_kept_as_a_line(tmp_path: Path) -> 
     found = finished(run, setting(), 0, "runs/one", 0.25)
     assert (found.steps, found.samples, found.reason, found.other_cores) == (20, 8, "steps: 20 done", 0.25)
     assert found.losses == run.losses
+    assert found.final_loss == pytest.approx(sum(run.losses[-10:]) / 10)
     assert sum(found.ranks[0].parts_s.values()) == pytest.approx(found.step_time_s)
     assert found.ranks[0].parts_s.keys() == set(PARTS)
     assert found.curve.samples[-1] == sum(step["samples"] for step in run.steps())
@@ -109,10 +110,11 @@ def test_a_run_that_ends_within_the_warm_up_measures_nothing(tmp_path: Path) -> 
 def test_what_is_read_a_few_times_a_run_is_given_per_step(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", small_job(stop={"steps": 12}))
     file = run.path / "steps" / "rank-0.jsonl"
+    compressed = {"saved_bytes": 1500, "compression_error": 0.02}
     uses = {
-        1: {"reduced_bytes": 900, "energy_joules": 5.0, "memory_bytes": 100, "pss_bytes": 60, "peak_memory_bytes": 120},
-        6: {"reduced_bytes": 500, "energy_joules": 1.0, "memory_bytes": 150, "peak_memory_bytes": 160},
-        11: {"reduced_bytes": 500, "energy_joules": 2.0, "memory_bytes": 150, "peak_memory_bytes": 200},
+        1: {"wire_bytes": 900, "energy_joules": 5.0, "memory_bytes": 100, "pss_bytes": 60, "peak_memory_bytes": 120},
+        6: {"wire_bytes": 500, "energy_joules": 1.0, "memory_bytes": 150, "peak_memory_bytes": 160, "saved_bytes": 0},
+        11: {"wire_bytes": 500, "energy_joules": 2.0, "memory_bytes": 150, "peak_memory_bytes": 200, **compressed},
     }
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines = [
@@ -121,4 +123,4 @@ def test_what_is_read_a_few_times_a_run_is_given_per_step(tmp_path: Path) -> Non
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = finished(run, setting(), 0, "runs/one", None)
     assert found.energy_joules == pytest.approx(0.3)
-    assert found.ranks == [RankUse(found.ranks[0].parts_s, wire_bytes=100.0, memory_bytes=160)]
+    assert found.ranks == [RankUse(found.ranks[0].parts_s, wire_bytes=100.0, memory_bytes=160, saved_bytes=300.0, compression_error=0.02)]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from paceline.bench.result import Report
 from paceline.bench.table import WIDTH, definitions, figures, show
-from reports import alike, report
+from reports import alike, report, setting
 
 
 def screen(of: Report) -> str:
@@ -36,6 +36,15 @@ def test_every_column_has_a_definition_in_one_line() -> None:
     columns = headers[0].replace("to target", "to_target").split() + headers[1].replace("on wire", "on_wire").split()
     assert {column.replace("_", " ") for column in columns} <= defined.keys()
     assert max(len(line) for line in defined.values()) <= WIDTH - 12
+
+
+def test_the_final_loss_stands_beside_the_times_where_it_is_known() -> None:
+    known = report(settings=[setting(n, "strong", 20 / n, 0.01, final_loss=loss) for n, loss in ((1, 0.31234), (2, None))])
+    table = screen(known).partition("\nWhere a step goes")[0]
+    assert "loss" in table
+    assert "0.3123" in table
+    assert "loss" in dict(definitions(known))
+    assert "loss" not in dict(definitions(report()))
 
 
 def test_times_that_do_not_differ_are_shown_as_no_difference() -> None:

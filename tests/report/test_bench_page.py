@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from paceline.errors import RunError
 from paceline.report.definitions import DEFINITIONS
 from paceline.report.page import write_bench_page
 from paceline.train.meter import PARTS
-from reports import alike, around, report, setting
+from reports import alike, around, rank_use, report, setting
 
 needs_chromium = pytest.mark.needs_chromium
 CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]
@@ -214,6 +215,51 @@ def test_a_plan_on_one_device_is_compared_as_well(tmp_path: Path) -> None:
     text = page_of(report(settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 11, 0.01), plan]), tmp_path).read_text()
     assert "1.40\N{NO-BREAK SPACE}×" in text
     assert '"other plans"' in text
+
+
+def with_rules() -> Report:
+    """One device, and three plans for four: exact, compressed, and one that did not reach the target."""
+    rules: dict[str, dict[str, Any]] = {
+        "dp=4": {"final_loss": 0.312},
+        "dp=4 compress=int8": {"final_loss": 0.315, "ranks": [dataclasses.replace(rank_use(0.005, 4, rank), **_LESS) for rank in range(4)]},
+        "dp=4 sync=diloco:30,fragments=4,overlap=5 compress=int4": {"final_loss": 0.33, "time_to_target_s": None},
+    }
+    return report(
+        settings=[
+            setting(1, "strong", 19.2, 0.002, final_loss=0.312),
+            *(setting(4, "strong", 8 - i, 0.01, label=p, plan=p, **more) for i, (p, more) in enumerate(rules.items())),
+        ]
+    )
+
+
+_LESS: dict[str, Any] = {"wire_bytes": 270_000.0, "saved_bytes": 804_600.0, "compression_error": 0.0123}
+
+
+@needs_chromium
+def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_and_reach(browser: Browser, tmp_path: Path) -> None:
+    values = with_rules()
+    browser.open(page_of(values, tmp_path), width=400)
+    bars = browser.all("#plot-plans .barlayer .trace")
+    assert len(bars) == 4, "bytes, step time, time to target, final loss"
+    shown = [text.text for text in browser.all("#plot-plans .bartext")]
+    assert [text for text in shown if text] == [
+        "1,075",
+        "270",
+        "1,075",
+        "8.00",
+        "7.00",
+        "6.00",
+        "0.736",
+        "0.644",
+        "0.312",
+        "0.315",
+        "0.330",
+    ]
+    assert shown_values(browser, "final_loss") == [s.final_loss for s in values.settings]
+    assert shown_values(browser, "saved") == [804_600.0]
+    assert shown_values(browser, "compression_error") == [0.0123]
+    assert browser.run("return document.documentElement.scrollWidth") == 400
+    assert browser.console() == []
 
 
 def test_a_setting_without_ranks_curve_or_training_time_leaves_those_out(tmp_path: Path) -> None:

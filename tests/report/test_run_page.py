@@ -64,7 +64,9 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
     assert shown["held_out"] == Run(run.path).metrics["accuracy"]
 
     charts = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
-    assert charts == [f"plot-{n}" for n in ("breakdown", "loss-steps", "loss-time", "metric-0", "throughput", "parts", "memory_now")]
+    assert charts == [
+        f"plot-{n}" for n in ("breakdown", "loss-steps", "loss-time", "metric-0", "throughput", "parts", "memory_now", "wire")
+    ]
     assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == 2 * len(PARTS)
     assert len(browser.all("#plot-loss-steps .scatterlayer .trace")) == 2, "training and held out"
     assert len(browser.all("#plot-parts .scatterlayer .trace")) == len(PARTS)
@@ -80,6 +82,53 @@ def test_the_parts_of_the_breakdown_sum_to_the_mean_step(run: Run) -> None:
     [parts] = RunView(run).mean_parts_s.values()
     mean = statistics.fmean(s["step_s"] for s in run.steps()[WARM_UP_STEPS:])
     assert sum(parts.values()) == pytest.approx(mean, rel=1e-3)
+
+
+def as_replicas(run: Run, plan: str, use: dict[str, float], events: list[dict[str, Any]], comm_s: float) -> Run:
+    """The run as two ranks would have written it that sent so much in every step."""
+    (run.path / "plan.txt").write_text(f"{plan}\n")
+    times = {f"{part}_s": 0.0 for part in PARTS} | {"step_s": 0.2, "comm_s": comm_s, "compute_s": 0.2 - comm_s}
+    for rank in (1, 0):
+        rewrite(run, rank, lambda line, rank=rank: line | times | {"use": {name: value * (1 + rank) for name, value in use.items()}})
+    with (run.path / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event | {"time": 1e9}) + "\n" for event in events)
+    return Run(run.path)
+
+
+@pytest.mark.needs_chromium
+def test_what_replicas_send_and_compression_saves_stands_in_the_page(run: Run, browser: Browser) -> None:
+    links = {"host-0": {"sent_bytes": 2_000_000, "received_bytes": 1_500_000}, "host-1": {"sent_bytes": 7, "received_bytes": 9}}
+    events: list[dict[str, Any]] = [{"event": "sync", "said": ["ring, for it is <fast>"]}, *[{"event": "links", "links": links}] * 2]
+    use = {"wire_bytes": 2500, "saved_bytes": 7500, "compression_error": 0.02}
+    browser.open(write_run_page(as_replicas(run, "dp=2 compress=int8", use, events, comm_s=0.15)), width=400)
+    paragraphs = [p.text for p in browser.all("#sync .lead p")]
+    assert paragraphs == ["ring, for it is <fast>", "Communication takes 75 % of a step, also under this rule."]
+    shown = {
+        row.get_attribute("data-figure"): row.find_element("css selector", "td").get_attribute("data-value")
+        for row in browser.all("#sync tr[data-figure]")
+    }
+    assert {name: float(value or "nan") for name, value in shown.items()} == {"wire": 5000, "saved": 15000, "compression_error": 0.02}
+    cells = [cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in browser.all("#links td[data-value]")]
+    assert cells == ["4.00 MB", "3.00 MB", "14.0 B", "18.0 B"], "of both attempts"
+    assert len(browser.all("#plot-wire .scatterlayer .trace")) == 2, "sent, and what it would be without compression"
+    assert len(browser.all("#plot-error .scatterlayer .trace")) == 1
+    assert browser.run("return document.documentElement.scrollWidth") == 400
+    assert browser.console() == []
+
+
+def test_where_communication_dominates_a_page_says_what_sends_less_and_how_to_measure_it(run: Run) -> None:
+    text = write_run_page(as_replicas(run, "dp=2", {"wire_bytes": 2500, "saved_bytes": 0}, [], comm_s=0.15)).read_text()
+    assert "of a step. Replicas send less with compress= (int8 about a quarter)" in text
+    assert 'id="plot-error"' not in text
+    text = write_run_page(as_replicas(run, "dp=2", {"wire_bytes": 2500, "saved_bytes": 0}, [], comm_s=0.05)).read_text()
+    assert 'id="sync"' in text
+    assert "Replicas send less" not in text
+
+
+def test_a_run_of_one_replica_says_nothing_of_agreement(run: Run) -> None:
+    text = write_run_page(run).read_text()
+    assert 'id="sync"' not in text
+    assert 'id="plot-wire"' not in text
 
 
 @pytest.mark.parametrize(

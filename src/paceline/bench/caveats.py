@@ -69,7 +69,8 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
     named = ", ".join(f"{label} by {percent(apart, 2)} after {steps} steps" for label, (apart, steps) in differing.items())
     yield (
         f"The losses are not those of the first run of one device ({named}), so the runs do not do quite the same work: layers that look "
-        "at a replica's share only (dropout, batch_norm: local) and other precisions do that."
+        "at a replica's share only (dropout, batch_norm: local), other precisions, and sync rules that compress or agree only now and then "
+        "do that."
     )
 
 

@@ -20,7 +20,9 @@ class RankUse:
 
     Attributes:
         parts_s: seconds of a step by part, the names of `paceline.train.meter.PARTS`; they sum to the step.
-        wire_bytes: payload that the rank handed to collectives per step.
+        wire_bytes: what the rank put on the wire to the other replicas per step.
+        saved_bytes: what compression took off that.
+        compression_error: L2 norm of what compression left out, over that of what was to be sent; None where nothing was compressed.
         memory_bytes: largest resident memory seen (shared pages by their share).
     """
 
@@ -28,6 +30,8 @@ class RankUse:
     wire_bytes: float | None = None
     memory_bytes: int | None = None
     gpu_memory_bytes: int | None = None
+    saved_bytes: float | None = None
+    compression_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Measured:
         energy_joules: per step, all ranks; None where the machine does not tell.
         runs: the run directories, relative to the benchmark's.
         pairs: speedup of each repeat, against the one-device run of the same round.
+        final_loss: mean training loss of the last steps, in the median over the repeats; None where it was not finite.
     """
 
     label: str
@@ -78,6 +83,7 @@ class Measured:
     curve: Curve | None = None
     runs: list[str] = field(default_factory=list)
     pairs: list[float] = field(default_factory=list)
+    final_loss: float | None = None
 
 
 @dataclass(frozen=True)

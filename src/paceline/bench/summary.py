@@ -18,6 +18,7 @@ from paceline.train.meter import PARTS
 from paceline.train.run import WARM_UP_STEPS, Run
 
 PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
+FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little
 _CURVE_POINTS = 300
 _REACHED = ("metric_above", "loss_below")  # stop rules that are a target
 
@@ -30,6 +31,7 @@ class Finished:
         samples: of a step, in the median: fewer than the global batch where the data set is smaller.
         other_cores: cores that other processes kept busy meanwhile; None where the system does not tell.
         losses: of the first 60 steps.
+        final_loss: mean of the last 10 steps; None where one of them was not finite.
     """
 
     setting: str
@@ -47,6 +49,7 @@ class Finished:
     ranks: list[RankUse]
     losses: list[float | None]
     curve: Curve
+    final_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `load` reads back."""
@@ -91,6 +94,7 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
         ranks=[_use_of(lines) for lines in per_rank],
         losses=[s["loss"] for s in steps[:PROOF_STEPS]],
         curve=_curve(steps),
+        final_loss=_final_loss(steps),
     )
 
 
@@ -124,6 +128,7 @@ def measured(
         ranks=_all_repeats([run.ranks for run in runs], [run.step_time_s for run in runs]),
         curve=typical.curve,
         runs=[run.run for run in runs],
+        final_loss=_median([run.final_loss for run in runs]),
     )
     return _compared(result, setting, runs, one, cores) if one and one[0].setting != setting.key else result
 
@@ -175,7 +180,9 @@ def _use_of(lines: list[dict[str, Any]]) -> RankUse:
     gpu = [use["gpu_peak_memory_bytes"] for use in readings if "gpu_peak_memory_bytes" in use]
     return RankUse(
         parts_s=_typical([{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed]),
-        wire_bytes=_per_step(lines, "reduced_bytes"),
+        wire_bytes=_per_step(lines, "wire_bytes"),
+        saved_bytes=_per_step(lines, "saved_bytes"),
+        compression_error=_median([use.get("compression_error") for use in readings]),
         memory_bytes=_memory_bytes(readings),
         gpu_memory_bytes=max(gpu, default=None),
     )
@@ -206,6 +213,11 @@ def _memory_bytes(readings: list[dict[str, Any]]) -> int | None:
     return max(peaks) - shared if peaks else None
 
 
+def _final_loss(steps: list[dict[str, Any]]) -> float | None:
+    last = [s["loss"] for s in steps[-FINAL_STEPS:]]
+    return None if None in last else fmean(last)
+
+
 def _curve(steps: list[dict[str, Any]]) -> Curve:
     started = steps[0]["time"] - steps[0]["step_s"]
     samples = 0
@@ -227,6 +239,8 @@ def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float
         RankUse(
             parts_s=_typical([use.parts_s for use in uses], step_times_s),
             wire_bytes=_median([use.wire_bytes for use in uses]),
+            saved_bytes=_median([use.saved_bytes for use in uses]),
+            compression_error=_median([use.compression_error for use in uses]),
             memory_bytes=max((use.memory_bytes for use in uses if use.memory_bytes is not None), default=None),
             gpu_memory_bytes=max((use.gpu_memory_bytes for use in uses if use.gpu_memory_bytes is not None), default=None),
         )

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from paceline.bench.result import Measured, Report
 from paceline.bench.settings import DEFAULT_STEPS
+from paceline.bench.summary import FINAL_STEPS
 from paceline.bench.words import count, percent, size
 from paceline.stats import Interval
 from paceline.train.meter import PARTS
@@ -67,11 +68,13 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
         yield "to target", "from the first step to the target, evaluations and checkpoints included."
     elif any(s.training_time_s for s in report.settings):
         yield "training", "from the first step to the stop rule, evaluations and checkpoints included."
+    if any(s.final_loss is not None for s in report.settings):
+        yield "loss", f"training loss, mean of the last {FINAL_STEPS} steps; median of the runs."
     whole = any(s.training_time_s for s in report.settings)
     yield "speedup", f"{'training' if whole else 'step'} time of 1 device / that of N, in the same round; weak: per sample."
     yield "efficiency", "speedup / N; 100 % is ideal."
     yield from _definitions_of_parts()
-    yield "on wire", "bytes that a rank hands to collectives in a step; ? where runs are too short to tell."
+    yield "on wire", "bytes that a rank sends to other replicas in a step; ? where runs are too short."
     yield "memory", "largest resident memory of a rank (its GPU's, if any), shared pages by their share."
     if any(s.energy_joules is not None for s in report.settings):
         yield "energy", "joules a step, of all that the processor packages and GPUs did meanwhile."
@@ -100,19 +103,22 @@ def _print(console: Console, table: Table) -> None:
 def _results(report: Report) -> Table:
     timed = any(s.training_time_s for s in report.settings)
     whole = "to target" if any(s.time_to_target_s for s in report.settings) else "training"
-    table = _table("", "", "step", "samples/s", *([whole] if timed else []), "speedup", "efficiency")
+    losses = any(s.final_loss is not None for s in report.settings)
+    table = _table("", "", "step", "samples/s", *([whole] if timed else []), *(["loss"] if losses else []), "speedup", "efficiency")
     before = None
     for setting in report.settings:
-        table.add_row("" if setting.scaling == before else setting.scaling, setting.label, *_result(setting, timed=timed))
+        table.add_row("" if setting.scaling == before else setting.scaling, setting.label, *_result(setting, timed=timed, losses=losses))
         before = setting.scaling
     return table
 
 
-def _result(setting: Measured, *, timed: bool) -> list[str | Text]:
+def _result(setting: Measured, *, timed: bool, losses: bool) -> list[str | Text]:
     row: list[str | Text] = [_time(setting.step_time_s), f"{setting.throughput.middle:,.0f}"]
     if timed:
         whole = setting.time_to_target_s or setting.training_time_s
         row.append(_time(whole) if whole else "")
+    if losses:
+        row.append("" if setting.final_loss is None else f"{setting.final_loss:.4g}")
     if setting.speedup is None or setting.efficiency is None:
         return [*row, "1" if setting.devices == 1 else "?", ""]
     if not setting.is_speedup:

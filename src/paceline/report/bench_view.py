@@ -13,6 +13,7 @@ from paceline.errors import RunError
 from paceline.report import charts, words
 from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
+from paceline.report.panels import Panel, panelled
 from paceline.report.words import Shown
 from paceline.stats import LEAST_REPEATS, Interval
 
@@ -133,6 +134,7 @@ class BenchView:
         has_gpu = any(rank.gpu_memory_bytes for s in self.settings for rank in s.ranks)
         to_end = any(s.training_time_s for s in self.settings)
         to_target = to_end and self.report.target
+        has_loss = any(s.final_loss is not None for s in self.settings)
         return [
             Row("global_batch", [Shown(s.global_batch, f"{s.global_batch:,}", "samples") for s in self.settings]),
             Row("step_time", [words.seconds(s.step_time_s) for s in self.settings]),
@@ -143,10 +145,23 @@ class BenchView:
             Row("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
             Row("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
             Row("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
+            *([Row("final_loss", [_or_words(s.final_loss, words.number, "not finite") for s in self.settings])] if has_loss else []),
             Row("wire", [_largest(s, "wire_bytes") for s in self.settings]),
+            *self._compressed_rows,
             Row("memory", [_largest(s, "memory_bytes") for s in self.settings]),
             *([Row("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
             Row("energy", ["not available" if s.energy_joules is None else words.joules(s.energy_joules) for s in self.settings]),
+        ]
+
+    @property
+    def _compressed_rows(self) -> list[Row]:
+        """What compression saves and loses; nothing where no plan compresses."""
+        errors = [max((r.compression_error for r in s.ranks if r.compression_error is not None), default=None) for s in self.settings]
+        if errors == [None] * len(errors):
+            return []
+        return [
+            Row("saved", [_largest(s, "saved_bytes") for s in self.settings]),
+            Row("compression_error", [_or_words(error, words.number, "not compressed") for error in errors]),
         ]
 
     def _or_reference(self, setting: Measured, cell: Callable[[Measured], Cell]) -> Cell:
@@ -155,6 +170,22 @@ class BenchView:
         return "needs 1 device" if setting.speedup is None else cell(setting)
 
     # The charts
+
+    @property
+    def plans(self) -> Chart | None:
+        """The plans for several devices beside each other; none where no two are for as many."""
+        compared = [s for s in self.settings if s.scaling == "strong" and s.devices > 1]
+        if len({s.devices for s in compared}) == len(compared):
+            return None
+        wire = [[r.wire_bytes for r in s.ranks if r.wire_bytes is not None] for s in compared]
+        panels = [
+            Panel("bytes on the wire per step, kB", [max(sent, default=None) for sent in wire], 1e-3),
+            Panel("step time, ms", [s.step_time_s.middle for s in compared], 1e3),
+            Panel("time to target, s", [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared]),
+            Panel("final loss", [s.final_loss for s in compared]),
+        ]
+        label = "Bytes on the wire, step time, time to target and final loss of each plan."
+        return Chart("plans", panelled([self.name(s) for s in compared], panels), label)
 
     @property
     def scaling(self) -> Chart | None:
@@ -217,6 +248,10 @@ def _tokens(setting: Measured) -> Cell:
 
 def _time(time_s: Interval | None, absent: str) -> Cell:
     return absent if time_s is None else words.seconds(time_s)
+
+
+def _or_words(x: float | None, shown: Callable[[float], Shown], absent: str) -> Cell:
+    return absent if x is None else shown(x)
 
 
 def _largest(setting: Measured, what: str) -> Cell:

@@ -61,7 +61,7 @@ class Mark:
 
 def scaling(settings: Sequence[Measured]) -> go.Figure:
     """Speedup over devices, strong and weak, against the ideal; what is no speedup is a hollow point at 1 that says so."""
-    figure = _figure("devices", "times the speed of one device")
+    figure = empty_figure("devices", "times the speed of one device")
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
     figure.add_scatter(
@@ -115,7 +115,7 @@ def breakdown(bars: Sequence[Bar]) -> go.Figure:
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     places, headings, rows = _rows(bars)
-    figure = _figure(f"{unit} per step", "")
+    figure = empty_figure(f"{unit} per step", "")
     for part, definition in PARTS.items():
         figure.add_bar(
             y=places,
@@ -182,7 +182,7 @@ def lines(
     log_if_wide: bool = False,
 ) -> go.Figure:
     """Series over one axis, long ones thinned, a few `points` as markers, and `marks` of what happened."""
-    figure = _figure(over, what)
+    figure = empty_figure(over, what)
     for line in series:
         x, y = _thinned(line, middle)
         stroke = {"width": 2, "color": line.colour, "dash": "dash" if line.dashed else "solid"}
@@ -207,7 +207,7 @@ def lines(
 
 def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) -> go.Figure:
     """Where the time of the steps went as training went on: areas that add up to the step."""
-    figure = _figure("step", "ms per step")
+    figure = empty_figure("step", "ms per step")
     for part, definition in PARTS.items():
         x, y = _thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
         figure.add_scatter(
@@ -224,7 +224,8 @@ def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) 
     return figure
 
 
-def _figure(x: str, y: str) -> go.Figure:
+def empty_figure(x: str, y: str) -> go.Figure:
+    """A figure without traces in the style of all pages, its axes named."""
     axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,136,148,.22)", "linecolor": "rgba(128,136,148,.5)"}
     return go.Figure(
         layout={

@@ -73,7 +73,18 @@ _FIGURES = {
         "no difference",
         f"The intervals of the two compared times overlap, or there are fewer than {LEAST_REPEATS} repeats: nothing is claimed.",
     ),
-    "wire": ("bytes on the wire", "Payload that one rank hands to collectives in a step; that of the rank with most."),
+    "wire": (
+        "bytes on the wire",
+        "What one rank sends to the other replicas in a step, as the sync rule counts it, after compression; in a table that of the rank "
+        "with most.",
+    ),
+    "saved": ("saved by compression", "Bytes that the same exchange would send more if it were not compressed, in a step of a rank."),
+    "compression_error": (
+        "compression error",
+        "L2 norm of what compression leaves out, over that of what is to be sent. Error feedback adds what was left out to the next "
+        "exchange, so it comes later and is not lost.",
+    ),
+    "links": ("bytes over a link", "All that went over an emulated host’s link, headers and other traffic included."),
     "memory": (
         "memory per rank",
         "Largest resident memory seen, shared pages counted by their share where the system tells; that of the rank with most.",
@@ -86,6 +97,7 @@ _FIGURES = {
         f"The first {WARM_UP_STEPS} steps, left out of speeds and breakdowns: they allocate memory and fill caches.",
     ),
     "loss": ("training loss", "Mean loss over a step’s global batch, before the update of that step."),
+    "final_loss": ("final loss", "Training loss in the mean over the last 10 steps; of several runs the median."),
     "held_out": ("held-out metric", "A measure of the model on samples that it is not trained on."),
     "knobs": ("knobs", "Settings that change the speed and not the result, tried on the real model; the fastest are kept."),
     "load": ("load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."),

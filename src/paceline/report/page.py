@@ -33,7 +33,7 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     """
     view = BenchView(report, folder)
     facts = {"machine": report.cluster, "command": report.command, "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings))}
-    return _write(folder / PAGE, "bench.html.j2", report=report, view=view, facts=described(facts, report.environment))
+    return write_page(folder / PAGE, "bench.html.j2", report=report, view=view, facts=described(facts, report.environment))
 
 
 def write_run_page(run: Run) -> Path:
@@ -43,10 +43,21 @@ def write_run_page(run: Run) -> Path:
         RunError: the run has not finished a step, or the file cannot be written.
     """
     view = RunView(run)
-    return _write(run.path / PAGE, "run.html.j2", view=view, charts=run_charts(view.record), facts=described(view.facts, view.environment))
+    return write_page(
+        run.path / PAGE,
+        "run.html.j2",
+        view=view,
+        charts=[*run_charts(view.record), *view.sync.charts],
+        facts=described(view.facts, view.environment),
+    )
 
 
-def _write(file: Path, template: str, **values: Any) -> Path:
+def write_page(file: Path, template: str, **values: Any) -> Path:
+    """Render a template of this package to a file; `facts` are what its list of the environment says.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
     plotly, script = _scripts()
     policy = f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; img-src data: blob:"
     fixed = {"define": Used(), "colours": PART_COLOURS, "plotly": plotly, "script": script, "policy": policy}

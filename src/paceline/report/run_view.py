@@ -14,6 +14,7 @@ from paceline.report.bench_view import Card
 from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
 from paceline.report.run_record import RunRecord, timed
+from paceline.report.sync_view import SyncView
 from paceline.train.progress import event_sentence
 from paceline.train.run import WARM_UP_STEPS, Run
 
@@ -113,6 +114,13 @@ class RunView:
         largest = sorted(shares.items(), key=lambda x: -x[1])
         named = [f"{_percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
         return [f"A step takes {words.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
+
+    @cached_property
+    def sync(self) -> SyncView:
+        """What is known of how the replicas agree."""
+        each = list(self.mean_parts_s.values())
+        step_s = sum(sum(parts.values()) for parts in each)
+        return SyncView(self.record, self.run.plan, sum(parts["comm"] for parts in each) / step_s if step_s else None)
 
     def _slow_rank(self, step_s: float) -> list[str]:
         waits = {rank: parts["imbalance"] for rank, parts in self.mean_parts_s.items()}

@@ -1,0 +1,91 @@
+"""A page that compares sync rules at several speeds of the network: a table, loss against time, and the figures as bars, for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.report import charts, words
+from paceline.report.bench_view import Cell
+from paceline.report.chart import Chart
+from paceline.report.page import write_page
+from paceline.report.panels import Panel, panelled
+
+FIGURES = ("wire", "step_time", "time_to_target", "final_loss")  # the columns of the table, by their definitions' names
+
+
+@dataclass(frozen=True)
+class RuleFigures:
+    """One rule at one speed of the network; None where a figure was not measured.
+
+    Attributes:
+        plan: its text; "" where it is no plan of ours.
+        wire_bytes: per step of a rank.
+        seconds, losses: of a run's steps.
+    """
+
+    name: str
+    plan: str
+    wire_bytes: float | None
+    step_time_s: float
+    time_to_target_s: float | None
+    final_loss: float | None
+    seconds: Sequence[float] = field(default_factory=list)
+    losses: Sequence[float] = field(default_factory=list)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Its line of the table, in the order of `FIGURES`."""
+        absent = "not reached" if self.losses else "not measured"
+        return [
+            "not measured" if self.wire_bytes is None else words.size(self.wire_bytes),
+            words.seconds(self.step_time_s),
+            absent if self.time_to_target_s is None else words.seconds(self.time_to_target_s),
+            "not measured" if self.final_loss is None else words.number(self.final_loss),
+        ]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was compared: the rules at each speed of the network, by its name."""
+
+    title: str
+    about: str
+    at: dict[str, list[RuleFigures]]
+    facts: list[tuple[str, str]] = field(default_factory=list)
+
+    def loss_chart(self, number: int, rate: str) -> Chart | None:
+        """Loss against time; None without any losses."""
+        series = [
+            charts.Line(rule.name, rule.seconds, rule.losses, charts.SERIES[i % len(charts.SERIES)], dashed=i >= len(charts.SERIES))
+            for i, rule in enumerate(self.at[rate])
+            if rule.losses
+        ]
+        if not series:
+            return None
+        figure = charts.lines(series, "seconds", "training loss")
+        lowest, highest = (pick(y for line in series for y in line.y if y is not None) for pick in (min, max))
+        figure.update_yaxes(range=[lowest - 0.03 * (highest - lowest), min(highest, 2.5 * lowest)], rangemode="normal")
+        figure.update_layout(height=440 + 18 * max(0, len(series) - 3))  # the legend's lines
+        return Chart(f"loss-{number}", figure, f"Training loss over time of each rule at {rate}.")
+
+    def bars(self, number: int, rate: str) -> Chart:
+        """The figures beside each other."""
+        rules = self.at[rate]
+        panels = [
+            Panel("bytes on the wire per step, kB", [rule.wire_bytes for rule in rules], 1e-3),
+            Panel("step time, ms", [rule.step_time_s for rule in rules], 1e3),
+            Panel("time to target, s", [rule.time_to_target_s for rule in rules]),
+            Panel("final loss", [rule.final_loss for rule in rules]),
+        ]
+        return Chart(f"bars-{number}", panelled([rule.name for rule in rules], panels), f"The figures of each rule at {rate}, as bars.")
+
+
+def write_rules_page(found: Rates, file: Path) -> Path:
+    """Write the page.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    return write_page(file, "rules.html.j2", found=found, figures=FIGURES, facts=found.facts)
