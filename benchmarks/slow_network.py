@@ -12,8 +12,8 @@ are compared with. Figures, at 25 Mbit/s each way:
   first step until it reaches the target. That time is of one whole run; only rules that take more than 2.5 s a step are not waited for:
   theirs is the steps that they need, found without the slow network, x the mean step (the table marks them with *).
 - `limit_speedup`: the same of 150 steps without any communication. `fp16_ddp_speedup`: of DDP with PyTorch's hook that sends 16 bits.
-- `worst_compressed_loss_ratio`: the loss after 150 steps (in the mean over the last 25) / the synchronous one, of the worst of those rules
-  that compress every step.
+- `worst_compressed_loss_ratio`: the loss after 150 steps (in the mean over the last 25) / the synchronous one, of the worst of bf16, int8
+  and PowerSGD. 1-bit and top-k are in the tables beside them: under AdamW they learn more slowly, and no setting here makes up for it.
 - `auto_to_best_…`, at each rate: the step of `compress=auto`, once it has chosen / the fastest step of what it chooses from, each measured
   alone. It asks a codec that loses more to be faster by 5 %, so up to 1.05 it is right.
 
@@ -58,10 +58,10 @@ WARM_UP, TIMED, BLOCK = 2, 10, 10
 WAITED_FOR_S = 2.5  # a step; a rule that is slower is timed over a few steps only
 DDP, DDP_16, LIMIT = "DDP", "DDP, 16-bit hook", "no communication"
 EXACT, AUTO = "exact", "auto"
-BY_HAND = (EXACT, "bf16", "int8", "PowerSGD, rank 4")  # what compress=auto chooses from
-TIMED_ONLY = (EXACT, AUTO, "PowerSGD, rank 4")  # whose losses are known, or are those of the choice, or of no figure
-COMPRESSED = ("bf16", "int8", "1-bit", "top-k", "PowerSGD")
-EVERY_STEP = (*TIMED_ONLY, *COMPRESSED)  # does the same in every step; the others are timed over more of them
+COMPRESSED = ("bf16", "int8", "PowerSGD")
+BY_HAND = (EXACT, *COMPRESSED)  # what compress=auto chooses from
+TIMED_ONLY = (EXACT, AUTO)  # whose losses are known, or are those of the choice
+EVERY_STEP = (*TIMED_ONLY, *COMPRESSED, "1-bit", "top-k")  # does the same in every step; the others are timed over more of them
 SAME = 1e-3  # how far rounding alone drives losses apart within the first steps
 Carried = Callable[[], list[int]]  # bytes of each host's link, of the direction that has more
 RULES = {  # the plans beside `dp=4 threads=1`
@@ -71,7 +71,6 @@ RULES = {  # the plans beside `dp=4 threads=1`
     "1-bit": "compress=1bit",
     "top-k": "compress=topk:0.05",
     "PowerSGD": "compress=powersgd:16+int8",
-    "PowerSGD, rank 4": "compress=powersgd:4",
     "local SGD": "sync=local:8",
     # Short periods and little outer momentum: in a run of a few hundred steps, what arrives late or lingers costs more than it brings.
     "DiLoCo": "sync=diloco:3,fragments=3,overlap=1,lr=1.0,momentum=0.1 compress=int4",

@@ -59,6 +59,13 @@ THREE_AXES = [
     "dp=2 pp=2 cp=2 microbatches=2",
     "tp=2 pp=2 cp=2 microbatches=2",
 ]
+BY_RULE = [  # every exact way to sum the gradients, over dp and over products with each split
+    *(f"dp=4 sync=allreduce:{algorithm}" for algorithm in ("flat", "ring", "tree", "hierarchical")),
+    *(f"dp=3 sync=allreduce:{algorithm}" for algorithm in ("ring", "tree")),
+    *(f"dp=2 {split} sync=allreduce:ring" for split in ("fsdp=2", "tp=2", "pp=2 microbatches=2")),
+    *(f"dp=2 {split} sync=allreduce:tree" for split in ("fsdp=2", "tp=2", "pp=2 microbatches=2")),
+    *(f"dp=2 {split} sync=allreduce:hierarchical" for split in ("fsdp=2", "tp=2", "pp=2 microbatches=2")),
+]
 OF_FAMILIES = {
     "gpt2": ["tp=2", "tp=2 pp=2 microbatches=2", "fsdp=2 cp=2"],
     "bert": ["tp=2 sequence=on", "fsdp=2 pp=2 microbatches=2", "cp=2"],
@@ -72,6 +79,7 @@ OF_FAMILIES = {
 QUICK = {  # what `make test` runs of all these; the others are `make test-all`
     *("fsdp=2", "tp=2 sequence=on", "pp=2 microbatches=4", "cp=2", "remat=selective"),
     *("fsdp=2 tp=2", "tp=2 pp=2 microbatches=2", "dp=2 cp=2", "fsdp=2 pp=2 microbatches=2", "dp=2 tp=2 pp=2 microbatches=2", "fsdp=2 ep=2"),
+    *("dp=4 sync=allreduce:ring", "dp=2 tp=2 sync=allreduce:tree"),
 }
 
 
@@ -100,6 +108,12 @@ def held(found: Parity) -> None:
 @pytest.mark.parametrize("plan", plans(ALONE, TWO_AXES, THREE_AXES))
 def test_a_split_or_product_of_splits(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     held(parity(ranks, tmp_path, "gpt", plan))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("plan", plans(BY_RULE))
+def test_an_algorithm_that_sums_the_gradients(ranks: Ranks, tmp_path: Path, plan: str, backend: str) -> None:
+    held(parity(ranks, tmp_path, "gpt", plan, backend=backend))
 
 
 @pytest.mark.parametrize("plan", plans(WITH_EXPERTS))

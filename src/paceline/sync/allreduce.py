@@ -6,6 +6,8 @@ the backward pass makes them, and a full bucket travels while the rest is still 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -171,9 +173,9 @@ class AllReduce(SyncRule):
         bucket = self.buckets[number]
         if self.worker is not None:
             bucket.pending = self.worker.start(partial(self._sum, number))
-        else:
-            bucket.send(self.replica.dp)
-            self._count(bucket.flat)
+            return
+        with self._counted(bucket.flat):
+            bucket.send(self.group)
 
     def _sum(self, number: int) -> None:
         """Sum a bucket over the replicas, now."""
@@ -181,15 +183,16 @@ class AllReduce(SyncRule):
         if self.compressor is not None:
             self.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)  # what follows the gradients is summed exactly
             return
-        self.algorithm.all_reduce(bucket.flat)
-        self._count(bucket.flat)
+        with self._counted(bucket.flat):
+            self.algorithm.all_reduce(bucket.flat)
 
-    def _count(self, tensor: Tensor) -> None:
-        """What an all-reduce makes a rank send at least: 2 (n - 1) / n of the tensor."""
-        size = self.replica.dp.size
-        sent = 2 * (size - 1) * tensor.nbytes // size
-        self.replica.traffic.sent_bytes += sent
-        self.replica.traffic.plain_bytes += sent
+    @contextmanager
+    def _counted(self, tensor: Tensor) -> Iterator[None]:
+        """Count what an exact sum sends, and what a ring would have sent at least."""
+        before, size = self.group.sent_bytes, self.group.size
+        yield
+        self.replica.traffic.sent_bytes += self.group.sent_bytes - before
+        self.replica.traffic.plain_bytes += 2 * (size - 1) * tensor.nbytes // size
 
 
 def _bucketize(replica: Replica, algorithm: Algorithm, limit_bytes: int | None) -> list[Bucket]:
