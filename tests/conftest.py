@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_fork_server
 
@@ -39,6 +40,13 @@ def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
 def ranks(_fork_server: None) -> Ranks:
     """`ranks(4, function, *args, deadline_s=60)`: call a function of the test file on 4 real ranks, over gloo or `backend="shm"`."""
     return run_on_ranks
+
+
+@pytest.fixture
+def hosts(_fork_server: None) -> Iterator[Hosts]:
+    """`hosts(2, rate="1gbit", ranks_per_host=2).run(function, *args)`: ranks on emulated hosts. For tests that are needs_root."""
+    with emulating() as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,13 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, Literal, Protocol
 from leaks import of_the_transport
 
 _fork_server = multiprocessing.get_context("forkserver")
-Backend = Literal["gloo", "shm"]
+Backend = Literal["gloo", "shm", "tcp"]
 _GRACE_S = 10.0  # for the other ranks to end after one has failed
 
 
@@ -53,9 +54,34 @@ def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, deadline_s
     Raises:
         RankError: with the traceback of the rank that failed first.
     """
+    place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    environments = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return run_processes(environments, function, args, deadline_s, backend)
+
+
+def run_processes(
+    environments: Sequence[dict[str, str]],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    deadline_s: float,
+    backend: Backend | None = None,
+    listener: socket.socket | None = None,
+) -> list[Any]:
+    """Call `function(*args)` in one process for each environment (over this process's own), and return the results in their order.
+
+    Args:
+        backend: of the process group that they then are in; None leaves joining one to the function.
+        listener: the socket on which rank 0 serves the rendezvous, where the function joins.
+
+    Raises:
+        RankError: with the traceback of the rank that failed first.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        call = _Call(function.__code__.co_filename, function.__module__, function.__qualname__, pickle.dumps(args))
-        started = [_start(rank, size, call, Path(folder), deadline_s, backend) for rank in range(size)]
+        call = _Call(function.__code__.co_filename, function.__module__, function.__qualname__, pickle.dumps(tuple(args)))
+        started = [
+            _start(rank, _Start(call, environment, deadline_s, backend, None if rank else listener), Path(folder))
+            for rank, environment in enumerate(environments)
+        ]
         try:
             return _results(started, deadline_s)
         finally:
@@ -90,6 +116,17 @@ class _Call:
 
 
 @dataclass(frozen=True)
+class _Start:
+    """What a rank is told."""
+
+    call: _Call
+    environment: dict[str, str]
+    deadline_s: float
+    backend: Backend | None
+    listener: socket.socket | None
+
+
+@dataclass(frozen=True)
 class _Started:
     """A rank under way. `outcome` delivers (True, result) or (False, time, whether it only lost a peer, traceback)."""
 
@@ -99,36 +136,42 @@ class _Started:
     stack: Path
 
 
-def _start(rank: int, size: int, call: _Call, folder: Path, deadline_s: float, backend: Backend) -> _Started:
+def _start(rank: int, start: _Start, folder: Path) -> _Started:
     stack = folder / f"rank-{rank}.stack"
     receive, send = _fork_server.Pipe(duplex=False)
-    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = (call, {**os.environ, **place}, os.getcwd(), stack, deadline_s, backend, send)
-    process = _fork_server.Process(target=_run_rank, args=arguments, name=f"rank {rank}")
+    start = replace(start, environment={**os.environ, **start.environment})
+    process = _fork_server.Process(target=_run_rank, args=(start, os.getcwd(), stack, send), name=f"rank {rank}")
     process.start()
     send.close()
     return _Started(rank, process, receive, stack)
 
 
-def _run_rank(
-    call: _Call, environment: dict[str, str], folder: str, stack: Path, deadline_s: float, backend: Backend, outcome: Connection
-) -> None:
+def _run_rank(start: _Start, folder: str, stack: Path, outcome: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    import paceline.comm.shm  # noqa: F401 - registers the backend
+    import paceline.comm.shm
+    import paceline.comm.tcp
+    import paceline.comm.transport
+    from paceline.cluster.emulate import enter_host
     from paceline.launch.failure import ErrorRecord
 
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(start.environment)
     os.chdir(folder)
+    enter_host()
     torch.set_num_threads(1)
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if start.listener is not None:
+        os.environ["PACELINE_STORE_FD"] = str(start.listener.detach())
     with open(stack, "w") as file:
-        faulthandler.dump_traceback_later(deadline_s, file=file, exit=True)
+        faulthandler.dump_traceback_later(start.deadline_s, file=file, exit=True)
         try:
-            dist.init_process_group(backend, init_method=f"file://{stack.parent}/store", rank=rank, world_size=size)
-            result = pickle.dumps((True, call()))
+            if start.backend == "tcp":  # between ranks of one host it would be shared memory
+                paceline.comm.transport.host_identity = lambda: f"the host of rank {rank}"
+            if start.backend:
+                dist.init_process_group(start.backend, init_method=f"file://{stack.parent}/store", rank=rank, world_size=size)
+            result = pickle.dumps((True, start.call()))
             if dist.is_initialized():
                 dist.destroy_process_group()
             if found := of_the_transport():

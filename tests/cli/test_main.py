@@ -22,7 +22,10 @@ def modules_after(code: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [*([command, "--help"] for command in ("train", "export", "bench", "report", "doctor")), ["train", "job.yaml", "--plann", "dp=2"]],
+    [
+        *([command, "--help"] for command in ("train", "export", "bench", "links", "report", "doctor")),
+        ["train", "job.yaml", "--plann", "dp=2"],
+    ],
     ids=" ".join,
 )
 def test_help_on_a_command_and_mistyped_options_wait_for_no_torch(arguments: list[str]) -> None:
@@ -46,7 +49,7 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
     shown = paceline("--help", folder=tmp_path, COLUMNS="200")
     assert shown.says("Train any PyTorch model", "train", "Train a job on every device", "export", "newest checkpoint")
-    assert shown.says("bench", "interleaved runs", "report", "report.html", "doctor", "how fast it is")
+    assert shown.says("bench", "interleaved runs", "report", "report.html", "doctor", "how fast it is", "links", "what the hardware allows")
     shown = paceline("train", "--help", folder=tmp_path, COLUMNS="200")
     assert shown.says("JOB", "--plan", "--resume", "--restarts", "Directory of the run.", "runs/JOB-TIME", "a free one")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import resource
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import paceline.launch.local
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.errors import SyncError
 from ranks import Backend, Ranks
 
 
@@ -81,6 +84,8 @@ def test_ranks_on_two_hosts_span_hosts() -> None:
 ABSENT = """
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -184,3 +189,154 @@ def test_a_lost_connection_in_a_process_group_of_the_users_own_blames_no_one(ran
 
 def test_a_lost_rank_in_a_process_group_of_the_users_own_is_named_over_shared_memory(ranks: Ranks) -> None:
     assert re.search(r"all_reduce: rank 1 \(pid \d+\) ended", ranks(2, without_a_store, backend="shm")[0])
+
+
+def messages_and_parts() -> dict[str, Any]:
+    """What the calls that are not all-reduces give, on three ranks."""
+    with joined(deadline_s=30) as group:
+        results: dict[str, Any] = {}
+        following, before, started = (group.rank + 1) % 3, (group.rank - 1) % 3, group.sent_bytes
+        first, second = torch.empty(2, dtype=torch.bfloat16), torch.empty(1, 3, dtype=torch.bool)
+        sent = torch.full((2,), group.rank + 0.5, dtype=torch.bfloat16)
+        group.exchange([(following, sent), (following, torch.ones(1, 3, dtype=torch.bool))], [(before, first), (before, second)])
+        results["exchange"] = (first.tolist(), second.tolist(), group.sent_bytes - started)
+        if group.rank == 0:
+            group.send(torch.tensor([7]), to=2)
+        if group.rank == 2:
+            received = torch.tensor([0])
+            group.receive(received, source=0)
+            results["received"] = received.item()
+        started = group.sent_bytes
+        gathered = torch.empty(6, dtype=torch.int64)
+        group.all_gather(gathered, torch.tensor([group.rank, -group.rank]))
+        results["gathered"] = (gathered.tolist(), group.sent_bytes - started)
+        for op in ("sum", "mean", "max"):
+            own = torch.empty(2)
+            group.reduce_scatter(own, torch.arange(6.0) * (group.rank + 1), op)
+            results[op] = own.tolist()
+        return results
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "tcp"])
+def test_messages_and_parts_arrive_where_they_belong(ranks: Ranks, backend: Backend) -> None:
+    for rank, result in enumerate(ranks(3, messages_and_parts, backend=backend)):
+        assert result["exchange"] == ([(rank - 1) % 3 + 0.5] * 2, [[True] * 3], 4 + 3)
+        assert result.get("received", 7) == 7
+        assert result["gathered"] == ([0, 0, 1, -1, 2, -2], 2 * 16)
+        assert result["sum"] == [12.0 * rank, 6 * (2.0 * rank + 1)]
+        assert result["mean"] == [4.0 * rank, 2 * (2.0 * rank + 1)]
+        assert result["max"] == [6.0 * rank, 3 * (2.0 * rank + 1)]
+
+
+def test_a_tensor_with_gaps_is_refused_as_a_message(ranks: Ranks) -> None:
+    assert all("do not lie in one piece" in text for text in ranks(2, strided_message))
+
+
+def strided_message() -> str:
+    """What is said of a column of a matrix."""
+    with joined(deadline_s=30) as group:
+        try:
+            group.send(torch.zeros(4, 4)[:, 0], to=1 - group.rank)
+        except SyncError as error:
+            return str(error)
+        return ""
+
+
+def several_groups() -> dict[str, Any]:
+    """Groups that ranks make side by side, unevenly many, and again after an end."""
+    with joined(deadline_s=30) as world:
+        results: dict[str, Any] = {"transports": set()}
+        if world.rank == 3:
+            world.subgroup([3])
+        row = world.subgroup([0, 1] if world.rank < 2 else [2, 3])
+        if world.rank in (0, 1):
+            row.subgroup([0, 1]).close()  # of which the others know nothing
+        column = world.subgroup([0, 2] if world.rank % 2 == 0 else [1, 3])
+        again = world.copy()
+        again.close()
+        again = world.copy()
+        sums = []
+        for group in (row, column, again, world):
+            tensor = torch.tensor([2.0**world.rank])
+            group.all_reduce(tensor)
+            sums.append(tensor.item())
+            results["transports"].add(group.transport)
+        results |= {"sums": sums, "place": (row.rank, row.size, column.rank, again.size), "one_host": world.host is world}
+        return results
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "tcp"])
+def test_groups_made_side_by_side_do_not_meet_each_other(ranks: Ranks, backend: Backend) -> None:
+    for rank, result in enumerate(ranks(4, several_groups, backend=backend)):
+        assert result["sums"] == [3.0 if rank < 2 else 12.0, 5.0 if rank % 2 == 0 else 10.0, 15.0, 15.0]
+        assert result["place"] == (rank % 2, 2, rank // 2, 4)
+        assert result["transports"] == {backend}
+        assert result["one_host"]
+
+
+def beside_the_main_thread() -> tuple[list[float], list[float]]:
+    """Sums of a worker over a copy, and of the main thread over the group, at the same time and in another order on each rank."""
+    from paceline.comm.worker import Worker
+
+    with joined(deadline_s=30) as group:
+        copy, worker, theirs, ours = group.copy(), Worker(), torch.ones(50, 1000), torch.ones(50, 1000)
+        tasks = [worker.start(partial(copy.all_reduce, row)) for row in theirs]
+        for row in ours:
+            group.all_reduce(row)
+        for task in tasks:
+            task.wait()
+        worker.close()
+        copy.close()
+        return sorted(set(theirs.flatten().tolist())), sorted(set(ours.flatten().tolist()))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "tcp"])
+def test_a_copy_works_beside_the_main_thread(ranks: Ranks, backend: Backend) -> None:
+    assert ranks(3, beside_the_main_thread, backend=backend) == [([3.0], [3.0])] * 3
+
+
+@pytest.mark.parametrize("asked", [[1, 0], [0, 0, 1], [0, 7], []])
+def test_ranks_that_make_no_group_are_refused(asked: list[int]) -> None:
+    with pytest.raises(SyncError, match="give ascending ranks"):
+        Group(rank=0, size=4).subgroup(asked)
+
+
+def different_calls() -> dict[str, str]:
+    """What a checked group says when rank 1 does something else, again and again; the group stays of use."""
+    with joined(deadline_s=30) as plain:
+        group, odd = plain.checked(), plain.rank == 1
+        numbers, other = torch.zeros(3), 1 - plain.rank
+        calls: dict[str, Callable[[], object]] = {
+            "shape": lambda: group.all_reduce(torch.zeros(3, 4 + odd)),
+            "dtype": lambda: group.broadcast(torch.zeros(3, dtype=torch.float64 if odd else torch.float32)),
+            "op": lambda: group.all_reduce(numbers, "max" if odd else "sum"),
+            "call": lambda: (group.all_reduce if odd else group.broadcast)(numbers),
+            "message": lambda: group.exchange([(other, numbers[:2])], [(other, torch.zeros(2 + odd))]) if plain.rank < 2 else None,
+            "equal": lambda: group.gather_json("x" * plain.rank),
+            "equal messages": lambda: group.exchange([((plain.rank + 1) % 3, numbers)], [((plain.rank - 1) % 3, torch.zeros(3))]),
+        }
+        said = {}
+        for kind, call in calls.items():
+            try:
+                call()
+                said[kind] = ""
+            except SyncError as error:
+                said[kind] = str(error)
+            plain.barrier()
+        said["counts"] = "" if group.sent_bytes == plain.sent_bytes else "the view counts by itself"
+        return said
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_checked_group_names_two_calls_that_differ_before_either_starts(ranks: Ranks, backend: Backend) -> None:
+    by_rank = ranks(3, different_calls, backend=backend)
+    for said in by_rank:
+        assert "rank 0 all-reduce (sum) of float32 (3, 4), rank 1 all-reduce (sum) of float32 (3, 5)" in said["shape"]
+        assert "rank 0 broadcast from rank 0 of float32 (3,), rank 1 broadcast from rank 0 of float64 (3,)" in said["dtype"]
+        assert "rank 0 all-reduce (sum) of float32 (3,), rank 1 all-reduce (max) of float32 (3,)" in said["op"]
+        assert "rank 0 broadcast from rank 0 of float32 (3,), rank 1 all-reduce (sum) of float32 (3,)" in said["call"]
+        assert said["equal"] == said["equal messages"] == said["counts"] == ""
+    sender, receiver, third = (said["message"] for said in by_rank)
+    assert "rank 0 float32 (2,), rank 1 float32 (3,)" in sender
+    assert "rank 1 float32 (3,), rank 0 float32 (2,)" in receiver
+    assert third == ""

@@ -1,4 +1,4 @@
-"""All ranks of a run agree on a transport: shared memory where all can share it with each other, else gloo; then everybody is told why."""
+"""All ranks of a run agree on a transport: shared memory, TCP between hosts, or gloo; then everybody is told why."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def test_on_one_host_it_is_shared_memory(ranks: Ranks, size: int) -> None:
     assert ranks(size, chosen, "shm", {}) == [("shm", None)] * size
 
 
-def test_gloo_is_taken_where_it_is_asked_for(ranks: Ranks) -> None:
-    assert ranks(2, chosen, "gloo", {}) == [("gloo", None)] * 2
+@pytest.mark.parametrize("transport", ["gloo", "tcp"])
+def test_gloo_and_tcp_are_taken_where_they_are_asked_for(ranks: Ranks, transport: Transport) -> None:
+    assert ranks(2, chosen, transport, {}) == [(transport, None)] * 2
 
 
 @pytest.mark.parametrize("limit", [100_000, 2_000_000], ids=["no memory", "less than a group needs"])
@@ -65,7 +66,7 @@ def test_where_shared_memory_is_insisted_on_every_rank_says_why_not(ranks: Ranks
     assert backend == "error"
     assert reason is not None
     assert reason.startswith("transport=shm cannot be had: shared memory of ")
-    assert "(rank 1). With transport=auto or gloo the ranks talk over TCP." in reason
+    assert "(rank 1). With transport=auto the ranks talk over TCP." in reason
 
 
 def chosen_on_two_hosts() -> tuple[str, str | None]:
@@ -76,9 +77,8 @@ def chosen_on_two_hosts() -> tuple[str, str | None]:
 
 
 @pytest.mark.needs_root
-def test_ranks_on_several_hosts_talk_over_gloo(ranks: Ranks) -> None:
-    [(backend, reason)] = set(ranks(2, chosen_on_two_hosts))
-    assert (backend, reason) == ("gloo", "the ranks are on several hosts (rank 0)")
+def test_ranks_on_several_hosts_talk_over_tcp(ranks: Ranks) -> None:
+    assert ranks(2, chosen_on_two_hosts) == [("tcp", None)] * 2
 
 
 def chosen_by_two_users() -> tuple[str, str | None]:

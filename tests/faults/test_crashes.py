@@ -141,6 +141,24 @@ def test_ctrl_c_saves_and_ends_the_run(job: Path, tmp_path: Path) -> None:
     assert checkpoints(run)[-1] == f"step-{max(losses(run)):08d}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "other"), [("tp=2", "fsdp=2"), ("fsdp=2", "dp=2")])
+def test_ctrl_c_ends_a_divided_run_which_goes_on_under_another_plan(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path, plan: str, other: str
+) -> None:
+    with started("paceline", "train", job, "--plan", plan, "--run", "run", folder=tmp_path) as process:
+        run = tmp_path / "run"
+        wait_for_step(25, run, process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process)
+    assert outcome.code == 130
+    saved = int(checkpoints(run)[-1].removeprefix("step-"))
+    assert saved == max(losses(run)) < 60
+    assert resumed(job, tmp_path, other).says(f"resumed at step {saved}", f"plan {other}")
+    # The job's losses grow, and with them what sums in another order round differently.
+    assert losses(run) == pytest.approx(undisturbed, rel=5e-3)
+
+
 def test_a_second_ctrl_c_ends_ranks_at_once_that_cannot_save(tmp_path: Path) -> None:
     hanging = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "hang"}}
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=hanging, deadline_s=60)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+import paceline.comm.tcp  # noqa: F401 - registers the backend, as the group's module does with that over shared memory
+from paceline.comm.address import own_interface
 from paceline.comm.group import Group
 from paceline.comm.transport import Transport, choose, host_identity
 from paceline.errors import ClusterError, LaunchError
@@ -34,8 +36,9 @@ def joined(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Itera
 def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without these, a group of one.
 
-    NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, otherwise gloo; the
-    group's `transport_note` then says why. A process group that the user's code has already initialised is used as it is.
+    NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, and our own TCP between
+    several hosts; otherwise gloo, and the group's `transport_note` says why. A process group that the user's code has already initialised
+    is used as it is.
 
     Raises:
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
@@ -50,6 +53,7 @@ def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
         backend = "nccl"
         if device.type == "cpu":
             backend, note = choose(store, rank, size, transport, deadline_s)
+            _keep_gloo_to_the_interface()
         dist.init_process_group(
             backend,
             store=store,
@@ -67,8 +71,7 @@ def leave(group: Group) -> None:
     """End the process group that `join` made."""
     if group.store is not None:
         # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends aborts the process.
-        group.backend = group.store = None
-        dist.destroy_process_group()
+        group.close()
 
 
 def _device() -> torch.device:
@@ -119,6 +122,12 @@ def _listen(address: str, port: int) -> int:
         listener.bind(where)
         listener.listen(1024)
         return listener.detach()
+
+
+def _keep_gloo_to_the_interface() -> None:
+    """gloo, also of groups that are made later, listens on the address that the host's name stands for, unless it is told an interface."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := own_interface()) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _hosts(group: Group) -> tuple[int, ...]:

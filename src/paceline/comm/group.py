@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -15,11 +15,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.checked import same_call, same_messages
+from paceline.comm.deadline import failed_wait, missing_ranks
+from paceline.comm.point_to_point import Messages, start_messages
 from paceline.comm.shm import ShmProcessGroup
+from paceline.comm.subgroup import make_process_group
 from paceline.errors import SyncError
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# Their names before torch 2.13 still exist there, and warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Counts:
+    """What one rank did so far over a group."""
+
+    reduced_bytes: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass
@@ -44,8 +59,12 @@ class Group:
     hosts: tuple[int, ...] = (0,)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     transport_note: str | None = None
-    bytes_reduced: int = 0  # payload handed to all-reduces so far
+    counts: Counts = field(default_factory=Counts)
+    _unchecked: Group | None = None  # set in a view that compares every call with those of the other ranks
+    _host: Group | None = None
     _failures: int = 0
+
+    # What it is
 
     @property
     def spans_hosts(self) -> bool:
@@ -54,8 +73,70 @@ class Group:
 
     @property
     def transport(self) -> str:
-        """What the bytes go over: `shm`, `gloo`, `nccl`, …; `none` in a group of one."""
-        return "none" if self.size == 1 else dist.get_backend(self.backend)
+        """What the bytes go over: `shm`, `tcp`, `gloo`, `nccl`, …; `none` in a group of one."""
+        if self.size == 1:
+            return "none"
+        return "shm" if isinstance(self.backend, ShmProcessGroup) else dist.get_backend(self.backend)
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Payload handed to all-reduces so far."""
+        return self.counts.reduced_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank gave to others so far; for a collective of the backend, its share of what the algorithm moves at least."""
+        return self.counts.sent_bytes
+
+    # Other groups of the same ranks, or of some of them
+
+    @property
+    def host(self) -> Group:
+        """The ranks of this group on this rank's host, which share memory where they may. They ask for it the first time together."""
+        if self._host is None:
+            own = [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]] if self.spans_hosts else range(self.size)
+            self._host = self if len(own) == self.size else self.subgroup(own)
+        return self._host
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """A group of some ranks of this one (ascending), which these ranks make together, the others do not take part in.
+
+        Where this group spans hosts and the new one does not, it goes over shared memory if the host allows it.
+        """
+        ranks = list(ranks)
+        if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
+            raise SyncError(
+                f"rank {self.rank} of {self.size} cannot make a group of ranks {ranks}: give ascending ranks, its own among them"
+            )
+        hosts = tuple(self.hosts[r] for r in ranks) if len(self.hosts) == self.size else (0,) * len(ranks)
+        made = Group(ranks.index(self.rank), len(ranks), deadline_s=self.deadline_s, hosts=hosts, device=self.device)
+        if made.size > 1:
+            assert self.backend is not None
+            shared = self.spans_hosts and not made.spans_hosts and self.device.type == "cpu"
+            with self._named(f"the start of a group of ranks {ranks}"):
+                made.backend, made.store = make_process_group(self.backend, ranks, self.deadline_s, share_memory=shared)
+        return made
+
+    def copy(self) -> Group:
+        """The same ranks over connections of their own, for work beside the main thread. Every rank calls it; `close` it at the end."""
+        return self.subgroup(range(self.size))
+
+    def close(self) -> None:
+        """End a group that `subgroup` or `copy` made. The ranks need not call it at the same time, but use it no more."""
+        if self._host is not None and self._host is not self:
+            self._host.close()
+        backend, self.backend, self.store = self.backend, None, None
+        if backend is not None and dist.is_initialized():
+            dist.destroy_process_group(backend)
+
+    def checked(self) -> Group:
+        """The same group, whose every call is first compared over the ranks: for code of which nobody knows that all ranks do the same.
+
+        A call that differs (another collective, dtype or shape) raises SyncError on all ranks and names two of them, before it starts.
+        """
+        return replace(self, _unchecked=self)
+
+    # Memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros on the group's device, which all ranks must ask for at the same time.
@@ -77,6 +158,8 @@ class Group:
         if isinstance(self.backend, ShmProcessGroup):
             self.backend.release(tensor)
 
+    # Collectives
+
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Replace `tensor` on every rank by the sum, mean or maximum over the ranks, the same bits everywhere.
 
@@ -85,19 +168,24 @@ class Group:
         """
         if self.size == 1:
             return
-        self.bytes_reduced += tensor.nbytes
+        self._same("all-reduce", tensor, op)
+        self._count_reduced(tensor)
+        whole = tensor if tensor.is_contiguous() else tensor.contiguous()  # gloo takes one with gaps, and leaves a wrong result
         started = time.monotonic()
         try:
-            self._reduce(tensor, op, waits=True).wait()
+            self._reduce(whole, op, waits=True).wait()
         except RuntimeError as error:
             raise self._explain("all-reduce", time.monotonic() - started, error) from error
         if op == "mean":
-            tensor.div_(self.size)
+            whole.div_(self.size)
+        if whole is not tensor:
+            tensor.copy_(whole)
 
     def start_all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         """Begin an all-reduce (sum or maximum) and return at once; `wait()` on the result before `tensor` is read."""
-        self.bytes_reduced += tensor.nbytes
-        return Pending(self, self._reduce(tensor, op, waits=False))
+        self._same("all-reduce", tensor, op)
+        self._count_reduced(tensor)
+        return Pending(self, "all-reduce", [self._reduce(tensor, op, waits=False)])
 
     def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
         """As `dist.all_reduce`, without the checks and the log around it: once a step, with cold caches, they cost as much as the sum."""
@@ -107,8 +195,32 @@ class Group:
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by that of rank `root` of the group."""
         if self.size > 1:
+            self._same(f"broadcast from rank {root}", tensor)
+            self.counts.sent_bytes += tensor.nbytes * (self.size - 1) // self.size
             with self._named("broadcast"):
                 dist.broadcast(tensor, group_src=root, group=self.backend)
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> None:
+        """Fill `gathered` (flat, `size` times as long as `own`) with every rank's `own`, in rank order."""
+        if self.size == 1:
+            gathered.copy_(own.view_as(gathered))
+            return
+        self._same("all-gather", own)
+        self.counts.sent_bytes += own.nbytes * (self.size - 1)
+        with self._named("all-gather"):
+            _all_gather(gathered, own, group=self.backend)
+
+    def reduce_scatter(self, own: Tensor, whole: Tensor, op: Op = "sum") -> None:
+        """Fill `own` with this rank's part (of `size` equal ones) of the sum, mean or maximum of every rank's `whole`, which is flat."""
+        if self.size == 1:
+            own.copy_(whole.view_as(own))
+            return
+        self._same("reduce-scatter", whole, op)
+        self.counts.sent_bytes += whole.nbytes * (self.size - 1) // self.size
+        with self._named("reduce-scatter"):
+            _reduce_scatter(own, whole, op=_OPS[op], group=self.backend)
+        if op == "mean":
+            own.div_(self.size)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The `rows` of every rank, in rank order. Rank r holds `counts[r]` rows; only dim 0 may differ.
@@ -119,6 +231,8 @@ class Group:
             return [rows]
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows.detach()
+        self._same("all-gather of rows", padded)
+        self.counts.sent_bytes += padded.nbytes * (self.size - 1)
         parts = [torch.empty_like(padded) for _ in counts]
         with self._named("all-gather"):
             dist.all_gather(parts, padded, group=self.backend)
@@ -131,6 +245,12 @@ class Group:
 
         Without numbers, equal shares. Raises SyncError as `all_reduce`.
         """
+        if self.size == 1:
+            received.copy_(rows)
+            return
+        self._same("all-to-all", rows[:0] if sends else rows)
+        kept = sends[self.rank] if sends else len(rows) // self.size
+        self.counts.sent_bytes += rows.nbytes - rows[:kept].nbytes
         with self._named("all-to-all"):
             dist.all_to_all_single(received, rows, receives and list(receives), sends and list(sends), group=self.backend)
 
@@ -148,6 +268,45 @@ class Group:
         """Wait until every rank is here."""
         self.all_reduce(torch.zeros(1, device=self.device))
 
+    # Messages
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a contiguous tensor to rank `to`, which calls `receive`. Raises SyncError as `all_reduce`."""
+        self.exchange([(to, tensor)], [])
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill a contiguous tensor with what rank `source` sends. Raises SyncError as `all_reduce`."""
+        self.exchange([], [(source, tensor)])
+
+    def exchange(self, send: Messages, receive: Messages) -> None:
+        """Send and receive contiguous tensors at once, to and from ranks of the group: pairs (rank, tensor).
+
+        Returns when all are received and what was sent may be overwritten. Messages between two ranks are matched in their order.
+
+        Raises:
+            SyncError: a rank is gone, or did not come within the deadline; or a tensor is not contiguous.
+        """
+        self.start_exchange(send, receive).wait()
+
+    def start_exchange(self, send: Messages, receive: Messages) -> Pending:
+        """Begin an exchange and return at once; `wait()` on the result before what is received is read and what is sent is changed."""
+        if self._unchecked is not None:
+            same_messages(self._unchecked, [(r, _described(t)) for r, t in send], [(r, _described(t)) for r, t in receive])
+        self.counts.sent_bytes += sum(tensor.nbytes for _, tensor in send)
+        assert self.backend is not None
+        with self._named("the start of messages"):
+            return Pending(self, "messages", start_messages(self.backend, send, receive), (send, receive))
+
+    # How they are called
+
+    def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
+        if self._unchecked is not None:
+            same_call(self._unchecked, f"{what}{f' ({op})' if op else ''} of {_described(tensor)}")
+
+    def _count_reduced(self, tensor: Tensor) -> None:
+        self.counts.reduced_bytes += tensor.nbytes
+        self.counts.sent_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
+
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         started = time.monotonic()
@@ -157,33 +316,13 @@ class Group:
             raise self._explain(what, time.monotonic() - started, error) from error
 
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> SyncError:
-        missing = self._missing_ranks()
-        if missing is None:
-            who = "some rank did not come, or a connection failed"
-        else:
-            who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
-        first_line = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
-        return SyncError(
-            f"rank {self.rank} waited {waited_s:.1f} s in {what} and {who} (deadline {self.deadline_s:g} s). Look for the first error of "
-            f"those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
-        )
-
-    def _missing_ranks(self, patience_s: float = 2.0) -> list[int] | None:
-        """The ranks that do not report the same failure within `patience_s`; None where there is no store to ask."""
-        if self.store is None:
-            return None
         self._failures += 1
-        key = f"waiting/{self._failures}/"
-        missing = [r for r in range(self.size) if r != self.rank]
-        try:
-            self.store.set(f"{key}{self.rank}", "here")
-            until = time.monotonic() + patience_s
-            while missing and time.monotonic() < until:
-                missing = [r for r in missing if not self.store.check([f"{key}{r}"])]
-                time.sleep(0.05)
-        except RuntimeError:  # the store went down with the rank that served it
-            return [0] if self.rank else []
-        return missing
+        missing = missing_ranks(self.store, self.rank, self.size, self._failures)
+        return failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 @cache
@@ -195,10 +334,12 @@ def _options(op: Op, waits: bool) -> dist.AllreduceOptions:
 
 @dataclass
 class Pending:
-    """A collective under way."""
+    """A collective or messages under way."""
 
     group: Group
-    work: dist.Work
+    what: str
+    works: Sequence[dist.Work]
+    held: Any = None  # what must live until the end
 
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream is ordered behind it).
@@ -206,5 +347,6 @@ class Pending:
         Raises:
             SyncError: a rank is gone, or did not come within the group's deadline.
         """
-        with self.group._named("all-reduce"):
-            self.work.wait()
+        with self.group._named(self.what):
+            for work in self.works:
+                work.wait()

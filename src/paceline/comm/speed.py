@@ -1,11 +1,11 @@
-"""How fast ranks add tensors up: the time of an all-reduce by size, and its bandwidths as nccl-tests define them."""
+"""How fast a collective is: its time by size, and its bandwidths as nccl-tests (github.com/NVIDIA/nccl-tests) define them."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,26 +19,56 @@ from paceline.comm.group import Group
 SIZES = (2**10, 2**20, 2**24)
 _BUDGET_S = 0.25  # per size
 _REPEATS = (5, 200)  # at least, at most
+_LONG_S = 0.2  # a call of so long is not repeated
+
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # of n parts, n - 1 have to come in to be added up, and as many sums again
+    "all_gather": lambda n: (n - 1) / n,  # size: that of the whole; all parts but the own one come in
+    "reduce_scatter": lambda n: (n - 1) / n,  # size: that of the whole; a rank's part of it comes in from all others
+    "all_to_all": lambda n: (n - 1) / n,  # size: what each rank hands out; all but its own part leaves
+    "broadcast": lambda n: 1.0,  # all of it comes in
+    "send_receive": lambda n: 1.0,  # size: that of the message
+}
+"""Bus bandwidth / algorithm bandwidth over n ranks, by collective: the share of the size that has to pass each rank's link, each way."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """An all-reduce of `size_bytes` (fp32, a sum) over `ranks` ranks: `time_s` is the slowest rank's median, after a warm-up."""
+    """A collective on fp32 numbers over `ranks` ranks: `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
+
+    Attributes:
+        size_bytes: of the larger one of a rank's two buffers, as nccl-tests count it.
+        time_s: of `send_receive`: half of the time for there and back.
+        algorithm: of an all-reduce: what adds up (`flat` is the transport's own).
+        wrong: numbers that were not what they had to be, over all ranks; None where that was not looked at.
+    """
 
     transport: str
     ranks: int
     size_bytes: int
     time_s: float
+    collective: str = "all_reduce"
+    algorithm: str = "flat"
+    calls: int = 1
+    wrong: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What was called, in words: `gloo, all-reduce by ring`."""
+        return f"{self.transport}, {self.collective.replace('_', '-')}" + (f" by {self.algorithm}" if self.algorithm != "flat" else "")
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes reduced per second: size / time."""
+        """Bytes per second: size / time."""
         return self.size_bytes / self.time_s
 
     @property
     def bus_bandwidth(self) -> float:
-        """What each link has to carry at least, per second: size / time * 2 (n - 1) / n. It can be held against the hardware's rate."""
-        return self.algorithm_bandwidth * 2 * (self.ranks - 1) / self.ranks
+        """Bytes that each rank's link has to carry at least per second and direction: size / time × the collective's factor.
+
+        It can be held against the hardware's rate, whatever the number of ranks.
+        """
+        return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
 
 @dataclass(frozen=True)
@@ -56,7 +86,7 @@ class Speeds:
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Measure every transport that the ranks of this launch have, side by side; rank 0 writes the `Speeds` to the file `arguments[0]`."""
+    """Measure all-reduces on every transport that the ranks of this launch have; rank 0 writes the `Speeds` to the file `arguments[0]`."""
     with joined(deadline_s=60) as group, _beside(group) as others:
         speeds = [measure(each, size) for size in SIZES for each in (*others, group)]
         if group.rank == 0:
@@ -68,22 +98,34 @@ def measure(group: Group, size_bytes: int) -> Speed:
     """Time all-reduces of a tensor of `group.empty`. Every rank of the group calls this, and gets the same."""
     tensor = group.empty(size_bytes // 4, torch.float32)
     for _ in range(2):  # the first meets untouched memory, and connections that are still to be made
-        one_s = _times_s(group, tensor, 1)
+        one_s = timed(group, lambda: group.all_reduce(tensor), 1)
+    time_s, calls = median_s(group, lambda: group.all_reduce(tensor), one_s)
+    return Speed(group.transport, group.size, size_bytes, time_s, calls=calls)
+
+
+def median_s(group: Group, call: Callable[[], object], one_s: float) -> tuple[float, int]:
+    """The slowest rank's median time of calls that are repeated for a quarter of a second, and how many they were.
+
+    `one_s` is the time of one that went before, the same on every rank; a long one is taken as it is.
+    """
+    if one_s > _LONG_S:
+        return one_s, 1
     least, most = _REPEATS
-    repeats = min(max(least, int(_BUDGET_S / _slowest(group, one_s))), most)  # as many on every rank
-    return Speed(group.transport, group.size, size_bytes, _slowest(group, _times_s(group, tensor, repeats)))
+    repeats = min(max(least, int(_BUDGET_S / one_s)), most)
+    return timed(group, call, repeats), repeats
 
 
-def _times_s(group: Group, tensor: torch.Tensor, repeats: int) -> Sequence[float]:
+def timed(group: Group, call: Callable[[], object], repeats: int) -> float:
+    """The slowest rank's median time of `repeats` calls, the same on every rank. All ranks begin at the same time."""
     wait = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
     times_s = []
     group.barrier()
     for _ in range(repeats):
         started = time.perf_counter()
-        group.all_reduce(tensor)
+        call()
         wait()
         times_s.append(time.perf_counter() - started)
-    return times_s
+    return _slowest(group, times_s)
 
 
 def _slowest(group: Group, times_s: Sequence[float]) -> float:

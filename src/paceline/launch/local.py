@@ -33,6 +33,7 @@ ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str
 _TICK_S = 0.2
 _COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
+_OWN_ERROR_S = 5.0  # beyond the deadline: the error of the transport itself, which knows more, comes first
 _ANSWER_S = 1.0  # for a hung rank to write its stack
 
 
@@ -304,7 +305,7 @@ class _Attempt:
         limits = {"starting": self.setting.start_deadline_s}
         late = [status for status in alive if status.idle_s(now_ns) > limits.get(status.phase, self.setting.deadline_s)]
         if len(late) == len(alive) and all(status.phase == "sync" for status in late):
-            return late
+            return late if all(status.idle_s(now_ns) > self.setting.deadline_s + _OWN_ERROR_S for status in late) else []
         return [status for status in late if status.phase != "sync"]
 
     def _hang(self, hung: Sequence[RankStatus]) -> Failure:

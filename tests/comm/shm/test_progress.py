@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import Group
-from paceline.comm.shm.progress import Operation, Steps
+from paceline.comm.c10d.operation import Operation, Steps
 from paceline.comm.shm.rounds import MAIL_BYTES
 from paceline.errors import SyncError
 from ranks import RankError, Ranks

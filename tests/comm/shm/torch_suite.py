@@ -1,10 +1,10 @@
 """PyTorch's own suite for the backends of torch.distributed, on gloo and on ours, test by test.
 
-    [WORLD_SIZE=4] python tests/comm/shm/torch_suite.py [--on gloo,shm] [--json FILE] [TEST …]
+    [WORLD_SIZE=4] python tests/comm/shm/torch_suite.py [--on gloo,shm,tcp] [--json FILE] [TEST …]
 
 The suite asks in a hundred places whether its backend is "gloo". So on our ranks everything is as with gloo, but for the one class that
-torch makes a gloo group of: its place takes `StandIn`, a `ShmProcessGroup`. Every test thus takes gloo's branch over our transport, and
-each rank checks that it has no other group.
+torch makes a gloo group of: its place takes a stand-in, which is a process group of ours. Every test thus takes gloo's branch over our
+transport, and each rank checks that it has no other group.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ os.environ.update(BACKEND="gloo", INIT_METHOD="file://", DISTRIBUTED_TESTS_DEFAU
 os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
 os.environ.setdefault("WORLD_SIZE", "4")
 
+import torch.distributed as dist  # noqa: E402 - after what the suite reads
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]  # noqa: E402 - after what the suite reads
 from torch.testing._internal import common_distributed  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend, get_profiling_event  # noqa: E402
 
 from paceline.comm.shm import ShmProcessGroup  # noqa: E402
+from paceline.comm.tcp import TcpProcessGroup  # noqa: E402
 
 _GLOO_ONLY = "dist.monitored_barrier refuses every backend but gloo; here every collective names the ranks that did not come"
 CANNOT_PASS = {  # what passes on gloo only, and why
@@ -47,7 +49,7 @@ CANNOT_PASS = {  # what passes on gloo only, and why
     "test_monitored_barrier_gloo_rank_0_timeout": _GLOO_ONLY,
     "test_monitored_barrier_gloo_subgroup": _GLOO_ONLY,
     "test_monitored_barrier_wait_all_ranks": _GLOO_ONLY,
-    "test_ddp_logging_data_cpu": "it wants DDP's log to name the backend gloo; the log names shm",
+    "test_ddp_logging_data_cpu": "it wants DDP's log to name the backend gloo; the log names ours",
 }
 
 _fork_server = multiprocessing.get_context("forkserver")
@@ -57,7 +59,7 @@ def main() -> int:
     """Run the suite; the exit code tells whether all ended as `CANNOT_PASS` says."""
     asked = _arguments()
     common_distributed.TIMEOUT_OVERRIDE.clear()  # more than our deadline
-    _fork_server.set_forkserver_preload(["torch.testing._internal.distributed.distributed_test", "torch._dynamo", "paceline.comm.shm"])
+    _fork_server.set_forkserver_preload(["torch.testing._internal.distributed.distributed_test", "torch._dynamo", "paceline.comm.tcp"])
     forkserver.ensure_running()
     outcomes: dict[str, dict[str, Outcome]] = {}
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
@@ -99,42 +101,65 @@ for _name in unittest.TestLoader().getTestCaseNames(OnGloo):
         _method.__unittest_skip__ = False
 
 
-class OnShm(OnGloo):
-    """The suite on our process group, which torch makes instead of gloo's."""
+class OnOurs(OnGloo):
+    """The suite on a process group of ours, which torch makes instead of gloo's."""
+
+    stand_in: type[dist.ProcessGroup]
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
-        setattr(distributed_c10d, "ProcessGroupGloo", StandIn)  # noqa: B010 - an assignment to a type
+        setattr(distributed_c10d, "ProcessGroupGloo", cls.stand_in)  # noqa: B010 - an assignment to a type
         setattr(distributed_test, "get_profiling_event", _profiling_event)  # noqa: B010
         super()._run(*args, **kwargs)
 
     def _barrier(self, *args: Any, **kwargs: Any) -> None:
         """What every rank calls before a test and after it."""
-        strangers = [group for group in distributed_c10d._world.pg_map if type(group) is not StandIn]
+        strangers = [group for group in distributed_c10d._world.pg_map if type(group) is not self.stand_in]
         assert not strangers, f"these groups are not ours: {strangers}"
         super()._barrier(*args, **kwargs)
 
 
-class StandIn(ShmProcessGroup):
-    """Ours, with what torch's Python code asks of gloo's class."""
+class _AsGloo:
+    """What torch's Python code asks of gloo's class."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout, "")
+        super().__init__(store, rank, size, timeout, "")  # type: ignore[call-arg]
         self.options = SimpleNamespace()
 
     def _set_sequence_number_for_group(self) -> None:
         """What only gloo needs."""
 
 
+class ShmStandIn(_AsGloo, ShmProcessGroup):
+    """Over shared memory."""
+
+
+class TcpStandIn(_AsGloo, TcpProcessGroup):
+    """Over TCP, though all ranks are on one host."""
+
+
+class OnShm(OnOurs):
+    """The suite over shared memory."""
+
+    stand_in = ShmStandIn
+
+
+class OnTcp(OnOurs):
+    """The suite over TCP."""
+
+    stand_in = TcpStandIn
+
+
 def _profiling_event(title: str, *args: Any, **kwargs: Any) -> Any:
     """Ours under the names of gloo's. Those of torch's C++ backends all say that they are asynchronous; ours say what they are."""
-    events = get_profiling_event(title.replace("gloo:", "shm:"), *args, **kwargs)
+    name = distributed_c10d._get_default_group().getBackendName()  # type: ignore[attr-defined]  # of our classes
+    events = get_profiling_event(title.replace("gloo:", f"{name}:"), *args, **kwargs)
     for event in events:
-        event.name, event.is_async = event.name.replace("shm:", "gloo:"), True
+        event.name, event.is_async = event.name.replace(f"{name}:", "gloo:"), True
     return events
 
 
-_CASES: Mapping[str, type[OnGloo]] = {"gloo": OnGloo, "shm": OnShm}
+_CASES: Mapping[str, type[OnGloo]] = {"gloo": OnGloo, "shm": OnShm, "tcp": OnTcp}
 
 
 def _rank(target: Callable[..., None], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForkServerProcess:
@@ -165,23 +190,23 @@ def _conclude(outcomes: Mapping[str, Mapping[str, Outcome]]) -> int:
     for backend in next(iter(outcomes.values())):
         how = Counter(by[backend].how for by in outcomes.values())
         print(f"{backend}: {how['passed']} passed, {how['failed']} failed, {how['skipped']} skipped")
-    worse = [name for name, by in outcomes.items() if _is_worse(by)]
-    for name in worse:
-        print(f"passes on gloo only: {name}: {CANNOT_PASS.get(name) or outcomes[name]['shm'].why}")
-    surprises = set(worse) ^ (CANNOT_PASS.keys() & outcomes.keys())
-    return 1 if surprises and "shm" in next(iter(outcomes.values())) else 0
+    surprises: set[str] = set()
+    for backend in ("shm", "tcp"):
+        worse = {name for name, by in outcomes.items() if backend in by and _is_worse(by[backend], by.get("gloo"))}
+        for name in sorted(worse):
+            print(f"passes on gloo and not on {backend}: {name}: {CANNOT_PASS.get(name) or outcomes[name][backend].why}")
+        surprises |= worse ^ {name for name in CANNOT_PASS.keys() & outcomes.keys() if backend in outcomes[name]}
+    return 1 if surprises else 0
 
 
-def _is_worse(by: Mapping[str, Outcome]) -> bool:
-    if by.keys() == _CASES.keys():
-        return by["gloo"].how == "passed" != by["shm"].how
-    return "shm" in by and by["shm"].how == "failed"
+def _is_worse(ours: Outcome, gloo: Outcome | None) -> bool:
+    return ours.how == "failed" if gloo is None else gloo.how == "passed" != ours.how
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", metavar="TEST")
-    parser.add_argument("--on", type=lambda text: text.split(","), default=list(_CASES))
+    parser.add_argument("--on", type=lambda text: text.split(","), default=["gloo", "shm"])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -15,8 +15,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.progress import Steps
-from paceline.comm.shm.reduction import Reduction
+from paceline.comm.c10d.operation import Steps
+from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.shm.progress import Peer
 from paceline.comm.shm.rounds import CHUNK_BYTES, Rounds
 from paceline.errors import SyncError
 
@@ -24,7 +25,7 @@ _SMALL_BYTES = 2**15  # up to here every rank combines all; beyond, it pays to s
 _CACHED_BYTES = 2**18  # of each rank's memory at a time, so that all of it stays in a core's cache until the result is written
 
 
-class Collectives:
+class ShmCollectives:
     """The collectives of one group. Every tensor is flat and contiguous; those that are not, the process group copies."""
 
     def __init__(self, rounds: Rounds) -> None:
@@ -182,6 +183,10 @@ class Collectives:
     def barrier(self) -> Steps:
         """Wait until all ranks are here."""
         yield from self._meet(b"barrier")
+
+    def waits_for(self) -> Sequence[Peer]:
+        """Who has not come to this round."""
+        return self.rounds.missing()
 
     def forget(self, arena: int) -> None:
         """Keep no views of an arena."""

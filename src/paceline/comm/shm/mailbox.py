@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.comm.c10d.operation import Steps
 from paceline.comm.shm import futex
-from paceline.comm.shm.progress import Peer, Steps
+from paceline.comm.shm.progress import Peer
 from paceline.comm.shm.rounds import MAIL_BYTES, Rounds
 from paceline.errors import SyncError
 

@@ -12,18 +12,15 @@ import os
 import select
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import DistBackendError
 
 from paceline.cluster.cgroup import cpu_quota
+from paceline.comm.c10d.operation import Lane, Operation, after
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
-
-Steps = Generator[None, None, Any]
 
 _SPIN_S = 20e-6  # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
@@ -32,58 +29,6 @@ _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
 _GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
 _WATCH_S = 0.5  # how long the thread looks out for more, which spares the callers from waking it each time
 _SLEEPERS, _RUNG = 0, 1  # the words of a bell
-
-
-class Operation:
-    """One collective or message under way. `waits_for` tells the peers that it cannot go on without."""
-
-    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], list[Peer]]) -> None:
-        self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
-        self.done = False
-        self.error: Exception | None = None
-        self.result: Any = None
-        self.on_done: list[Callable[[], None]] = []
-        self.started = time.monotonic()
-        self._steps = steps
-
-    def advance(self) -> bool:
-        """Go on as far as possible without waiting; whether it is done."""
-        if not self.done:
-            try:
-                next(self._steps)
-            except StopIteration as end:
-                self.result, self.done = end.value, True
-            except Exception as error:  # noqa: BLE001 - raised by `Progress.wait`
-                self.fail(error)
-            except BaseException as error:  # Ctrl-C: a second try must not find it done
-                self.fail(DistBackendError(f"{self.what} was interrupted by {type(error).__name__}"))
-                raise
-        return self.done
-
-    def fail(self, error: Exception) -> None:
-        """End it with an error, which `Progress.wait` raises."""
-        self._steps.close()
-        self.error, self.done = error, True
-
-
-class Lane:
-    """Operations that happen one after the other, such as the collectives of a group. A failed one takes those behind it along."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Operation] = deque()
-        self.broken: Exception | None = None
-
-    def advance(self) -> list[Operation]:
-        """Go on with the first, with the next where it is done, …; returns those that are done."""
-        done = []
-        while self.queue and self.queue[0].advance():
-            first = self.queue.popleft()
-            self.broken = self.broken or first.error
-            done.append(first)
-            if self.broken:
-                for behind in self.queue:
-                    behind.fail(_after(self.broken))
-        return done
 
 
 @dataclass
@@ -168,7 +113,7 @@ class Progress:
         """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
         with self._lock:
             if lane.broken is not None:
-                operation.fail(_after(lane.broken))
+                operation.fail(after(lane.broken))
                 return
             lane.queue.append(operation)
             self._busy[lane] = None
@@ -296,7 +241,3 @@ def _lost(operation: Operation) -> DistBackendError | None:
         late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
         return DistBackendError(f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else ""))
     return None
-
-
-def _after(error: Exception) -> DistBackendError:
-    return DistBackendError(f"this group cannot be used any more, since: {error}")

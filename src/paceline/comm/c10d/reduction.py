@@ -39,9 +39,7 @@ class Reduction:
 
     def __init__(self, kind: ReduceOp.RedOpType, dtype: torch.dtype, size: int) -> None:
         if kind not in _BINARY:
-            raise ValueError(
-                f"{kind} is not offered between the processes of one host; there are {', '.join(n for n, _ in _BINARY.values())}"
-            )
+            raise ValueError(f"{kind} is not offered between CPUs; there are {', '.join(n for n, _ in _BINARY.values())}")
         self.name, self._binary = _BINARY[kind]
         self._divisor = size if self.name == "mean" else 0
         self._whole = not (dtype.is_floating_point or dtype.is_complex)
@@ -49,21 +47,37 @@ class Reduction:
         self._through = torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else None
 
     def into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Combine `parts`, in their order, into `out`, which may be the first of them."""
+        """Combine `parts`, of all ranks and in their order, into `out`, which may be the first of them."""
         if self._through is not None:
-            wide = parts[0].to(self._through)
-            for part in parts[1:]:
-                self._binary(wide, part.to(self._through), out=wide)
-            out.copy_(self._scaled(wide))
-            return
-        if len(parts) == 1:
+            out.copy_(self._scaled(self._wide(parts)))
+        else:
+            self.add(out, parts)
+            self._scaled(out)
+
+    def add(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Combine the parts of some ranks, as `into` does; a mean is a sum until `scale`."""
+        if self._through is not None:
+            out.copy_(self._wide(parts))
+        elif len(parts) == 1:
             if out is not parts[0]:
                 out.copy_(parts[0])
         else:
             self._binary(parts[0], parts[1], out=out)
             for part in parts[2:]:
                 self._binary(out, part, out=out)
-        self._scaled(out)
+
+    def scale(self, total: Tensor) -> None:
+        """Make the mean of a sum over all ranks, where a mean is asked for."""
+        if self._divisor and self._through is not None:
+            total.copy_(self._scaled(total.to(self._through)))
+        else:
+            self._scaled(total)
+
+    def _wide(self, parts: Sequence[Tensor]) -> Tensor:
+        wide = parts[0].to(self._through)
+        for part in parts[1:]:
+            self._binary(wide, part.to(self._through), out=wide)
+        return wide
 
     def _scaled(self, total: Tensor) -> Tensor:
         if self._divisor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.comm.shm.collectives import Collectives
-from paceline.comm.shm.progress import Steps
-from paceline.comm.shm.reduction import Op
+from paceline.comm.c10d.collectives import Collectives
+from paceline.comm.c10d.operation import Steps
+from paceline.comm.c10d.reduction import Op
 
 
 def all_reduce_sparse(collectives: Collectives, tensor: Tensor, op: Op) -> Steps:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm.progress import Operation, Progress
+from paceline.comm.c10d.operation import Driver, Operation
 
 
-class ShmWork(dist.Work):
+class DrivenWork(dist.Work):
     """Who waits on it drives the collective; who takes its future has the background thread drive it."""
 
-    def __init__(self, progress: Progress, operation: Operation, result: list[Any]) -> None:
+    def __init__(self, progress: Driver, operation: Operation, result: list[Any]) -> None:
         super().__init__()
         self._progress, self._operation, self._result = progress, operation, result
         self._future: torch.futures.Future[Any] | None = None

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 
-from paceline.comm.shm.progress import Lane, Operation, Progress
+from paceline.comm.c10d.operation import Driver, Lane, Operation
 
 
-def start(progress: Progress, lane: Lane, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
+def start(progress: Driver, lane: Lane, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
     """Start an operation; where a profiler runs in this thread, as an event `backend:what` with the tensors' shapes."""
     if not _profiler_enabled():
         progress.start(lane, operation)

@@ -1,23 +1,25 @@
-"""Collectives and messages over shared memory show up in torch's profilers: where they are missing, a trace shows waiting as nothing."""
+"""Collectives and messages of ours show up in torch's profilers: where they are missing, a trace shows waiting as nothing."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import Ranks
+from ranks import Backend, Ranks
 
 
-def test_a_trace_names_each_collective_and_message_with_its_shapes(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_trace_names_each_collective_and_message_with_its_shapes(ranks: Ranks, backend: Backend) -> None:
     expected = [
-        ("shm:all_gather", [[2, 3]]),
-        ("shm:all_reduce", [[2, 3]]),
-        ("shm:all_reduce", [[4]]),
-        ("shm:recv", [[5]]),
-        ("shm:send", [[5]]),
+        (f"{backend}:all_gather", [[2, 3]]),
+        (f"{backend}:all_reduce", [[2, 3]]),
+        (f"{backend}:all_reduce", [[4]]),
+        (f"{backend}:recv", [[5]]),
+        (f"{backend}:send", [[5]]),
     ]
-    assert ranks(2, traced, backend="shm") == [expected, expected]
+    assert ranks(2, traced, backend=backend) == [expected, expected]
 
 
 def traced() -> list[tuple[str, list[list[int]]]]:
@@ -33,4 +35,4 @@ def traced() -> list[tuple[str, list[list[int]]]]:
             assert pending is not None
             pending.wait()
     dist.all_reduce(matrix)  # no profiler sees it
-    return sorted((event.name, event.input_shapes) for event in trace.events() or () if event.name.startswith("shm:"))
+    return sorted((event.name, event.input_shapes) for event in trace.events() or () if event.name.startswith(("shm:", "tcp:")))

@@ -1,0 +1,34 @@
+"""Which address of this host the other ranks reach: the only one that anything of ours listens on."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def own_address() -> str:
+    """The address named by PACELINE_ADDRESS, else the one from which this host reaches the rendezvous (MASTER_ADDR); else loopback."""
+    if named := os.environ.get("PACELINE_ADDRESS"):
+        return named
+    master = os.environ.get("MASTER_ADDR")
+    if master is None:
+        return "127.0.0.1"
+    where = (master, int(os.environ.get("MASTER_PORT", "1")))
+    family = socket.getaddrinfo(*where, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def own_interface() -> str | None:
+    """The network interface that has the address; None where it cannot be told."""
+    import psutil
+
+    own = own_address()
+    return next((name for name, has in psutil.net_if_addrs().items() if any(a.address.partition("%")[0] == own for a in has)), None)
+
+
+def own_host() -> str:
+    """The name of this host, as errors and reports call it; an emulated host has one of its own."""
+    return os.environ.get("PACELINE_HOST") or socket.gethostname()

@@ -1,0 +1,53 @@
+"""What a transport offers to c10d's calls: collectives over flat, contiguous tensors, as generators that yield while they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paceline.comm.c10d.operation import Steps
+from paceline.comm.c10d.reduction import Reduction
+
+
+class Collectives(Protocol):
+    """The collectives of one group. Reductions have the same bits on every rank."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+
+    def waits_for(self) -> Sequence[Any]:
+        """The peers that the collective under way cannot go on without, in the transport's own terms."""
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        """Replace `tensor` by the combination of all ranks'."""
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
+        """Replace `tensor` on rank `root` by the combination of all ranks'."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        """Replace `tensor` by that of rank `root`."""
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """Give every rank the tensors of all."""
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+        """Give rank `root` the tensors of all; the others have no outputs."""
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
+        """Give every rank its own of the tensors that rank `root` has; the others have none."""
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """Give rank r the combination of all ranks' `inputs[r]`, which all have the size of `output`."""
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+        """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""
+
+    def barrier(self) -> Steps:
+        """Wait until all ranks are here."""

@@ -1,0 +1,88 @@
+"""A collective or message under way: a generator that yields while it must wait for others, and the lanes that order them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from torch.distributed import DistBackendError
+
+Steps = Generator[None, None, Any]
+
+
+class Operation:
+    """One collective or message under way. `waits_for` tells the peers that it cannot go on without, in the transport's own terms."""
+
+    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Any]]) -> None:
+        self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
+        self.done = False
+        self.error: Exception | None = None
+        self.result: Any = None
+        self.on_done: list[Callable[[], None]] = []
+        self.started = time.monotonic()
+        self._steps = steps
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; whether it is done."""
+        if not self.done:
+            try:
+                next(self._steps)
+            except StopIteration as end:
+                self.result, self.done = end.value, True
+            except Exception as error:  # noqa: BLE001 - raised by `Driver.wait`
+                self.fail(error)
+            except BaseException as error:  # Ctrl-C: a second try must not find it done
+                self.fail(DistBackendError(f"{self.what} was interrupted by {type(error).__name__}"))
+                raise
+        return self.done
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, which `Driver.wait` raises."""
+        self._steps.close()
+        self.error, self.done = error, True
+
+
+class Lane:
+    """Operations that happen one after the other, such as the collectives of a group. A failed one takes those behind it along."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Operation] = deque()
+        self.broken: Exception | None = None
+
+    def advance(self) -> list[Operation]:
+        """Go on with the first, with the next where it is done, …; returns those that are done."""
+        done = []
+        while self.queue and self.queue[0].advance():
+            first = self.queue.popleft()
+            self.broken = self.broken or first.error
+            done.append(first)
+            if self.broken:
+                for behind in self.queue:
+                    behind.fail(after(self.broken))
+        return done
+
+
+class Driver(Protocol):
+    """What has the operations of a process go on: whoever waits, or a thread while nobody does."""
+
+    def start(self, lane: Lane, operation: Operation) -> None:
+        """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
+
+    def in_background(self, operation: Operation) -> None:
+        """Have an operation go on while nobody waits for it."""
+
+    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Call back from whichever thread drives it to its end; at once where it is done."""
+
+    def is_done(self, operation: Operation) -> bool:
+        """Whether it is done, after going on as far as possible."""
+
+    def wait(self, operation: Operation) -> None:
+        """Drive everything until `operation` is done; raises its error."""
+
+
+def after(error: Exception) -> DistBackendError:
+    """The error of whatever comes to a lane that has failed."""
+    return DistBackendError(f"this group cannot be used any more, since: {error}")

@@ -1,0 +1,277 @@
+"""c10d's calls, each mapped to a collective of a transport: what `torch.distributed` sees of every process group of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from paceline.comm.c10d.collectives import Collectives
+from paceline.comm.c10d.operation import Driver, Lane, Operation, Steps
+from paceline.comm.c10d.profile import start
+from paceline.comm.c10d.reduction import Op, Reduction
+from paceline.comm.c10d.sparse import all_reduce_sparse
+from paceline.comm.c10d.work import DONE, DrivenWork
+from paceline.errors import SyncError
+
+Options = Any  # torch's options of a collective; each kind is a class of its own
+
+
+class DrivenProcessGroup(dist.ProcessGroup):
+    """A process group whose collectives are generators that a `Driver` has go on. CPU tensors of any dtype, contiguous or not.
+
+    A transport adds its messages (`send`, `recv`, `recv_anysource`), `getBackendName` and `shutdown`.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta, name: str, progress: Driver, collectives: Collectives) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # not the form with a store, which makes it a group of torch's own
+        self._name, self._description = name, "undefined"
+        self._timeout_s = timeout.total_seconds()
+        self._progress, self._collectives = progress, collectives
+        self._lane = Lane()
+        self._closed = False
+
+    # Collectives
+
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Options = None) -> dist.Work:  # type: ignore[override]
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+        return self._start("all_reduce", lambda: self._all_reduce(tensors, op), opts, tensors, list(tensors))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Options = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def _all_reduce(self, tensors: Sequence[Tensor], op: Op) -> Steps:
+        for tensor in tensors:
+            if tensor.is_sparse:
+                yield from all_reduce_sparse(self._collectives, tensor, op)
+                continue
+            flat = flattened(tensor)
+            yield from self._collectives.all_reduce(flat, Reduction.of(op, tensor.dtype, self._collectives.size))
+            put_back(flat, tensor)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        def steps() -> Steps:
+            for tensor in tensors:
+                flat = flattened(tensor)
+                yield from self._collectives.reduce(flat, Reduction.of(opts.reduceOp, tensor.dtype, self.size()), opts.rootRank)
+                if self.rank() == opts.rootRank:
+                    put_back(flat, tensor)
+
+        return self._start("reduce", steps, opts, tensors, list(tensors))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        def steps() -> Steps:
+            for tensor in tensors:
+                flat = flattened(tensor)
+                yield from self._collectives.broadcast(flat, opts.rootRank)
+                if self.rank() != opts.rootRank:
+                    put_back(flat, tensor)
+
+        return self._start("broadcast", steps, opts, tensors, list(tensors))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:  # type: ignore[override]
+        def steps() -> Steps:
+            for targets, tensor in zip(outputs, inputs, strict=True):
+                _check_count("all_gather", len(targets), self.size())
+                _check_sizes("all_gather", targets, tensor)
+                flats = [flattened(target) for target in targets]
+                yield from self._collectives.all_gather(flats, flattened(tensor))
+                _put_all_back(flats, targets)
+
+        return self._start("all_gather", steps, opts, inputs, [list(targets) for targets in outputs])
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+        by_input = list(zip(*outputs, strict=True))
+        return self.allgather(by_input, inputs, opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+        def steps() -> Steps:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                flat = flattened(output)
+                _check_count("all_gather", flat.numel(), self.size() * tensor.numel())
+                yield from self._collectives.all_gather(
+                    flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), flattened(tensor)
+                )
+                put_back(flat, output)
+
+        return self._start("all_gather", steps, opts, inputs, list(outputs))
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        def steps() -> Steps:
+            targets = outputs[0] if self.rank() == opts.rootRank else []
+            _check_sizes("gather", targets, inputs[0])
+            flats = [flattened(target) for target in targets]
+            yield from self._collectives.gather(flats, flattened(inputs[0]), opts.rootRank)
+            _put_all_back(flats, targets)
+
+        return self._start("gather", steps, opts, inputs, [list(targets) for targets in outputs])
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options) -> dist.Work:  # type: ignore[override]
+        def steps() -> Steps:
+            sources = inputs[0] if self.rank() == opts.rootRank else []
+            _check_sizes("scatter", sources, outputs[0])
+            flat = flattened(outputs[0])
+            yield from self._collectives.scatter(flat, [flattened(source) for source in sources], opts.rootRank)
+            put_back(flat, outputs[0])
+
+        return self._start("scatter", steps, opts, chain(*inputs), list(outputs))
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options = None) -> dist.Work:  # type: ignore[override]
+        def steps() -> Steps:
+            for output, sources in zip(outputs, inputs, strict=True):
+                yield from self._reduce_scatter(output, [flattened(source) for source in sources], opts)
+
+        return self._start("reduce_scatter", steps, opts, chain(*inputs), list(outputs))
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+        def steps() -> Steps:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                flat = flattened(tensor)
+                _check_count("reduce_scatter", flat.numel(), self.size() * output.numel())
+                yield from self._reduce_scatter(output, flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), opts)
+
+        return self._start("reduce_scatter", steps, opts, inputs, list(outputs))
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], opts: Options) -> Steps:
+        _check_count("reduce_scatter", len(sources), self.size())
+        _check_sizes("reduce_scatter", sources, output)
+        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        flat = flattened(output)
+        yield from self._collectives.reduce_scatter(flat, sources, Reduction.of(op, output.dtype, self.size()))
+        put_back(flat, output)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+        def steps() -> Steps:
+            flats = [flattened(output) for output in outputs]
+            yield from self._collectives.all_to_all(flats, [flattened(tensor) for tensor in inputs])
+            _put_all_back(flats, outputs)
+
+        return self._start("all_to_all", steps, opts, inputs, list(outputs))
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Options = None
+    ) -> dist.Work:
+        def steps() -> Steps:
+            flat, source = flattened(output), flattened(tensor)
+            targets, sources = _rows(flat, output, output_sizes, self.size()), _rows(source, tensor, input_sizes, self.size())
+            yield from self._collectives.all_to_all(targets, sources)
+            put_back(flat, output)
+
+        return self._start("all_to_all", steps, opts, [tensor], [output])
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def barrier(self, opts: Options = None) -> dist.Work:
+        return self._start("barrier", lambda: self._collectives.barrier(), opts, [], [])
+
+    # How they are run
+
+    def _start(self, what: str, steps: Callable[[], Steps], opts: Options, inputs: Iterable[Tensor], result: list[Any]) -> dist.Work:
+        self._check_open()
+        waits = getattr(opts, "asyncOp", True)
+        timeout = getattr(opts, "timeout", None)
+        deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
+        operation = Operation(what, steps(), deadline_s, self._collectives.waits_for)
+        start(self._progress, self._lane, operation, self.getBackendName(), what, inputs)
+        if waits:
+            return DrivenWork(self._progress, operation, result)
+        self._progress.wait(operation)
+        return DONE
+
+    def _launch(
+        self, lane: Lane, title: str, what: str, steps: Steps, waits_for: Callable[[], Sequence[Any]], result: list[Tensor]
+    ) -> dist.Work:
+        """Start the steps of a message."""
+        operation = Operation(what, steps, self._timeout_s, waits_for)
+        start(self._progress, lane, operation, self.getBackendName(), title, result)
+        return DrivenWork(self._progress, operation, result)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SyncError("this process group was destroyed")
+
+    # What torch asks of a group
+
+    def getBackendName(self) -> str:
+        raise NotImplementedError("each transport has a name")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The longest that a collective or message may take from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """All of it in one dimension: the tensor's own memory where that is contiguous, else a copy."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"this backend moves tensors of the CPU; this one is on {tensor.device}. For GPUs there is nccl.")
+    flat = tensor.detach().contiguous()
+    # Not `reshape`, whose result may have gaps, nor `view`, which keeps the stride of a single element.
+    return flat.as_strided((flat.numel(),), (1,))
+
+
+def put_back(flat: Tensor, tensor: Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _put_all_back(flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for flat, tensor in zip(flats, tensors, strict=True):
+        put_back(flat, tensor)
+
+
+def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> list[Tensor]:
+    """A flat tensor cut by rows of dim 0 for each rank; equally where no counts are given."""
+    if not counts:
+        _check_divides(tensor, ranks)
+        return list(flat.chunk(ranks)) if flat.numel() else [flat] * ranks
+    if sum(counts) != tensor.shape[0]:
+        raise ValueError(f"all_to_all: the sizes {list(counts)} are of {sum(counts)} rows, but the tensor has {tensor.shape[0]}")
+    row = flat.numel() // max(1, tensor.shape[0])
+    return list(flat.split([count * row for count in counts]))
+
+
+def _check_divides(tensor: Tensor, ranks: int) -> None:
+    if tensor.dim() and tensor.shape[0] % ranks:
+        raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be dealt evenly to {ranks} ranks; give the sizes")
+
+
+def _check_sizes(what: str, of_ranks: Sequence[Tensor], own: Tensor) -> None:
+    for rank, tensor in enumerate(of_ranks):
+        if tensor.numel() * tensor.element_size() != own.numel() * own.element_size():
+            sizes = " and ".join(f"{t.numel()} {t.dtype}".replace("torch.", "") for t in (own, tensor))
+            raise ValueError(f"{what}: this rank's tensor and that for rank {rank} must have the same size, not {sizes}")
+
+
+def _check_count(what: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ValueError(f"{what} needs {wanted} for this group, but got {found}")

@@ -1,0 +1,28 @@
+"""Collectives and messages between hosts over TCP, as the backend `tcp` of `torch.distributed`.
+
+Importing this registers it: `dist.init_process_group("tcp", …)`. A connection that is lost is made anew, and nothing is lost or counted
+twice. A group whose ranks are all on one host is shared memory underneath, where that can be had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.shm import ShmProcessGroup
+from paceline.comm.tcp.process_group import TcpProcessGroup
+from paceline.comm.transport import why_not_shared
+
+__all__ = ["TcpProcessGroup"]
+
+
+def _create(options: Any, _: Any) -> TcpProcessGroup | ShmProcessGroup:
+    store, rank, size = options.store, options.group_rank, options.group_size
+    shared = why_not_shared(store, rank, size, options.timeout.total_seconds()) is None
+    kind = ShmProcessGroup if shared else TcpProcessGroup
+    return kind(store, rank, size, options.timeout, options.group_id)
+
+
+if not hasattr(dist.Backend, "TCP"):
+    dist.Backend.register_backend("tcp", _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,224 @@
+"""The links of one rank to all others of a group, and what goes over them: messages, and word of a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from ipaddress import ip_address
+
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from paceline.comm.address import own_address, own_host
+from paceline.comm.c10d.operation import Lane, Operation
+from paceline.comm.tcp.door import Door
+from paceline.comm.tcp.handshake import SECRET_BYTES, Hello
+from paceline.comm.tcp.link import Link, Place
+from paceline.comm.tcp.messages import FAILURE, Call, Inbox, Message, Receive, bytes_of, header
+from paceline.comm.tcp.progress import Loop
+from paceline.comm.tcp.stream import Piece
+from paceline.errors import LaunchError, SyncError
+
+_SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
+_GOODBYE_S = 2.0  # for another rank to hear it, by which it knows later that this one has not died
+_LINGER_BROKEN_S = 1.0  # for word of a failure to go out
+_LONGEST_FAILURE = 4000  # characters
+
+
+class Send:
+    """A message on its way: done when the kernel has all of it; after `end_loan` the tensor may change."""
+
+    def __init__(self, link: Link, piece: Piece) -> None:
+        self.link, self._piece, self._end = link, piece, piece.end
+
+    @property
+    def done(self) -> bool:
+        """Whether it needs nothing more of this rank, unless the connection is lost."""
+        return self.link.stream.written >= self._end
+
+    def end_loan(self) -> None:
+        """Keep a copy of what may have to be sent again."""
+        self.link.stream.keep(self._piece)
+
+
+class Mesh:
+    """This rank's links to all others. All but the making and `close` is called under the loop's lock."""
+
+    def __init__(self, loop: Loop, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size, self.loop = rank, size, loop
+        self.broken: Exception | None = None
+        self._timeout_s = timeout_s
+        self.links: dict[int, Link] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        secret = _secret(store, rank, timeout_s)
+        self._door = Door(loop, own_address(), secret, self._welcome)
+        try:
+            own = Place(rank, own_host(), self._door.address, self._door.port, os.getpid())
+            places = _meet(store, own, size, timeout_s)
+            with loop.lock:
+                for peer in places:
+                    if peer.rank != rank:
+                        inbox = self._inboxes[peer.rank] = Inbox(peer.rank, self._on_mismatch, self._on_failure)
+                        self.links[peer.rank] = Link(loop, own, peer, secret, inbox)
+        except BaseException:
+            with loop.lock:
+                self._door.close()
+            raise
+        self._own = own
+
+    def send(self, to: int, channel: int, call: Call, tensor: Tensor) -> Send:
+        """Send a flat tensor, behind all that was sent to that rank before."""
+        link, data = self.links[to], bytes_of(tensor)
+        head = header(channel, call, len(data))
+        if len(data) <= _SMALL_BYTES:
+            piece = link.stream.give(memoryview(head + bytes(data)), lent=False)
+        else:
+            link.stream.give(memoryview(head), lent=False)
+            piece = link.stream.give(data, lent=True)
+        link.flush()
+        return Send(link, piece)
+
+    def receive(self, source: int, channel: int, call: Call, tensor: Tensor) -> Receive:
+        """Have the next message (of the call's tag) from a rank put into a flat tensor."""
+        receive = Receive(call, bytes_of(tensor), source=source)
+        self._inboxes[source].ask(channel, receive)
+        return receive
+
+    def receive_from_any(self, channel: int, call: Call, tensor: Tensor) -> Receive:
+        """Have the next message from whichever rank is the first put into a flat tensor."""
+        receive = Receive(call, bytes_of(tensor))
+        for inbox in self._inboxes.values():
+            if receive.message is None:
+                inbox.ask(channel, receive)
+        return receive
+
+    def links_of(self, under_way: Sequence[Send | Receive]) -> list[Link]:
+        """The links that messages wait for; of one that any rank may send, all while every other rank is over, since one may still send."""
+        found: dict[Link, None] = {}
+        for message in under_way:
+            if message.done:
+                continue
+            if isinstance(message, Send):
+                found[message.link] = None
+            elif message.source >= 0:
+                found[self.links[message.source]] = None
+            elif all(link.why_over() for link in self.links.values()):
+                found.update(dict.fromkeys(self.links.values()))
+        return list(found)
+
+    def fail(self, error: Exception, *, tell: bool = True) -> None:
+        """No operation of this group can succeed any more; tell the others why, so that none waits in vain."""
+        if self.broken is not None:
+            return
+        self.broken = error
+        if tell:
+            said = str(error) if isinstance(error, SyncError) else f"{self._own}: {type(error).__name__}: {error}"
+            text = said[:_LONGEST_FAILURE].encode()
+            for link in self.links.values():
+                link.stream.give(memoryview(header(FAILURE, Call.of("failure"), len(text)) + text), lent=False)
+                link.flush()
+
+    def close(self, linger_s: float) -> None:
+        """End all links, when the others have received everything, or at the latest after `linger_s`."""
+        until = time.monotonic() + (linger_s if self.broken is None else min(linger_s, _LINGER_BROKEN_S))
+        polite_until = min(until, time.monotonic() + _GOODBYE_S)
+
+        def has_left(link: Link) -> bool:
+            if link.stream.outstanding and not link.why_over():
+                return time.monotonic() > until
+            link.say_goodbye()
+            return bool(link.why_over()) or time.monotonic() > polite_until
+
+        self.loop.drive(lambda: all([has_left(link) for link in self.links.values()]))  # noqa: C419 - every one is to say goodbye
+        with self.loop.lock:
+            for link in self.links.values():
+                link.close()
+            self._door.close()
+
+    def _welcome(self, connection: socket.socket, hello: Hello) -> None:
+        link = self.links.get(hello.rank)
+        if link is None:  # this rank does not know its peers yet; the other one will try again
+            connection.close()
+            return
+        try:
+            link.accept(connection, hello)
+        except OSError as error:
+            connection.close()
+            link.lose(error)
+        except SyncError as error:
+            connection.close()
+            self.fail(error)
+
+    def _on_mismatch(self, source: int, receive: Receive, message: Message) -> None:
+        own, peer = self._own, self.links[source].peer
+        ours, theirs = str(receive.call), str(message.call)
+        if ours == theirs:  # all_to_all, whose sizes may differ from pair to pair
+            ours += f" of {len(receive.target)} bytes from rank {source}"
+            theirs += f" of {len(message.data)} bytes to rank {own.rank}"
+        self.fail(
+            SyncError(
+                f"the ranks made different calls: {own} {ours}, {peer} {theirs}. "
+                "Every rank of a group must make the same calls in the same order, with tensors of the same type and size."
+            )
+        )
+
+    def _on_failure(self, text: str) -> None:
+        self.fail(SyncError(text), tell=False)
+
+
+class MeshLane(Lane):
+    """Operations of one group, one after the other. The failure of one ends those of all the group's lanes, on all ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        super().__init__()
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why the group can do nothing more."""
+        return self._mesh.broken
+
+    @broken.setter
+    def broken(self, error: Exception | None) -> None:
+        if error is not None:
+            self._mesh.fail(error)
+
+    def advance(self) -> list[Operation]:
+        """Go on as far as possible; returns the operations that are done."""
+        if self.broken is not None and self.queue:
+            self.queue[0].fail(self.broken)
+        return super().advance()
+
+
+def _secret(store: Store, rank: int, timeout_s: float) -> bytes:
+    """What the ranks of this group know and nobody else: rank 0 makes it."""
+    if rank == 0:
+        store.set("tcp/secret", secrets.token_hex(SECRET_BYTES))
+    _wait(store, ["tcp/secret"], timeout_s)
+    return bytes.fromhex(store.get("tcp/secret").decode())
+
+
+def _meet(store: Store, own: Place, size: int, timeout_s: float) -> list[Place]:
+    """Where every rank listens, by rank."""
+    keys = [f"tcp/{rank}" for rank in range(size)]
+    store.set(keys[own.rank], json.dumps(asdict(own)))
+    _wait(store, keys, timeout_s)
+    places = [Place(**json.loads(store.get(key))) for key in keys]
+    unreachable = [p for p in places if ip_address(p.address).is_loopback != ip_address(own.address).is_loopback]
+    if unreachable:
+        alone = own if ip_address(own.address).is_loopback else unreachable[0]
+        raise LaunchError(
+            f"{alone} can be reached from its own host only, and the other ranks are elsewhere. Set PACELINE_ADDRESS on that host to the "
+            "address that the others are to use, or MASTER_ADDR to one that is no alias of loopback."
+        )
+    return places
+
+
+def _wait(store: Store, keys: list[str], timeout_s: float) -> None:
+    store.wait(keys, timedelta(seconds=timeout_s))

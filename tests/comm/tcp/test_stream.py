@@ -1,0 +1,148 @@
+"""A stream loses nothing, doubles nothing and mixes nothing up, wherever and however often its connection is lost."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paceline.comm.tcp.stream as stream_module
+from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, Stream
+from paceline.errors import SyncError
+
+
+class Tape:
+    """A sink that writes down all it gets, in parts of at most so many bytes."""
+
+    def __init__(self, part: int) -> None:
+        self.all = bytearray()
+        self._part = memoryview(bytearray(part))
+
+    def target(self) -> memoryview:
+        """Where the next bytes go."""
+        return self._part
+
+    def advance(self, count: int) -> None:
+        """They are there."""
+        self.all += self._part[:count]
+
+
+def connect(a: Stream, b: Stream) -> None:
+    """As two ranks do that have found each other: each tells how much it has received."""
+    one, other = socket.socketpair()
+    for end in (one, other):
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**13)
+    received = a.received, b.received
+    a.attach(one, received[1])
+    b.attach(other, received[0])
+
+
+def carry(streams: tuple[Stream, Stream], limit: int) -> bool:
+    """Read and write at both ends until all has arrived, or so many bytes have: then the connection is cut. Returns whether it is."""
+    begin = sum(stream.received for stream in streams)
+    until = time.monotonic() + 20
+    while any(stream.outstanding for stream in streams):
+        assert time.monotonic() < until, "bytes are missing, and none comes"
+        for stream in streams:
+            stream.write()
+            stream.read()
+            if sum(stream.received for stream in streams) - begin >= limit:
+                return True
+            stream.acknowledge_soon()
+    return False
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=8),
+    cuts=st.lists(st.integers(0, 200_000), max_size=8),
+    lent=st.booleans(),
+    part=st.sampled_from([1000, 70_000]),
+    seed=st.integers(0, 1000),
+)
+def test_every_byte_arrives_once_and_in_order(sizes: list[int], cuts: list[int], lent: bool, part: int, seed: int) -> None:
+    chance = random.Random(seed)
+    tapes = Tape(part), Tape(part)
+    streams = Stream(tapes[0]), Stream(tapes[1])
+    expected = bytearray(), bytearray()
+    for size in sizes:
+        end = chance.randrange(2)
+        data = bytearray(chance.randbytes(size))
+        expected[1 - end].extend(data)
+        piece = streams[end].give(memoryview(data), lent=lent)
+        if lent and chance.random() < 0.5:  # the memory is wanted back, and written to
+            streams[end].keep(piece)
+            data[:] = bytes(size)
+    for cut in cuts:
+        connect(*streams)
+        if not carry(streams, cut):
+            break
+        for stream in chance.sample(streams, 2):
+            stream.detach()
+    connect(*streams)
+    carry(streams, limit=2**60)
+    assert (tapes[0].all, tapes[1].all) == expected
+    for stream in streams:
+        stream.detach()
+
+
+def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn ends after so many bytes, and what was read from the socket by then would be waited for in vain."""
+    monkeypatch.setattr(stream_module, "_TURN_BYTES", 10_000)
+    tape = Tape(1000)
+    streams = Stream(Tape(1)), Stream(tape)
+    connect(*streams)
+    for _ in range(30):
+        streams[0].give(memoryview(bytes(1000)), lent=False)
+    reader = streams[1].socket
+    assert reader is not None
+    while streams[1].received < 30_000:
+        streams[0].write()
+        readable, _, _ = select.select([reader], [], [], 5)
+        assert readable, f"only {streams[1].received} bytes were seen"
+        streams[1].read()
+    for stream in streams:
+        stream.detach()
+
+
+def test_no_more_is_on_its_way_than_the_window() -> None:
+    """What a lost connection may have to carry again is kept, so it has a bound."""
+    stream = Stream(Tape(1))
+    one, other = socket.socketpair()
+    with other:
+        one.setblocking(False)
+        stream.attach(one, 0)
+        stream.give(memoryview(bytes(WINDOW_BYTES + 2 * FRAME_BYTES)), lent=False)
+        taken = 0
+        while stream.wants_to_write:
+            stream.write()
+            taken += len(other.recv(2**20))
+        assert WINDOW_BYTES <= stream.sent < WINDOW_BYTES + FRAME_BYTES
+        stream.detach()
+
+
+def test_a_connection_that_closes_is_lost_and_one_that_says_goodbye_has_ended() -> None:
+    streams = Stream(Tape(1)), Stream(Tape(1))
+    connect(*streams)
+    streams[0].detach()
+    with pytest.raises(ConnectionError, match="closed by the other side"):
+        streams[1].read()
+    connect(*streams)
+    streams[0].say_goodbye()
+    streams[0].detach()
+    streams[1].read()
+    assert streams[1].ended
+    streams[1].detach()
+
+
+def test_an_end_that_is_not_the_one_from_before_is_refused() -> None:
+    stream = Stream(Tape(1))
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(SyncError, match="claims to have received 5 bytes, of 0 sent and 0 acknowledged"):
+        stream.attach(one, 5)
