@@ -241,7 +241,7 @@ def test_a_stopped_rank_is_named_as_stopped() -> None:
 
 def test_ranks_that_only_wait_for_one_another_hang() -> None:
     text = failure("stand_still", "sync", "sync", deadline_s=1)
-    assert "have waited for one another in sync for 1 s (rank 0 in step 37, rank 1 in step 37)" in text
+    assert "have waited for one another in sync for 6 s (rank 0 in step 37, rank 1 in step 37)" in text
 
 
 def test_a_rank_that_never_starts_is_named_after_a_deadline_of_its_own() -> None:

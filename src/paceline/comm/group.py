@@ -79,6 +79,11 @@ class Group:
         return "shm" if isinstance(self.backend, ShmProcessGroup) else dist.get_backend(self.backend)
 
     @property
+    def rehearsed(self) -> bool:
+        """Whether there are no other ranks: one process plays its part without them, to see what it would do (`paceline check --dry`)."""
+        return self.transport == "fake"
+
+    @property
     def bytes_reduced(self) -> int:
         """Payload handed to all-reduces so far."""
         return self.counts.reduced_bytes

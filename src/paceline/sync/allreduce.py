@@ -52,6 +52,8 @@ class AllReduce(SyncRule):
         start_alike(replica)
         if replica.dp.size == 1:
             return
+        if replica.dp.rehearsed:
+            self._rehearse()
         on_gpu, whole = replica.dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
         self.overlap = whole and (replica.dp.spans_hosts or (on_gpu and self.compress == "none"))
@@ -61,7 +63,7 @@ class AllReduce(SyncRule):
         self.algorithm: Algorithm = algorithm_for(self.group, self.algorithm_name)
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, self.algorithm, limit)
-        if replica.dp.spans_hosts or self.algorithm_name != "auto":
+        if not replica.dp.rehearsed and (replica.dp.spans_hosts or self.algorithm_name != "auto"):
             replica.said.append(f"sync=allreduce: {self.algorithm.why}")
         if self.compress == "auto":
             from paceline.sync.compress import Choice
@@ -128,6 +130,12 @@ class AllReduce(SyncRule):
             self.group.close()
 
     # What is sent
+
+    def _rehearse(self) -> None:
+        """Without other ranks nothing can be measured, and without numbers nothing coded: count a plain sum."""
+        if self.compress != "none":
+            self.replica.said.append(f"compress={self.compress}: not rehearsed; what is sent along dp is counted without it")
+        self.algorithm_name, self.compress = "flat", "none"
 
     def _compress_by(self, codec: str) -> None:
         from paceline.sync.compress import Compressor  # most runs do without

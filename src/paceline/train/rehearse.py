@@ -174,7 +174,7 @@ def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
             sent = _by_axis(watch.sent_bytes, mesh)
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
-    return Role(stage, rank, split.report, state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+    return Role(stage, rank, [*split.report, *engine.replica.said], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
 
 
 def _recorded(job: Job) -> Recorded:
