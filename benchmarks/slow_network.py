@@ -9,7 +9,7 @@ The target is the loss that synchronous fp32 training reaches after 150 steps, i
 next ones would give another mean by about 1 %); those losses are a single process's with the same global batch, which DDP's first losses
 are compared with. Figures, at 25 Mbit/s each way:
 - `bf16_speedup`, `int8_speedup`, `powersgd_speedup`, `diloco_speedup`: 150 x the median step of DDP over gloo / the time from a rule's
-  first step until it reaches the target. That time is of one whole run; only rules that take more than 2.5 s a step are not waited for:
+  first step until it reaches the target. That time is of one whole run; only rules that take more than 2 s a step are not waited for:
   theirs is the steps that they need, found without the slow network, x the mean step (the table marks them with *).
 - `limit_speedup`: the same of 150 steps without any communication. `fp16_ddp_speedup`: of DDP with PyTorch's hook that sends 16 bits.
 - `worst_compressed_loss_ratio`: the loss after 150 steps (in the mean over the last 25) / the synchronous one, of the worst of bf16, int8
@@ -51,11 +51,11 @@ from paceline.report.rules_page import Rates, RuleFigures, write_rules_page
 from paceline.train.run import Run
 from served import Ranks
 
-HOSTS, TARGET_STEPS, SMOOTHED, MAX_STEPS = 4, 150, 25, 400
+HOSTS, TARGET_STEPS, SMOOTHED, MAX_STEPS = 4, 150, 25, 250
 SLOWEST, LOOPBACK = "25mbit", "loopback"
 RATES = (SLOWEST, "100mbit", "1gbit", LOOPBACK)
 WARM_UP, TIMED, BLOCK = 2, 10, 10
-WAITED_FOR_S = 2.5  # a step; a rule that is slower is timed over a few steps only
+WAITED_FOR_S = 2.0  # a step; a rule that is slower is timed over a few steps only
 DDP, DDP_16, LIMIT = "DDP", "DDP, 16-bit hook", "no communication"
 EXACT, AUTO = "exact", "auto"
 COMPRESSED = ("bf16", "int8", "PowerSGD")

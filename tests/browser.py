@@ -15,6 +15,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
 
 _ARGUMENTS = (
     "--headless=new",
@@ -44,6 +45,7 @@ class Browser:
         self.driver.get("about:blank")  # what the browser's own first page asks for is not the page's
         self.driver.get_log("performance")
         self.driver.get(page.resolve().as_uri())
+        WebDriverWait(self.driver, 20).until(lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.js-plotly-plot)"))
 
     def resize(self, width: int, height: int = 900) -> None:
         """Give the page this many CSS pixels; a window of Chromium is never as narrow as a telephone."""

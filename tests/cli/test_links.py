@@ -35,6 +35,7 @@ def test_every_collective_is_measured_and_checked_on_this_machine(tmp_path: Path
     assert "All-reduce" in (tmp_path / "links.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
 def test_slow_emulated_hosts_are_measured_against_their_link_in_bounded_time(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def meet(arguments):
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("behaviour", ["stays away", "leaves"])
 def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path, behaviour: str, transport: str) -> None:
     script = tmp_path / "ranks_that_meet.py"

@@ -187,6 +187,7 @@ def test_the_system_folder_for_shared_memory_does_not_matter(tmp_path: Path, cha
     assert transport_of(tmp_path / "run") == "shm"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_command_and_leaves_nothing(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 1_000_000})
     before = set(os.listdir("/dev/shm"))

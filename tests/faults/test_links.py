@@ -46,6 +46,7 @@ def link_of_host_1(launcher: subprocess.Popen[str]) -> tuple[Callable[[], None],
     return lambda: unplug(bridge, wire), lambda: plug(bridge, wire)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_for_two_seconds_in_the_middle_changes_no_loss(tmp_path: Path) -> None:
     job = job_of(tmp_path, deadline_s=60)
     with training(job, "undisturbed") as process:

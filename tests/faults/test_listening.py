@@ -92,7 +92,7 @@ def test_the_walk_sees_sockets_that_listen_everywhere() -> None:
     assert found == {"0.0.0.0", "::"}
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 def test_on_one_host_everything_listens_on_loopback(transport: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [endless_job(tmp_path), "--plan", f"dp=2 transport={transport}", "--run", run]
@@ -141,7 +141,7 @@ def free_port() -> int:
 
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
-@pytest.mark.parametrize("transport", ["gloo", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.slow), "tcp"])
 def test_on_emulated_hosts_everything_listens_at_the_hosts_own_address(transport: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2, rate: 1gbit}\n")

@@ -66,6 +66,7 @@ def test_a_plan_that_computes_the_same_holds(tmp_path: Path) -> None:
     assert "blocks.3.mlp.2.weight" in found.parameters
 
 
+@pytest.mark.slow
 def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it_begins(tmp_path: Path) -> None:
     found = paceline.check(own_job(tmp_path, ODD, "Odd"), "dp=2", steps=2)
     assert not found.holds

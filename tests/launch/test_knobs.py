@@ -110,6 +110,7 @@ def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypa
     assert kept(tmp_path) == [file], "an edited model is another one, and a trial that fails leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_knob_that_fails_is_told_and_the_others_are_tried_until_a_second_one_fails(tmp_path: Path) -> None:
     """By an error of one rank, while the others wait for it; then by a death."""
     job = network(
