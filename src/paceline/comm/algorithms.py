@@ -53,8 +53,11 @@ class Algorithm(Protocol):
         """End the groups that the algorithm made for itself."""
 
 
-def algorithm_for(group: Group, name: str) -> Algorithm:
+def algorithm_for(group: Group, name: str, links: Links | None = None) -> Algorithm:
     """The algorithm of a name. Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second.
+
+    Args:
+        links: what `auto` goes by instead, measured before by the same ranks.
 
     Raises:
         PlanError: there is none of that name.
@@ -63,7 +66,9 @@ def algorithm_for(group: Group, name: str) -> Algorithm:
         raise PlanError(f"there is no way to add up called {name!r}; there are {', '.join(NAMES)}")
     if name == "auto":
         return (
-            Auto(group) if group.spans_hosts else Flat(group, name, f"flat: all ranks are on one host, where {group.transport} is fastest")
+            Auto(group, links)
+            if group.spans_hosts
+            else Flat(group, name, f"flat: all ranks are on one host, where {group.transport} is fastest")
         )
     if name == "hierarchical" and not group.spans_hosts:
         return Flat(group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport}")
@@ -136,8 +141,8 @@ class ByHost(Own):
 class Auto(Flat):
     """For each size the one that is fastest by its formula, from what the ranks measured together."""
 
-    def __init__(self, group: Group) -> None:
-        self.links = measure_links(group)
+    def __init__(self, group: Group, links: Links | None = None) -> None:
+        self.links = links or measure_links(group)
         several = len(set(group.hosts)) < group.size  # ranks on some host
         names = [name for name in NAMES[:-1] if several or name != "hierarchical"]
         self.choices: list[Algorithm] = [_made(group, name, "", self.links) for name in names]

@@ -6,23 +6,21 @@ the backward pass makes them, and a full bucket travels while the rest is still 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.algorithms import Algorithm, algorithm_for
-from paceline.comm.bucket import Bucket
-from paceline.comm.worker import Worker
+from paceline.comm.bucket import Bucket, Memory
 from paceline.errors import SyncError
+from paceline.sync.lane import Lane
 from paceline.sync.rule import Replica, SyncRule
 from paceline.sync.start import start_alike
 
 if TYPE_CHECKING:
-    from paceline.sync.compress import Choice, Compressor
+    from paceline.sync.compress import Choice
 
 BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
 BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20  # their links are slower: sending begins earlier, and a message is still long against its latency
@@ -43,32 +41,32 @@ class AllReduce(SyncRule):
         self.algorithm_name, self.compress = algorithm, compress
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.compressor: Compressor | None = None
+        self.lanes: list[Lane] = []
         self.choice: Choice | None = None
-        self.worker: Worker | None = None
 
     def attach(self, replica: Replica) -> None:
         self.replica, self.parameters = replica, replica.trainable
         start_alike(replica)
-        if replica.dp.size == 1:
+        dp = replica.dp
+        if dp.size == 1:
             return
-        if replica.dp.rehearsed:
+        if dp.rehearsed:
             self._rehearse()
-        on_gpu, whole = replica.dp.device.type == "cuda", replica.parameters is None
+        on_gpu, whole = dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
-        self.overlap = whole and (replica.dp.spans_hosts or (on_gpu and self.compress == "none"))
-        beside = self.overlap and not on_gpu  # then the sums have connections of their own
-        self.group = replica.dp.copy() if beside else replica.dp
-        self.worker = Worker() if beside else None
-        self.algorithm: Algorithm = algorithm_for(self.group, self.algorithm_name)
+        self.overlap = whole and (dp.spans_hosts or (on_gpu and self.compress == "none"))
+        first = Lane(dp.copy() if self.overlap and not on_gpu else dp, self.algorithm_name, beside=self.overlap and not on_gpu)
+        self.lanes = [first]
+        if self.overlap and not on_gpu:
+            self.lanes.append(Lane(dp.copy(), self.algorithm_name, beside=True, number=1, links=first.links))
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
-        self.buckets = _bucketize(replica, self.algorithm, limit)
-        if not replica.dp.rehearsed and (replica.dp.spans_hosts or self.algorithm_name != "auto"):
-            replica.said.append(f"sync=allreduce: {self.algorithm.why}")
+        self.buckets = _bucketize(replica, [lane.algorithm for lane in self.lanes], limit)
+        if not dp.rehearsed and (dp.spans_hosts or self.algorithm_name != "auto"):
+            replica.said.append(f"sync=allreduce: {first.algorithm.why}")
         if self.compress == "auto":
             from paceline.sync.compress import Choice
 
-            self.choice = Choice(self.algorithm, [(b.flat, b.views) for b in self.buckets])
+            self.choice = Choice(first.algorithm, [(b.flat, b.views) for b in self.buckets])
         else:
             self._compress_by(self.compress)
         if whole:
@@ -90,20 +88,25 @@ class AllReduce(SyncRule):
                 if self.overlap:
                     self._begin(number)
                 else:
-                    self._sum(number)
+                    self._lane(number).sum(bucket, _name(number))
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
         for bucket in self.buckets:
             bucket.hand_out()
+        replica.traffic.become(lane.traffic for lane in self.lanes)
         if self.choice is not None and not self.choice.decided:
             self._choose()
-        if self.compressor is not None and self.compressor.said:
-            replica.said += self.compressor.said
-            self.compressor.said.clear()
+        for lane in self.lanes:
+            if lane.compressor is not None and lane.compressor.said:
+                replica.said += lane.compressor.said
+                lane.compressor.said.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = dict(self.compressor.state_dict()) if self.compressor is not None else {}
+        state: dict[str, Any] = {}
+        for lane in self.lanes:
+            if lane.compressor is not None:
+                state |= {f"lane{lane.number}/{key}": tensor for key, tensor in lane.compressor.state_dict().items()}
         if self.choice is not None and self.choice.decided:
             state |= {"auto": self.choice.codec, "replicas": self.replica.dp.size}
         return state
@@ -114,20 +117,19 @@ class AllReduce(SyncRule):
             self.choice.decide(codec, "As before the run was resumed")
             self.replica.said.append(self.choice.said)
             self._compress_by(codec)
-        if self.compressor is not None and (tensors := {k: v for k, v in state.items() if isinstance(v, Tensor)}):
-            self.compressor.load_state_dict(tensors)
+        for lane in self.lanes:
+            start = f"lane{lane.number}/"
+            kept = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+            if lane.compressor is not None and kept:
+                lane.compressor.load_state_dict(kept)
 
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        if self.worker is not None:
-            self.worker.close()
-        for bucket in self.buckets:
-            self.algorithm.release(bucket.flat)
-        if self.replica.dp.size > 1:
-            self.algorithm.close()
-        if self.worker is not None:
-            self.group.close()
+        for number, bucket in enumerate(self.buckets):
+            self._lane(number).algorithm.release(bucket.flat)
+        for lane in self.lanes:
+            lane.close()
 
     # What is sent
 
@@ -138,9 +140,8 @@ class AllReduce(SyncRule):
         self.algorithm_name, self.compress = "flat", "none"
 
     def _compress_by(self, codec: str) -> None:
-        from paceline.sync.compress import Compressor  # most runs do without
-
-        self.compressor = None if codec == "none" else Compressor(codec, self.group, self.replica.traffic)
+        for lane in self.lanes:
+            lane.compress_by(codec)
 
     def _choose(self) -> None:
         """Have `compress=auto` look at the step that ends, and say what to send in the next one."""
@@ -178,32 +179,18 @@ class AllReduce(SyncRule):
 
     def _begin(self, number: int) -> None:
         """Have a bucket summed while the backward pass goes on."""
-        bucket = self.buckets[number]
-        if self.worker is not None:
-            bucket.pending = self.worker.start(partial(self._sum, number))
-            return
-        with self._counted(bucket.flat):
-            bucket.send(self.group)
+        self._lane(number).begin(self.buckets[number], _name(number))
 
-    def _sum(self, number: int) -> None:
-        """Sum a bucket over the replicas, now."""
-        bucket = self.buckets[number]
-        if self.compressor is not None:
-            self.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)  # what follows the gradients is summed exactly
-            return
-        with self._counted(bucket.flat):
-            self.algorithm.all_reduce(bucket.flat)
-
-    @contextmanager
-    def _counted(self, tensor: Tensor) -> Iterator[None]:
-        """Count what an exact sum sends, and what a ring would have sent at least."""
-        before, size = self.group.sent_bytes, self.group.size
-        yield
-        self.replica.traffic.sent_bytes += self.group.sent_bytes - before
-        self.replica.traffic.plain_bytes += 2 * (size - 1) * tensor.nbytes // size
+    def _lane(self, number: int) -> Lane:
+        """They take the buckets in turn."""
+        return self.lanes[number % len(self.lanes)]
 
 
-def _bucketize(replica: Replica, algorithm: Algorithm, limit_bytes: int | None) -> list[Bucket]:
+def _name(number: int) -> str:
+    return f"bucket{number}"
+
+
+def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | None) -> list[Bucket]:
     """Buckets in reverse order of the parameters, which is about the order of their gradients; the notes ride in the last one."""
     groups: list[list[nn.Parameter]] = []
     size = 0
@@ -216,7 +203,9 @@ def _bucketize(replica: Replica, algorithm: Algorithm, limit_bytes: int | None) 
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
         groups.append([])  # half precision would round the notes: they get a bucket of their own
-    buckets = [Bucket.of(group, algorithm, replica.notes if group is groups[-1] else None) for group in groups]
+    buckets = [
+        Bucket.of(group, memories[i % len(memories)], replica.notes if group is groups[-1] else None) for i, group in enumerate(groups)
+    ]
     last = buckets[-1]
     replica.notes = last.flat[last.gradient_size : last.gradient_size + len(replica.notes)]
     return buckets

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -20,6 +21,12 @@ class Traffic:
     plain_bytes: int = 0
     error_square: float = 0.0
     signal_square: float = 0.0
+
+    def become(self, parts: Iterable[Traffic]) -> None:
+        """Take over the sums of several parts."""
+        parts = list(parts)
+        for field in fields(self):
+            setattr(self, field.name, sum(getattr(part, field.name) for part in parts))
 
     @property
     def relative_error(self) -> float:
