@@ -66,3 +66,10 @@ def test_a_dry_run_wants_one_plan(tmp_path: Path) -> None:
     outcome = paceline("check", "job.yaml", "--dry", "--all", "2", folder=tmp_path)
     assert outcome.code == 2
     assert "--dry rehearses one plan" in outcome.err
+
+
+def test_a_plan_that_is_meant_to_differ_is_said_to_be(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    outcome = paceline("check", job, "--plan", "dp=2 compress=int8 transport=gloo", folder=tmp_path)
+    assert outcome.code == 1, outcome.err
+    assert outcome.says("parity FAILS", "compress=int8 is meant to differ from one process")

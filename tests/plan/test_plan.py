@@ -223,3 +223,8 @@ print("torch" in sys.modules)
 def test_plans_that_divide_no_model_are_made_checked_and_refused_without_torch() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.strip() == "False"
+
+
+def test_a_plan_names_what_makes_it_inexact() -> None:
+    assert Plan.parse("dp=2 sync=diloco:8 compress=int8").inexact == "sync=diloco:8 compress=int8"
+    assert Plan.parse("dp=2 sync=allreduce:ring").inexact == ""

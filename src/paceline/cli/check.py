@@ -91,6 +91,12 @@ def _show(parity: Parity, console: Console) -> None:
         console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
         return
     console.print(f"plan {parity.plan}: parity FAILS, beyond {limits}", highlight=False, style="red")
+    if parity.plan.inexact:
+        console.print(
+            f"{parity.plan.inexact} is meant to differ from one process: hold this plan to the loss that it reaches instead",
+            highlight=False,
+            markup=False,
+        )
     if parity.first_module is not None:
         console.print(f"the first module whose output differs: {parity.first_module}", highlight=False)
     for name, difference in sorted(parity.parameters.items(), key=lambda entry: -entry[1])[:_NAMED]:

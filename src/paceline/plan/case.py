@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples
-_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
     @property
     def stages(self) -> int:
         """Into how many pieces the pipeline cuts the model."""
-        return self.plan.pp * _STAGES_PER_RANK[self.plan.schedule] if self.plan.pp > 1 else 1
+        return self.plan.pp * STAGES_PER_RANK[self.plan.schedule] if self.plan.pp > 1 else 1
 
     @property
     def tokens(self) -> int | None:

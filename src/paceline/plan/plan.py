@@ -12,7 +12,7 @@ from paceline.job.job import Job
 from paceline.job.nearest import nearest
 from paceline.plan.check import reasons_against
 from paceline.plan.nearest import nearest_plan
-from paceline.plan.sync import problem_with
+from paceline.plan.sync import SyncSpec, problem_with
 from paceline.plan.warn import warnings_about
 
 T = TypeVar("T")
@@ -120,6 +120,13 @@ class Plan:
     def splits(self) -> bool:
         """Whether a replica takes more than one rank, or is divided in time (remat)."""
         return self.ranks > self.dp or self.remat != "none"
+
+    @property
+    def inexact(self) -> str:
+        """The words of the plan by which replicas do not apply the exact mean of all gradients in every step; "" where they do."""
+        local = f"sync={self.sync}" if not SyncSpec.parse(self.sync).agrees_every_step else ""
+        coded = f"compress={self.compress}" if self.compress != "none" else ""
+        return " ".join(word for word in (local, coded) if word)
 
     def precision_for(self, job: Job) -> Precision:
         """The precision that the job is computed in under this plan."""

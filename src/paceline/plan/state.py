@@ -26,14 +26,14 @@ def state_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
         return int(size * 2 * largest_block)  # one block at a time is on the device, with its gradients
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
     gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp  # torch's pipelines gather and reduce once a step
-    return int(size * (kept + gradients + _moments(job) * trained / plan.fsdp))
+    return int(size * (kept + gradients + moments(job) * trained / plan.fsdp))
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
     """What a rank of a plan with offload keeps in the memory of its host, in bytes."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
-    return int(size * (whole + trained + _moments(job) * trained) / plan.fsdp)
+    return int(size * (whole + trained + moments(job) * trained) / plan.fsdp)
 
 
 def crowded(case: Case) -> str | None:
@@ -63,7 +63,8 @@ def _part(plan: Plan, sizes: Sizes) -> float:
     return sizes.vectors + sizes.matrices / plan.tp + sizes.experts / plan.tp / plan.ep
 
 
-def _moments(job: Job) -> int:
+def moments(job: Job) -> int:
+    """How many numbers the job's optimizer keeps for each parameter."""
     return 2 if job.optimizer.name in _ADAMS else int(job.optimizer.name == "lars" or job.optimizer.momentum > 0)
 
 

@@ -17,6 +17,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.plan.blocks import find_blocks
+from paceline.plan.case import STAGES_PER_RANK
 from paceline.plan.plan import Plan
 from paceline.split.balance import balanced, costs
 from paceline.split.busy import Busy, TimedStage
@@ -24,7 +25,7 @@ from paceline.split.cuts import even, named_cuts, possible_cuts, too_few, wrong_
 from paceline.split.deferred import DeferredWeights
 from paceline.split.exported import ExportedStage, Piece, exported
 from paceline.split.parts import Parts, local
-from paceline.split.pipeline_rules import STAGES_PER_RANK, fitting_microbatches, interleaves
+from paceline.split.pipeline_rules import fitting_microbatches, interleaves
 from paceline.split.stages import Extent, Stage, as_it_is
 from paceline.split.trunk import Call, Cut, Shape, Trace
 

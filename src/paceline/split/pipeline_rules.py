@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
-
 
 def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
     """The largest number of microbatches up to `wanted` that divides what every reader has of a batch, so that all are equal."""

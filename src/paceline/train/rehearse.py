@@ -27,12 +27,12 @@ from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plan.blocks import find_blocks
+from paceline.plan.case import STAGES_PER_RANK
 from paceline.plan.plan import Plan
 from paceline.split.expert import mixtures
 from paceline.split.initialise import Recorded, record
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import AXES, Mesh
-from paceline.split.pipeline_rules import STAGES_PER_RANK
 from paceline.train.divided import without_memory
 from paceline.train.engine import Engine, Settings
 from paceline.train.even_routing import route_evenly
