@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import cores_by_physical, discover, environment
+from paceline.cluster.discover import cores_by_physical, discover, environment, to_run_on
+from paceline.cluster.named import named_cluster
+from paceline.errors import ClusterError
 
 
 def alone(code: str, **variables: str) -> str:
@@ -90,3 +92,8 @@ def test_the_record_names_the_commit_and_whether_files_differ_from_it(tmp_path: 
     assert environment()["git_commit"] == commit
     (tmp_path / "job.yaml").write_text("b")
     assert environment()["git_commit"] == f"{commit}-dirty"
+
+
+def test_nothing_runs_on_a_cluster_that_is_only_a_name() -> None:
+    with pytest.raises(ClusterError, match="can be planned for"):
+        to_run_on(named_cluster("2x8xH100-SXM"))

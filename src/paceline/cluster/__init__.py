@@ -2,5 +2,6 @@
 
 from paceline.cluster.cluster import Cluster, Device, Emulate, Host, Link
 from paceline.cluster.discover import discover, environment
+from paceline.cluster.named import cluster_from, named_cluster
 
-__all__ = ["Cluster", "Device", "Emulate", "Host", "Link", "discover", "environment"]
+__all__ = ["Cluster", "Device", "Emulate", "Host", "Link", "cluster_from", "discover", "environment", "named_cluster"]

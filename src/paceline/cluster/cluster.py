@@ -137,12 +137,33 @@ class Emulate(_Part):
 class Cluster(_Part):
     """The hosts that a job may use. `name` is what messages call it.
 
-    With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is made.
+    With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is made. With `catalogue`
+    (`64x8xH100-SXM, 400gbit`) alone, they are as the catalogue of hardware has them: such a cluster can be planned for only. A price
+    is of one device for an hour, in any currency.
     """
 
     name: str = "this cluster"
     hosts: _Tuple[Host] = ()
     emulate: Emulate | None = None
+    catalogue: str | None = None
+    price_per_hour: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _from_the_catalogue(self) -> Cluster:
+        """Hosts, price and name that the text of `catalogue` stands for."""
+        if self.catalogue is None:
+            return self
+        if self.hosts or self.emulate:
+            raise ValueError("a cluster from the catalogue has its hosts from there: leave `hosts` and `emulate` out")
+        from paceline.cluster.named import hosts_of, read_name
+
+        named = read_name(self.catalogue)
+        object.__setattr__(self, "hosts", hosts_of(named))
+        if self.price_per_hour is None:
+            object.__setattr__(self, "price_per_hour", named.price_per_hour)
+        if "name" not in self.model_fields_set:
+            object.__setattr__(self, "name", named.shape)
+        return self
 
     @model_validator(mode="after")
     def _hosts_differ(self) -> Cluster:
@@ -151,7 +172,10 @@ class Cluster(_Part):
 
             object.__setattr__(self, "hosts", hosts_of(self.emulate))
         if not self.hosts:
-            raise ValueError("a cluster has at least one host: list `hosts`, or emulate some with emulate: {hosts: 2}")
+            raise ValueError(
+                "a cluster has at least one host: list `hosts`, or emulate some with emulate: {hosts: 2}, "
+                "or name them with catalogue: 2x8xH100-SXM, 400gbit"
+            )
         if self.emulate and self.emulate.hosts != len(self.hosts):
             raise ValueError(f"emulate stands for {self.emulate.hosts} hosts, but {len(self.hosts)} are listed: leave `hosts` out")
         twice = [name for name, count in Counter(host.name for host in self.hosts).items() if count > 1]
@@ -174,8 +198,13 @@ class Cluster(_Part):
         """The cluster as YAML that `Cluster.load` reads back to an equal cluster (defaults omitted)."""
         import yaml
 
-        data = self.model_dump(mode="json", exclude_defaults=True)
+        data = self.model_dump(mode="json", exclude_defaults=True, exclude={"hosts"} if self.only_planned else None)
         return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=140, allow_unicode=True)
+
+    @property
+    def only_planned(self) -> bool:
+        """Whether there are no machines behind it: it is from the catalogue."""
+        return self.catalogue is not None
 
     @property
     def kind(self) -> Kind:
@@ -194,6 +223,10 @@ class Cluster(_Part):
 
     def describe(self) -> str:
         """One line for people: `this machine: 2 cores (AMD EPYC), 24 GiB memory, no GPU`."""
+        if self.catalogue is not None:
+            from paceline.cluster.named import described, read_name
+
+            return f"{self.name}: {described(read_name(self.catalogue)._replace(price_per_hour=self.price_per_hour))}"
         cores = sum(host.cores for host in self.hosts)
         memory = _gib(sum(host.memory_bytes for host in self.hosts))
         hosts = f"{len(self.hosts)} hosts, " if len(self.hosts) > 1 else ""

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.cluster.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.cluster import Cluster, Host, Link
 from paceline.cluster.gpus import Gpus, find_gpus
+from paceline.errors import ClusterError
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
@@ -31,6 +32,22 @@ def discover() -> Cluster:
         ClusterError: there is a driver of GPUs, but it does not work.
     """
     return Cluster(name="this machine", hosts=(_host(find_gpus()),))
+
+
+def to_run_on(cluster: Cluster | None) -> Cluster:
+    """The cluster, or this machine where none is named.
+
+    Raises:
+        ClusterError: it is a name from the catalogue of hardware, where nothing can run.
+    """
+    if cluster is None:
+        return discover()
+    if cluster.only_planned:
+        raise ClusterError(
+            f"{cluster.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), and nothing can run on it. "
+            "Leave the cluster out to use this machine, or name a cluster file."
+        )
+    return cluster
 
 
 def environment() -> dict[str, Any]:

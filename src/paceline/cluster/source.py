@@ -35,14 +35,18 @@ def read_cluster(file: Path) -> Cluster:
     except yaml.YAMLError as error:
         raise ClusterError(f"{file}: is no valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ClusterError(f"{file}: a cluster is a mapping with `hosts` or `emulate`, e.g. emulate: {{hosts: 4, rate: 100mbit}}")
+        raise ClusterError(
+            f"{file}: a cluster is a mapping with `hosts`, `emulate` or `catalogue`, e.g. emulate: {{hosts: 4, rate: 100mbit}}, "
+            "or catalogue: 64x8xH100-SXM, 400gbit"
+        )
     try:
         return Cluster.model_validate(data)
     except ValidationError as error:
         problems = sorted((_line(tree, e["loc"]), _explain(e)) for e in error.errors())
         raise ClusterError("\n".join(f"{file}, line {line}: {problem}" for line, problem in problems)) from None
-    except ClusterError as error:  # this machine cannot be what the file has it emulate
-        raise ClusterError(f"{file}, line {_line(tree, ('emulate',))}: {error}") from error
+    except ClusterError as error:  # this machine cannot be what the file has it emulate, or the catalogue has no such thing
+        key = "catalogue" if "catalogue" in data else "emulate"
+        raise ClusterError(f"{file}, line {_line(tree, (key,))}: {error}") from error
 
 
 def _line(node: yaml.Node | None, location: Sequence[int | str]) -> int:

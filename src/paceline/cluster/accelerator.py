@@ -1,0 +1,58 @@
+"""What the catalogue says of a device and of a link. Figures are those that their makers print, without a derating."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A way for bytes, as its maker states it: bytes per second that one device sends while it receives as many, and seconds of latency."""
+
+    name: str
+    bandwidth: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What a device can do at best.
+
+    Attributes:
+        name: in the catalogue, such as `H100-SXM`.
+        kind: `cuda` also for AMD's, as torch calls them.
+        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; sums of products of 16 bits in
+            fp32. A precision that the hardware does not have stands there with the peak of the one that it is computed in.
+        memory_bytes: of the device.
+        memory_bandwidth: bytes per second.
+        inside: to the other devices of its host; a host is what such links join, as the 72 of an NVL72.
+        launch_s: the least time from one kernel's start to the next one's.
+        per_host: how many devices its usual host has.
+        network: of one device to other hosts, as its maker's own systems have it: what a cluster without a stated rate is taken to have.
+        sources: for each attribute, or `all`, where the figure is printed.
+    """
+
+    name: str
+    kind: Literal["cuda", "tpu", "cpu"]
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bytes: int
+    memory_bandwidth: float
+    inside: LinkSpec
+    launch_s: float = 4e-6
+    per_host: int = 8
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    network: LinkSpec = LinkSpec("network, 100 Gbit/s", 12.5e9, 14e-6)
+
+    def peak(self, precision: str) -> float:
+        """FLOPs per second, dense.
+
+        Raises:
+            ClusterError: the device does not compute in that precision.
+        """
+        if precision in self.peak_flops:
+            return self.peak_flops[precision]
+        raise ClusterError(f"{self.name} does not compute in {precision}; it has {', '.join(self.peak_flops)}")
