@@ -1,4 +1,4 @@
-"""Where a job's model comes from: the zoo, a Hugging Face config, or a factory in the user's own code."""
+"""Where a job's model comes from: the zoo, a Hugging Face config, a factory in the user's own code; or its dimensions alone."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from paceline.errors import JobError
+from paceline.job.dimensions import Dimensions
 from paceline.job.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:
     from torch import nn
 
+_DIMENSIONS_ONLY = (
+    "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that can be built: "
+    "{hf: config.json, task: causal_lm} for a Hugging Face configuration with these dimensions, or "
+    "{zoo: gpt, args: {layers: …, hidden: …, heads: …, context: …, vocab: …}}"
+)
 Task = Literal["causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"]
 
 
 class ModelSpec(Spec):
-    """Exactly one of `zoo`, `factory`, `hf`.
+    """Exactly one of `zoo`, `factory`, `hf`, `transformer`.
 
     - `model: mlp` or `{zoo: gpt, args: {layers: 4}}`: a built-in model.
     - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as keywords.
     - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is downloaded.
       `args` override values of the configuration.
+    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}`: by its dimensions, to be planned and not trained.
 
     `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of fresh ones.
     """
@@ -31,6 +39,7 @@ class ModelSpec(Spec):
     zoo: str | None = None
     factory: str | None = None
     hf: Path | None = None
+    transformer: Dimensions | None = None
     task: Task | None = None
     weights: Path | None = None
     args: Args = Field(default_factory=dict)
@@ -60,10 +69,12 @@ class ModelSpec(Spec):
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:
-        if sum(x is not None for x in (self.zoo, self.factory, self.hf)) != 1:
-            raise ValueError("name exactly one of zoo, factory, hf")
+        if sum(x is not None for x in (self.zoo, self.factory, self.hf, self.transformer)) != 1:
+            raise ValueError("name exactly one of zoo, factory, hf, transformer")
         if (self.hf is None) != (self.task is None):
             raise ValueError("hf needs a task (and only hf has one), e.g. {hf: config.json, task: causal_lm}")
+        if self.transformer is not None and (self.weights is not None or self.args):
+            raise ValueError("transformer has neither weights nor args: its dimensions are all that is known of it")
         return self
 
     def build(self) -> nn.Module:
@@ -71,14 +82,22 @@ class ModelSpec(Spec):
 
         Raises:
             JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit,
-                or a result that is no `nn.Module`.
+                a result that is no `nn.Module`, or a model of which only the dimensions are known.
         """
+        if self.transformer is not None:
+            raise JobError(_DIMENSIONS_ONLY)
         from paceline.job.zoo import build_model
 
         return build_model(self)
 
     def input_shape(self) -> tuple[int, ...] | None:
-        """The shape of one sample that the model wants (channels, height, width), or None where it takes what the data has."""
+        """The shape of one sample that the model wants (channels, height, width), or None where it takes what the data has.
+
+        Raises:
+            JobError: see `build`.
+        """
+        if self.transformer is not None:
+            raise JobError(_DIMENSIONS_ONLY)
         from paceline.job.zoo import input_shape
 
         return input_shape(self)

@@ -99,6 +99,8 @@ class Anatomy:
 def anatomy(spec: ModelSpec) -> Anatomy:
     """The anatomy of the model that a job names. It is built once per process, on the meta device where its code allows that.
 
+    One that is named by its dimensions is not built, and needs no torch.
+
     Raises:
         JobError: the model cannot be built.
     """
@@ -132,11 +134,20 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 @cache
 def _anatomy_of_json(text: str) -> Anatomy:
-    return anatomy_of(_without_memory(ModelSpec.model_validate_json(text)))
+    spec = ModelSpec.model_validate_json(text)
+    if spec.transformer is not None:
+        from paceline.plan.anatomy_dimensions import anatomy_by_dimensions
+
+        return anatomy_by_dimensions(spec.transformer)
+    return anatomy_of(without_memory(spec))
 
 
-def _without_memory(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device; a real one where its code reads values while it builds. torch's random state stays as it was."""
+def without_memory(spec: ModelSpec) -> nn.Module:
+    """The model on the meta device; a real one where its code reads values while it builds. torch's random state stays as it was.
+
+    Raises:
+        JobError: the model cannot be built.
+    """
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -153,7 +164,8 @@ def _without_memory(spec: ModelSpec) -> nn.Module:
 
 def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...]) -> Shape:
     block = next((block for block in blocks if name.startswith(f"{block}.")), "")
-    return Shape(name, tuple(parameter.shape), parameter.requires_grad, block, any("expert" in word for word in name.lower().split(".")))
+    of_expert = any("expert" in word and "shared" not in word for word in name.lower().split("."))
+    return Shape(name, tuple(parameter.shape), parameter.requires_grad, block, of_expert)
 
 
 def _sizes(shapes: Iterable[Shape]) -> Sizes:

@@ -66,11 +66,13 @@ class Case:
 
     @property
     def tokens(self) -> int | None:
-        """The length of the job's sequences, where its data says so; else None."""
+        """The length of the job's sequences, where its data or the model's dimensions say so; else None."""
         data = self.job.data
         if isinstance(data, Text):
             return data.context
-        return data.shape[0] if isinstance(data, Synthetic) and data.vocab and data.shape else None
+        if isinstance(data, Synthetic) and data.vocab and data.shape:
+            return data.shape[0]
+        return self.job.model.transformer.seq if self.job.model.transformer else None
 
     @property
     def ranks_per_host(self) -> list[int]:
