@@ -1,0 +1,179 @@
+"""The benchmark of published runs: odd cells are read as meant, what fitted constants is not scored, scores are what they say."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_FOLDER = Path(__file__).parents[2] / "benchmarks"
+_CELLS = {
+    "model": "GPT 7B",
+    "n_params": "6.9e9",
+    "n_layers": "32",
+    "hidden": "4096",
+    "n_heads": "32",
+    "seq_len": "2048",
+    "vocab": "50257",
+    "gpu": "A100-SXM-80GB",
+    "gpus_per_node": "8",
+    "interconnect": "NVLink; 8x200Gb/s HDR IB per node",
+    "n_gpus": "16",
+    "tp": "2",
+    "pp": "4",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "precision": "bf16",
+    "act_ckpt": "full",
+    "schedule": "1F1B",
+    "framework": "Megatron-LM",
+    "step_time_s": "9.5",
+}
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(_FOLDER)
+    return importlib.import_module("published")
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(_FOLDER)
+    return importlib.import_module("published_rows")
+
+
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(_FOLDER)
+    return importlib.import_module("published_score")
+
+
+def table(folder: Path, *changes: dict[str, str]) -> Path:
+    """A table with the usual cells, changed row by row."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as file:
+        names = list(dict.fromkeys([*_CELLS, *(name for change in changes for name in change)]))
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(_CELLS | change for change in changes)
+    return folder
+
+
+def read_one(rows: Any, folder: Path, **cells: str) -> Any:
+    (found,), _ = rows.read([table(folder, cells) / "runs.csv"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("250k-class (150257 in estimates)", 250e3),
+        ("1,024", 1024),
+        ("175B", 175e9),
+        ("7.5e9", 7.5e9),
+        ("", None),
+        ("V not stated", None),
+    ],
+)
+def test_numbers_are_found_in_what_people_write(rows: Any, text: str, value: float | None) -> None:
+    assert rows.number(text) == value
+
+
+def test_a_row_becomes_the_plan_that_it_states(rows: Any, tmp_path: Path) -> None:
+    layout = read_one(rows, tmp_path).layout
+    assert (layout.tp, layout.pp, layout.dp, layout.microbatches, layout.samples) == (2, 4, 2, 32, 1.0)
+    assert layout.cut == (9, 8, 8, 9)
+    assert layout.machines.between.bandwidth == pytest.approx(25e9)
+    assert layout.trace.blocks[-1].gemms[0].n == 50432  # the vocabulary is padded so that it divides
+
+
+def test_what_is_blank_follows_from_the_rest(rows: Any, tmp_path: Path) -> None:
+    found = read_one(rows, tmp_path, n_layers="", n_heads="", step_time_s="", tokens_per_s_per_gpu="862", global_batch="64")
+    assert len(found.layout.trace.blocks) == 34
+    assert found.seconds == pytest.approx(64 * 2048 / 862 / 16)
+    by_tflops = read_one(rows, tmp_path, step_time_s="", tflops_per_gpu="140", notes="tflops incl recompute")
+    assert by_tflops.seconds == pytest.approx(4 * by_tflops.layout.trace.flops * 64 / 16 / 140e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fsdp:FULL_SHARD", {"fsdp": 2, "zero": 3, "dp": 1}),
+        ("FSDP/zero2 (shards not resharded after fwd)", {"fsdp": 2, "zero": 2, "dp": 1}),
+        ("dist-optimizer(zero1)", {"fsdp": 1, "dp": 2, "zero_dp": True}),
+        ("none", {"fsdp": 1, "dp": 2, "zero_dp": False}),
+    ],
+)
+def test_sharding_is_read_in_all_its_spellings(rows: Any, tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    layout = read_one(rows, tmp_path, zero_fsdp=text).layout
+    assert {name: getattr(layout, name) for name in expected} == expected
+
+
+def test_selective_recomputation_and_sequence_parallelism_are_told_apart(rows: Any, tmp_path: Path) -> None:
+    both = read_one(rows, tmp_path, act_ckpt="selective(attn core)+sequence-parallel").layout
+    assert (both.remat, both.sequence) == ("selective", True)
+    full = read_one(rows, tmp_path, act_ckpt="full", notes="no sequence parallel").layout
+    assert (full.remat, full.sequence) == ("block", False)
+
+
+def test_rows_that_cannot_be_used_say_why(rows: Any, tmp_path: Path) -> None:
+    changes = ({"gpu": "Abacus 3000"}, {"hidden": ""}, {"step_time_s": ""}, {"n_gpus": "15"})
+    used, skipped = rows.read([table(tmp_path, *changes) / "runs.csv"])
+    assert not used
+    assert len(skipped) == 4
+    assert all(each.why for each in skipped)
+
+
+def test_rows_that_fit_constants_are_a_tenth_and_are_not_scored(benchmark: Any, rows: Any) -> None:
+    every, _ = rows.read(sorted(benchmark.TABLES.glob("*.csv")))
+    aside = rows.set_aside(every)
+    for name in rows.FITTED:
+        timed = [row for row in every if row.table == name and row.seconds]
+        assert 1 <= sum(row.place in aside for row in timed) <= max(1, len(timed) / 10)
+    assert aside == rows.set_aside(every)
+
+
+def test_the_null_model_predicts_what_has_one_constant_exactly(benchmark: Any, rows: Any, tmp_path: Path) -> None:
+    """Three sizes of batch without a pipeline: time in proportion to FLOPs is all that there is."""
+    changes = [{"pp": "1", "tp": "1", "n_gpus": "8", "global_batch": str(8 * count), "step_time_s": str(count)} for count in (1, 2, 4)]
+    used, _ = rows.read([table(tmp_path, *changes) / "runs.csv"])
+    assert [each.null_s for each in benchmark.predict(used)] == pytest.approx([1.0, 2.0, 4.0])
+
+
+def test_regret_is_what_the_choice_costs(scores: Any, rows: Any, tmp_path: Path) -> None:
+    used, _ = rows.read([table(tmp_path, {"tp": "2", "step_time_s": "10"}, {"tp": "4", "step_time_s": "12"}) / "runs.csv"])
+    wrong = [scores.Predicted(row, seconds, 1.0, 1.0, True) for row, seconds in zip(used, (9.0, 8.0), strict=True)]
+    assert scores.score(wrong).mean_regret == pytest.approx(0.2)
+    assert scores.regret(wrong, [8.0, 9.0]) == 0.0
+
+
+def test_any_tables_in_the_same_columns_can_be_scored(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "environment_line", lambda: "here")
+    folder = table(
+        tmp_path / "tables",
+        {"framework": "Unheard-of 1.0", "gpu": "H100 80GB HBM3"},
+        {"memory_gib": "OOM", "step_time_s": ""},
+        {"model": ""},
+    )
+    assert benchmark.main(["--tables", str(folder), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert figures["rows_used"] == 2
+    assert figures["oom_missed"] == 1
+
+
+def test_the_marks_hold_on_the_tables_that_tell_models_apart(benchmark: Any, rows: Any, scores: Any) -> None:
+    every, _ = rows.read(sorted(benchmark.TABLES.glob("*.csv")))
+    aside = rows.set_aside(every)
+    found = scores.score(benchmark.predict([row for row in every if row.table in rows.DISCRIMINATING and row.place not in aside]))
+    assert found.mean_error <= 0.08
+    assert found.p90_error <= 0.20
+    assert found.rank_correlation >= 0.97
+    assert found.oom_missed == 0
+    assert found.mean_error < found.null_mean_error / 3
