@@ -1,4 +1,4 @@
-"""The names of `paceline` itself. Two of them are also folders, which the import system binds to the same names."""
+"""The names of `paceline` itself. Some of them are also folders, which the import system binds to the same names."""
 
 from __future__ import annotations
 

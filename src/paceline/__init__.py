@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
     from paceline.launch.check import check
     from paceline.launch.train import train
+    from paceline.plan.choose import plan
     from paceline.plan.plan import Plan
+    from paceline.plan.predict import predict
     from paceline.train.run import Run
     from paceline.train.setup import setup
 
-__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "setup", "train"]
+__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "plan", "predict", "setup", "train"]
 
 _HOMES = {
     "Cluster": "paceline.cluster.cluster",
@@ -31,6 +33,8 @@ _HOMES = {
     "Run": "paceline.train.run",
     "bench": "paceline.bench.protocol",
     "check": "paceline.launch.check",
+    "plan": "paceline.plan.choose",
+    "predict": "paceline.plan.predict",
     "setup": "paceline.train.setup",
     "train": "paceline.launch.train",
 }

@@ -73,3 +73,11 @@ def test_a_plan_that_is_meant_to_differ_is_said_to_be(tmp_path: Path) -> None:
     outcome = paceline("check", job, "--plan", "dp=2 compress=int8 transport=gloo", folder=tmp_path)
     assert outcome.code == 1, outcome.err
     assert outcome.says("parity FAILS", "compress=int8 is meant to differ from one process")
+
+
+@pytest.mark.slow
+def test_the_plan_that_train_would_choose_can_be_checked(tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml")
+    outcome = paceline("check", "job.yaml", "--plan", "auto", "--steps", 2, folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("plan auto: dp=", "nothing is measured: 6 steps are over", "parity holds")

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, check, doctor, export, links, report, train
+from paceline.cli import bench, check, doctor, export, links, plan, report, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(name="paceline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -16,6 +16,7 @@ app.command("check")(check.command)
 app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("links")(links.command)
+app.command("plan")(plan.command)
 app.command("report")(report.command)
 
 

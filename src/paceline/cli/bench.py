@@ -16,7 +16,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+        str | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
     ] = None,
     devices: Annotated[
         str | None,
@@ -42,12 +42,12 @@ def command(
 
     from paceline.bench.protocol import Benchmark
     from paceline.bench.table import figures, show
-    from paceline.cluster.cluster import Cluster
+    from paceline.cli.where import to_run_on
     from paceline.errors import RunError
     from paceline.report.page import write_bench_page
 
     line = shlex.join(["paceline", *sys.argv[1:]])
-    where = Cluster.load(cluster) if cluster else None
+    where = to_run_on(cluster)
     benchmark = Benchmark(job, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line)
     report = benchmark.run()
     if report is not None:

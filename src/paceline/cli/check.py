@@ -19,9 +19,9 @@ _NAMED = 10  # parameters, where parity fails
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
-    plan: Annotated[str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2".')] = None,
+    plan: Annotated[str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')] = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+        str | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
     ] = None,
     every: Annotated[
         int | None, typer.Option("--all", metavar="RANKS", min=1, help="Check every plan of up to so many ranks that can run the job.")
@@ -34,7 +34,7 @@ def command(
     """Hold a plan against one process in float64: losses, gradients and parameters, step by step. Exit code 1 where they differ."""
     from rich.console import Console
 
-    from paceline.cluster.cluster import Cluster
+    from paceline.cli.where import to_run_on
     from paceline.job.job import Job
 
     if (plan is None) == (every is None):
@@ -42,7 +42,9 @@ def command(
     if dry and plan is None:
         raise typer.BadParameter("--dry rehearses one plan: name it with --plan", param_hint="--dry")
     console, what = Console(soft_wrap=True), Job.load(job)
-    where = Cluster.load(cluster) if cluster else None
+    where = to_run_on(cluster)
+    if plan == "auto":
+        plan = _chosen(what, where, console)
     if every is not None:
         holds = _all(what, where, every, steps, console)
     elif dry:
@@ -51,6 +53,13 @@ def command(
         holds = _one(what, where, str(plan), steps, console)
     if not holds:
         raise typer.Exit(1)
+
+
+def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
+    from paceline.cluster.discover import to_run_on
+    from paceline.launch.auto import choose
+
+    return str(choose(job, to_run_on(cluster), lambda line: console.print(line, highlight=False, markup=False)).plan)
 
 
 def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> bool:

@@ -32,7 +32,7 @@ def command(
         typer.Option(help="Of the all-reduce: flat, ring, tree, hierarchical, auto.", show_default="flat; between hosts the first four"),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine")
+        str | None, typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')] = False,
@@ -41,11 +41,11 @@ def command(
 
     Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
     """
-    from paceline.cluster.cluster import Cluster
+    from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
     from paceline.launch import links
 
-    where = Cluster.load(cluster) if cluster else discover()
+    where = to_run_on(cluster) or discover()
     wanted = links.Wanted(
         _words("--transports", transports, links.TRANSPORTS) or links.transports_of(where),
         _words("--collectives", collectives, links.COLLECTIVES) or links.COLLECTIVES,

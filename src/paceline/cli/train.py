@@ -16,9 +16,9 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
-    plan: Annotated[str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto measures which plan is fastest here.')] = "auto",
+    plan: Annotated[str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')] = "auto",
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+        str | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
     ] = None,
     run: Annotated[
         Path | None,
@@ -34,12 +34,12 @@ def command(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")] = None,
 ) -> None:
     """Train a job on every device of this machine, on hosts that it emulates, or on the ranks of a torchrun."""
-    from paceline.cluster.cluster import Cluster
+    from paceline.cli.where import to_run_on
     from paceline.launch.torchrun import fail
     from paceline.launch.train import train
 
     try:
-        record = train(job, Cluster.load(cluster) if cluster else None, plan, run=run, resume=resume, restarts=restarts, port=port)
+        record = train(job, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
     except Exception as error:
         if "RANK" in os.environ:
             fail(error)

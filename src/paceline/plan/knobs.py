@@ -1,7 +1,7 @@
-"""The compute knobs: the changes of a plan that may make its steps faster, and what measured times say of them. Does without torch.
+"""The changes of a plan that may make its steps faster, whole plans or single knobs, and what measured times say of them. Without torch.
 
-The search is greedy: one knob after the other is put on the best plan so far, and stays where it helps. That costs one comparison a knob
-instead of one for each of their combinations; what it can miss are knobs that help only together.
+The search is greedy: one change after the other is put on the best plan so far, and stays where it helps. That costs one comparison a
+change instead of one for each of their combinations; what it can miss are knobs that help only together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from paceline.plan.check import reasons_against
 from paceline.plan.plan import Plan
 from paceline.stats import Interval, median_interval
 
-BUDGET_S = 8.0  # of measuring, where a step is short
+KNOBS = ("memory_format", "fused", "pin", "compile")  # the plan keys that say how a rank computes, not what
+BUDGET_S = 8.0  # of measuring knobs, where a step is short
+PLAN_S = 3.0  # more for each other plan that is measured; two thirds of it go into dividing the model anew
 SHARE_OF_RUN = 0.1  # at most so much of the longest that the run can take
 LEAST_ROUNDS, MOST_ROUNDS = 6, 20  # of a comparison; in a round each of two plans takes its turn
 LEAST_STEPS = 400  # of a run: a comparison takes about 40, and only a share of the run may be spent
@@ -40,14 +42,25 @@ class Knob:
         untried: why it cannot help here; None where it is to be tried.
         cost_s: what it takes before its first step, beyond any other plan; it is tried only in a run that is long enough for it.
         hint: why it is not taken even where it is faster. It is then measured last, and only told of.
+        whole: whether it is another plan rather than a change of the best so far.
+        predicted_s: the step time of that plan, by the cost model.
     """
 
     changes: dict[str, Any]
     untried: str | None = None
     cost_s: float = 0.0
     hint: str | None = None
+    whole: bool = False
+    predicted_s: float | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, predicted_s: float | None) -> Knob:
+        """The change to another plan."""
+        return cls({f.name: getattr(plan, f.name) for f in fields(plan)}, whole=True, predicted_s=predicted_s)
 
     def __str__(self) -> str:
+        if self.whole:
+            return str(Plan(**self.changes))
         return " ".join(f"{key}={'on' if value is True else value}" for key, value in self.changes.items())
 
     def on(self, plan: Plan) -> Plan:
@@ -64,17 +77,21 @@ class Tried:
         verdict: for people: `kept`, `not kept: slower`, `not tried: …`.
         step_s: of the plan with the knob; None where it was not measured.
         ratio: that, over the step time of the best plan before it, measured in turn; None where there is none.
+        predicted_s: what the cost model says of a whole plan; None where it was not asked.
     """
 
     knob: str
     verdict: str
     step_s: Interval | None = None
     ratio: Interval | None = None
+    predicted_s: float | None = None
 
     def line(self) -> str:
         """One row of the table."""
         ratio = f"{self.ratio.middle:5.2f} ({self.ratio.low:.2f} to {self.ratio.high:.2f})" if self.ratio else ""
-        return f"  {self.knob:<30} {_shown(self.step_s) if self.step_s else '':<30} {ratio:<24} {self.verdict}".rstrip()
+        predicted = shown_s(self.predicted_s) if self.predicted_s else ""
+        step = _shown(self.step_s) if self.step_s else ""
+        return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<24} {self.verdict}".rstrip()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tried:
@@ -83,7 +100,7 @@ class Tried:
         return cls(**(values | intervals))
 
 
-HEADING = f"  {'knob':<30} {'step (95 % interval)':<30} {'ratio to best before':<24} verdict"
+HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} {'ratio to best before':<24} verdict"
 
 
 def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
@@ -121,10 +138,13 @@ def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None
     return min(bounds) if bounds else None
 
 
-def budget_s(step_s: float, run_s: float | None) -> float:
-    """How long measuring may take. Where steps are long, long enough for three comparisons; where the run is short, a share of it."""
-    wanted = max(BUDGET_S, _LONG_STEPS * step_s)
-    return wanted if run_s is None else min(wanted, SHARE_OF_RUN * run_s)
+def budget_s(step_s: float, run_s: float | None, *, plans: int = 0, share: float = SHARE_OF_RUN) -> float:
+    """How long measuring may take. Where steps are long, long enough for three comparisons; where the run is short, a share of it.
+
+    `plans`: how many others there are to measure.
+    """
+    wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
+    return wanted if run_s is None else min(wanted, share * run_s)
 
 
 def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
@@ -185,7 +205,7 @@ class Comparison:
             verdict = "not kept: slower"
         else:
             verdict = "not kept: no difference"
-        return Tried(str(knob), verdict, median_interval(self.challenger), ratio)
+        return Tried(str(knob), verdict, median_interval(self.challenger), ratio, knob.predicted_s)
 
 
 def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
@@ -195,7 +215,7 @@ def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
     """Fewer ranks with more threads each, which wait less for one another; only on CPUs, whose cores can be divided."""
-    if cluster.kind == "cuda":
+    if cluster.kind == "cuda" or plan.splits:
         return []
     return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
 
@@ -223,6 +243,11 @@ def _why_no_compiler() -> str | None:
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         return "torch.compile needs Python's headers (on Debian and Ubuntu: apt install python3-dev)"
     return None
+
+
+def shown_s(seconds: float) -> str:
+    """A step time for people: `12.3 ms`."""
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
 
 
 def _shown(step_s: Interval) -> str:

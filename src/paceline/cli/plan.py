@@ -1,0 +1,168 @@
+"""`paceline plan job.yaml`"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.cluster.cluster import Cluster
+    from paceline.job.job import Job
+    from paceline.plan.batch_advice import BatchAdvice
+    from paceline.plan.calibrate import Calibration
+    from paceline.plan.explain import Explanation
+    from paceline.plan.explain_scaling import Scaled
+
+_ON_PAGE = 30  # plans in the pictures of a page
+
+
+def command(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|NAME", help='Cluster file, or a name such as "64x8xH100-SXM, 400gbit".', show_default="this machine"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the best plans to show.")] = 10,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one device for an hour, in any currency.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure this machine first, in seconds, once; or take the catalogue's figures.")
+    ] = True,
+    batch_advice: Annotated[
+        bool, typer.Option("--batch-advice", help="Say how large a global batch is useful, and its learning rate.")
+    ] = False,
+    accept_batch: Annotated[
+        Path | None, typer.Option(metavar="OUT.yaml", help="Write a job with the useful batch and its learning rate; JOB stays as it is.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has everything.")] = False,
+) -> None:
+    """Find the fastest plan for a job on a cluster by prediction, and say why: time, memory, cost, and what would help.
+
+    Nothing is trained, and the cluster need not be there.
+    """
+    from rich.console import Console
+
+    from paceline.cli.plan_screen import fitted, show, show_advice
+    from paceline.job.job import Job
+    from paceline.plan.explain import explain
+    from paceline.plan.search import search
+
+    console, what = fitted(Console()), Job.load(job)
+    if accept_batch is not None and accept_batch.exists():
+        raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
+    where, here = _cluster(cluster, price)
+    calibration = _measured(what, where, console) if here and measure else None
+    with Console(stderr=True).status("searching"):
+        found = search(what, where, top=top if page is None else max(top, _ON_PAGE), calibration=calibration)
+        explanation = explain(what, where, found, calibration)
+    show(explanation, console, top=top)
+    advice = None
+    if batch_advice or accept_batch is not None:
+        advice = _advice(what, where, calibration)
+        show_advice(advice, console)
+    if accept_batch is not None and advice is not None:
+        _accept(advice, what, accept_batch, console)
+    else:
+        _next(explanation, job, cluster, console)
+    scaling = _page(explanation, advice, calibration, page) if page is not None else ()
+    if as_json:
+        typer.echo(json.dumps(_everything(explanation, advice, scaling, top)))
+
+
+def _cluster(text: str | None, price: float | None) -> tuple[Cluster, bool]:
+    """The cluster, and whether it is this machine, or emulated on it, so that it can be measured."""
+    from paceline.cluster.discover import discover
+    from paceline.cluster.named import cluster_from
+
+    where = cluster_from(text) if text is not None else discover()
+    if price is not None:
+        where = where.model_copy(update={"price_per_hour": price})
+    return where, text is None or where.emulate is not None
+
+
+def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
+    """What the machine is measured to do; None, said, where it could not be."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from paceline.errors import PacelineError
+    from paceline.launch.calibrate import calibrate
+
+    def say(line: str) -> None:
+        console.print(Text(line, style="dim"))
+
+    try:
+        with Console(stderr=True).status("measuring this machine"):
+            return calibrate(job, cluster, say)
+    except PacelineError as error:
+        say(f"not measured: {str(error).splitlines()[0]}; the figures of the catalogue stand in")
+        return None
+
+
+def _advice(job: Job, cluster: Cluster, calibration: Calibration | None) -> BatchAdvice:
+    from rich.console import Console
+
+    from paceline.plan.batch_advice import advise
+
+    with Console(stderr=True).status("searching the best plan for every batch"):
+        return advise(job, cluster, calibration)
+
+
+def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None:
+    """Write the job as advised, and say every value that is another."""
+    from rich.text import Text
+
+    from paceline.errors import JobError
+    from paceline.train.run import differences
+
+    accepted = advice.job(job)
+    try:
+        file.write_text(accepted.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{file} cannot be written: {error.strerror or error}") from error
+    console.print()
+    for line in differences(job.model_dump(), accepted.model_dump()) if not advice.keeps else ["nothing is changed"]:
+        console.print(Text(f"  {line}"))
+    console.print(Text(f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.plan}"'))
+
+
+def _next(explanation: Explanation, job: Path, cluster: str | None, console: Console) -> None:
+    """The command that uses the plan, on the machines that it is for."""
+    from rich.text import Text
+
+    if explanation.job.model.transformer is not None:
+        return  # dimensions can be planned and not trained
+    where = explanation.cluster
+    on = f" --cluster {shlex.quote(cluster)}" if cluster and not where.only_planned else ""
+    launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
+    console.print(Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.winner.plan}"'))
+
+
+def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path) -> tuple[Scaled, ...]:
+    from rich.console import Console
+
+    from paceline.plan.explain_scaling import scaling
+    from paceline.report.plan_view import write_plan_page
+
+    with Console(stderr=True).status("searching the best plan for more and fewer devices"):
+        scaled = scaling(explanation.job, explanation.cluster, explanation.found, calibration)
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    typer.echo(f"page      {write_plan_page(explanation, scaled, advice, command, file)}")
+    return scaled
+
+
+def _everything(explanation: Explanation, advice: BatchAdvice | None, scaling: tuple[Scaled, ...], top: int) -> dict[str, object]:
+    values = explanation.to_json()
+    values["candidates"] = values["candidates"][:top]
+    if advice is not None:
+        values["batch_advice"] = advice.to_json()
+    if scaling:
+        values["scaling"] = [point.to_json() for point in scaling]
+    return values

@@ -1,0 +1,238 @@
+"""What `paceline plan` shows: the best plan, where its time and memory go, why the others lose, what would help."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from paceline.plan.explain import LEAST, PART_NAMES, percent
+from paceline.report.words import digits, seconds
+
+if TYPE_CHECKING:
+    from paceline.plan.batch_advice import BatchAdvice
+    from paceline.plan.explain import Explanation
+    from paceline.plan.found import Candidate
+
+_WIDTH = 120
+_BAR = 32  # characters of the whole
+_EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
+_LEAST_HELD = 0.02  # of what is held
+_GOOD, _LOST, _QUIET = "green", "yellow", "dim"
+_USEFUL = ("compute", "optimizer")  # parts that no other plan is without
+
+
+def fitted(console: Console) -> Console:
+    """The console, as wide as the terminal but not wider than is read with ease; piped, as wide as that."""
+    console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
+    return console
+
+
+def show(explanation: Explanation, console: Console, *, top: int) -> None:
+    """All of it, in the order of the questions that one asks."""
+    _head(explanation, console)
+    _winner(explanation, console)
+    _time(explanation, console)
+    _memory(explanation, console)
+    _candidates(explanation, console, top)
+    _excluded(explanation, console)
+    _helps(explanation, console)
+    _notes(explanation, console)
+    _search(explanation, console)
+
+
+def show_advice(advice: BatchAdvice, console: Console) -> None:
+    """The throughput of each batch, and what to make of it."""
+    _title(console, "the global batch", "the best plan for each; a suggestion, nothing is changed")
+    table = _table("global batch", "samples/s", "of the best", "step", "plan")
+    best = max(point.throughput for point in advice.points)
+    for point in advice.points:
+        mark = " now" if point is advice.now else ""
+        mark += " useful" if point is advice.useful else ""
+        style = "bold" if point is advice.useful else ""
+        figures = (digits(point.throughput), percent(point.throughput / best), str(seconds(point.prediction.step_time_s)))
+        table.add_row(f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=_QUIET), style=style)
+    _print(console, table)
+    for line in advice.lines:
+        _print(console, Text(line))
+    for caution in (f"no larger batch was tried: {advice.stopped}", *advice.cautions):
+        _print(console, Text(caution, style=_QUIET))
+
+
+# The winner
+
+
+def _head(explanation: Explanation, console: Console) -> None:
+    trace, job = explanation.winner.layout.trace, explanation.job
+    tokens = f", {explanation.tokens:,} tokens a sample" if explanation.tokens > 1 else ""
+    about = f"{count(trace.parameters)} parameters{tokens}, global batch {job.global_batch:,}, {job.optimizer.name}, {job.precision}"
+    console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {explanation.cluster.describe()}"))
+    console.print(Text(about, style=_QUIET))
+
+
+def _winner(explanation: Explanation, console: Console) -> None:
+    best = explanation.winner
+    prediction, cost = best.prediction, explanation.cost(best)
+    figures = [("step", str(seconds(prediction.step_time_s))), ("samples/s", digits(prediction.throughput))]
+    if explanation.tokens > 1:
+        figures.append(("tokens/s", digits(prediction.throughput * explanation.tokens)))
+    if prediction.mfu is not None:
+        figures.append(("MFU", percent(prediction.mfu)))
+    figures.append(("memory", memory(prediction.memory_bytes)))
+    if cost is not None:
+        figures.append((cost.of, digits(cost.value)))
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_row(*(Text(value, style="bold") for _, value in figures))
+    table.add_row(*(Text(name, style=_QUIET) for name, _ in figures))
+    console.print()
+    _print(console, Text(str(best.plan), style="bold cyan"))
+    console.print()
+    _print(console, table)
+    console.print()
+    _print(console, Text(explanation.limit))
+
+
+def _time(explanation: Explanation, console: Console) -> None:
+    _title(console, "where the step goes")
+    table = _bars()
+    for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
+        style = _GOOD if part.name in _USEFUL else _LOST
+        table.add_row(PART_NAMES[part.name], str(seconds(part.value)), f"{100 * part.share:.1f} %", Text(_bar(part.share), style=style))
+    _print(console, table)
+
+
+def _memory(explanation: Explanation, console: Console) -> None:
+    room = explanation.room_bytes
+    _title(console, "what holds the memory", f"of the fullest rank, whose device has {memory(room)}")
+    table = _bars()
+    for held in (held for held in explanation.memory if held.share >= _LEAST_HELD):
+        share = held.value / room
+        table.add_row(held.name, memory(held.value), f"{100 * share:.1f} %", Text(_bar(share), style="cyan"))
+    free = 1 - explanation.winner.prediction.memory_bytes / room
+    table.add_row(*(Text(text, style=_QUIET) for text in ("free", memory(free * room), f"{100 * free:.1f} %", "·" * round(free * _BAR))))
+    _print(console, table)
+
+
+def _bars() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, min_width=max(map(len, PART_NAMES.values())))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    return table
+
+
+def _bar(share: float) -> str:
+    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    return "█" * whole + _EIGHTHS[eighths]
+
+
+# The others
+
+
+def _candidates(explanation: Explanation, console: Console, top: int) -> None:
+    priced = explanation.cost(explanation.winner)
+    _title(console, "the best plans", f"cost: of {priced.of}" if priced else "")
+    table = _table("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
+    for number, candidate in enumerate(explanation.found.best[:top], 1):
+        table.add_row(*_row(explanation, number, candidate), style="" if number > 1 else "bold")
+    _print(console, table)
+
+
+def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[RenderableType]:
+    best, prediction, cost = explanation.winner.prediction.step_time_s, candidate.prediction, explanation.cost(candidate)
+    step, plan = Text(str(seconds(prediction.step_time_s)), justify="right"), Text(str(candidate.plan))
+    if number > 1:
+        step.append(f"\n+{percent(prediction.step_time_s / best - 1)}", style=_QUIET)
+        plan.append(f"\n{candidate.why}", style=_QUIET)
+    return [
+        str(number),
+        step,
+        memory(prediction.memory_bytes),
+        "" if prediction.mfu is None else percent(prediction.mfu),
+        *([digits(cost.value)] if cost else []),
+        plan,
+    ]
+
+
+def _excluded(explanation: Explanation, console: Console) -> None:
+    if not explanation.found.excluded:
+        return
+    _title(console, "what was excluded, and why", "plans, by their first reason")
+    table = _table("plans", "what", "reason", heads=False)
+    table.columns[1].justify = "left"
+    for excluded in explanation.found.excluded:
+        table.add_row(f"{excluded.plans:,}" if excluded.plans else "", excluded.what, Text(excluded.reason, style=_QUIET))
+    _print(console, table)
+
+
+# What would help, and what is not known
+
+
+def _helps(explanation: Explanation, console: Console) -> None:
+    if not explanation.helps:
+        return
+    _title(console, "what would help most", "throughput, by the same model")
+    table = _table("gain", "change", "what else", heads=False)
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    for row in explanation.helps:
+        helps = row.words.startswith("+")
+        table.add_row(
+            Text(row.words, style=_GOOD if helps else _QUIET), Text(row.what, style="" if helps else _QUIET), Text(row.about, style=_QUIET)
+        )
+    _print(console, table)
+
+
+def _notes(explanation: Explanation, console: Console) -> None:
+    _title(console, "what the prediction does not know")
+    for note in explanation.notes:
+        _print(console, Text(note, style=_QUIET))
+
+
+def _search(explanation: Explanation, console: Console) -> None:
+    found = explanation.found
+    sure = "none is faster by this model" if found.gap <= 0 else "another may be faster by this model by no more than that"
+    counted = f"{found.evaluated:,} predicted, {found.pruned:,} set aside by a bound; " if found.evaluated else ""
+    console.print()
+    console.print(
+        Text(f"searched {found.considered:,} plans in {seconds(found.seconds)}: {counted}optimality gap {percent(found.gap)}, {sure}")
+    )
+
+
+# How it looks
+
+
+def count(number: float) -> str:
+    """`70.6 billion`, `1.2 million`, `4,810`."""
+    for least, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= least:
+            return f"{digits(number / least)} {word}"
+    return f"{number:,.0f}"
+
+
+def memory(size_bytes: float) -> str:
+    """`61.2 GiB`, `418 MiB`."""
+    unit, per = ("GiB", 2**30) if size_bytes >= 2**30 else ("MiB", 2**20)
+    return f"{digits(size_bytes / per)}\N{NO-BREAK SPACE}{unit}"
+
+
+def _title(console: Console, title: str, about: str = "") -> None:
+    console.print()
+    console.print(Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=_QUIET, characters="─"))
+
+
+def _table(*columns: str, heads: bool = True) -> Table:
+    """Figures to the right in columns of one line, the last one in words that may take several."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_QUIET, show_header=heads)
+    for column in columns[:-1]:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(columns[-1], overflow="fold", ratio=1)
+    return table
+
+
+def _print(console: Console, shown: RenderableType) -> None:
+    console.print(Padding(shown, (0, 0, 0, 2), expand=False), highlight=False, markup=False)

@@ -1,0 +1,290 @@
+"""The page of `paceline plan`: what was chosen and why, in pictures and tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline.plan.batch_advice import BatchAdvice
+from paceline.plan.cost.pipeline import timeline
+from paceline.plan.cost.prediction import PARTS
+from paceline.plan.explain import PART_NAMES, Explanation, shares_of_time
+from paceline.plan.explain import percent as share
+from paceline.plan.explain_scaling import Scaled
+from paceline.plan.found import Candidate
+from paceline.report import plan_charts as charts
+from paceline.report import words
+from paceline.report.chart import Chart
+from paceline.report.page import write_page
+from paceline.report.plan_terms import Terms
+from paceline.report.words import Shown
+
+_BARS = 8  # plans whose step and memory are drawn part by part
+_ROUNDS = 3  # microbatches drawn for each stage of a pipeline
+_LISTED = 10  # plans that stand in the table; the rest can be opened
+_MATTERS = 0.3  # of the memory; where all plans take less, it limits none
+_GIB = 2**30
+
+
+def write_plan_page(explanation: Explanation, scaling: Sequence[Scaled], advice: BatchAdvice | None, command: str, file: Path) -> Path:
+    """Write the page about a plan.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    found, view = explanation.found, PlanView(explanation, scaling, advice)
+    facts = [
+        ("cluster", explanation.cluster.describe()),
+        ("command", command),
+        ("paceline", version("paceline")),
+        ("plans", f"{found.considered:,} considered, {found.evaluated:,} predicted, {found.pruned:,} set aside by a bound"),
+        ("searched in", str(words.seconds(found.seconds))),
+        ("speeds", "measured on these machines" if explanation.measured else "of the catalogue"),
+    ]
+    return write_page(file, "plan.html.j2", view=view, facts=facts, define=Terms(), colours=view.colours)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One of the big figures at the top."""
+
+    term: str
+    cell: Shown
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: its name, its cells, and words under or beside them."""
+
+    name: str
+    cells: list[Shown | str]
+    about: str = ""
+    loud: bool = False
+
+
+class PlanView:
+    """An explanation as the template shows it."""
+
+    def __init__(self, explanation: Explanation, scaling: Sequence[Scaled], advice: BatchAdvice | None) -> None:
+        self.explanation, self.scaled, self.advice = explanation, [p for p in scaling if p.prediction], advice
+        self.not_scaled = [point for point in scaling if point.prediction is None]
+        self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
+        self.created = time.strftime("%Y-%m-%d %H:%M")
+        self.colours = {f"part_{part}": colour for part, colour in charts.TIME_COLOURS.items()} | self.holders
+        self.gap = share(self.found.gap)
+
+    # The headline
+
+    @property
+    def verdict(self) -> str:
+        """The plan's speed in one sentence."""
+        device, ranks = self.best.layout.machines.device, self.best.plan.ranks
+        devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
+        if device.kind == "cpu":
+            devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
+        return f"{words.seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted."
+
+    @property
+    def badges(self) -> list[str]:
+        """What the job is."""
+        tokens = [f"{self.explanation.tokens:,} tokens a sample"] if self.explanation.tokens > 1 else []
+        parameters = f"{self.best.layout.trace.parameters / 1e9:.3g} billion parameters"
+        if self.best.layout.trace.parameters < 1e9:
+            parameters = f"{self.best.layout.trace.parameters:,} parameters"
+        return [parameters, *tokens, f"global batch {self.job.global_batch:,}", self.best.plan.precision_for(self.job)]
+
+    @property
+    def cards(self) -> list[Card]:
+        """The winner's figures."""
+        prediction, cost = self.best.prediction, self.explanation.cost(self.best)
+        cards = [Card("predicted_step", words.seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
+        rate = words.rate(prediction.throughput)
+        if self.explanation.tokens > 1:
+            cards.append(Card("predicted_tokens", _thousands(prediction.throughput * self.explanation.tokens), str(rate)))
+        else:
+            cards.append(Card("predicted_throughput", rate))
+        if prediction.mfu is not None:
+            cards.append(Card("mfu", words.percent(prediction.mfu)))
+        cards.append(Card("device_memory", _gib(prediction.memory_bytes), f"of {_gib(self.explanation.room_bytes)} on each device"))
+        if cost is not None:
+            cards.append(Card("cost", Shown(cost.value, words.digits(cost.value)), cost.of))
+        return cards
+
+    @property
+    def limit(self) -> str:
+        """What the step is made of, as a sentence of its own."""
+        return self.explanation.limit[0].upper() + self.explanation.limit[1:]
+
+    # The pictures
+
+    @property
+    def memory_chart(self) -> Chart:
+        """Time against memory."""
+        points = [charts.Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s) for i, c in self._numbered]
+        figure = charts.pareto(points, "GiB on the fullest device", room=self.room)
+        return Chart("pareto-memory", figure, f"Step time over memory of {len(points)} plans; the chosen one: {self._said(self.best)}.")
+
+    @property
+    def cost_chart(self) -> Chart:
+        """Time against cost, for the plans of this cluster and for the best of fewer and more devices."""
+        priced = self.explanation.cluster.price_per_hour
+        cost = self.explanation.cost(self.best)
+        of = cost.of if cost else "a step"
+        per_second = cost.value / (self.best.prediction.step_time_s * self.best.plan.ranks) if cost and priced else 1.0
+
+        def at(candidate: Candidate | Scaled) -> float:
+            assert candidate.plan is not None
+            assert candidate.prediction is not None
+            return candidate.prediction.step_time_s * candidate.plan.ranks * per_second
+
+        points = [charts.Point(str(i), str(c.plan), at(c), c.prediction.step_time_s) for i, c in self._numbered]
+        for point in self.scaled:
+            if point.devices != self.best.layout.machines.devices and point.prediction is not None:
+                name = f"{point.devices:,} device{'s' * (point.devices > 1)}"
+                points.append(charts.Point(name, f"{name}: {point.plan}", at(point), point.prediction.step_time_s))
+        figure = charts.pareto(points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1)
+        return Chart("pareto-cost", figure, f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well.")
+
+    @cached_property
+    def pipeline(self) -> tuple[Candidate, Chart] | None:
+        """The timeline of the best plan that has a pipeline; None where none has."""
+        piped = next((candidate for candidate in self.found.best if candidate.plan.pp > 1), None)
+        if piped is None:
+            return None
+        drawn = min(piped.plan.microbatches, _ROUNDS * piped.plan.pp)
+        note = ""
+        if drawn < piped.plan.microbatches:
+            every = f"{piped.plan.microbatches:,}"
+            note = f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the ends weigh less."
+        label = f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
+        return piped, Chart("pipeline", charts.pipeline(timeline(replace(piped.layout, microbatches=drawn))), label, note)
+
+    @property
+    def spans(self) -> list[tuple[str, str]]:
+        """What stages do, in words, with its colour."""
+        named = {"weight": "gradients of weights", "wait": "waiting"}
+        return [(named.get(kind, kind), colour) for kind, colour in charts.SPAN_COLOURS.items()]
+
+    @property
+    def time_chart(self) -> Chart:
+        """The step of the best plans, part by part."""
+        shown = self.found.best[:_BARS]
+        slowest = max(c.prediction.step_time_s for c in shown)
+        factor, unit = (1e3, "ms") if slowest < 1 else (1.0, "s")
+        times = [{part.name: part.value for part in shares_of_time(c)} for c in shown]
+        parts = {part: [of_plan.get(part, 0.0) * factor for of_plan in times] for part in self.parts}
+        figure = charts.stacked([str(c.plan) for c in shown], parts, charts.TIME_COLOURS, PART_NAMES, f"{unit} per step")
+        return Chart("time", figure, " ".join(f"{c.plan}: {words.seconds(c.prediction.step_time_s)}." for c in shown))
+
+    @property
+    def held_chart(self) -> Chart:
+        """The memory of the best plans, by what holds it."""
+        shown = self.found.best[:_BARS]
+        held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in self.holders}
+        figure = charts.stacked([str(c.plan) for c in shown], held, self.holders, {}, "GiB", self.room)
+        return Chart("held", figure, " ".join(f"{c.plan}: {_gib(c.prediction.memory_bytes)}." for c in shown))
+
+    @property
+    def room(self) -> float | None:
+        """GiB of a device; None where all plans leave most of it free, so that it is no matter."""
+        room, most = self.explanation.room_bytes, max(c.prediction.memory_bytes for c in self.found.best)
+        return room / _GIB if most > _MATTERS * room else None
+
+    @property
+    def parts(self) -> list[str]:
+        """Those parts of a step that any of the plans shown spends time in."""
+        there = {part.name for c in self.found.best[:_BARS] for part in shares_of_time(c)}
+        return [part for part in PARTS if part in there]
+
+    @cached_property
+    def holders(self) -> dict[str, str]:
+        """What holds memory in any of the plans shown, with its colour."""
+        names = dict.fromkeys(name for c in self.found.best[:_BARS] for name, size in c.prediction.memory.items() if size > 0)
+        return charts.holder_colours(list(names))
+
+    @property
+    def scaling_chart(self) -> Chart | None:
+        """Speedup over devices; None where only one number of them can be predicted."""
+        if len(self.scaled) < 2:
+            return None
+        label = " ".join(f"{p.devices:,} devices: {words.digits(p.speedup or 0)} times as fast." for p in self.scaled)
+        return Chart("scaling", charts.scaling(self.scaled, self.best.layout.machines.devices), label)
+
+    @property
+    def batch_chart(self) -> Chart | None:
+        """Throughput over the global batch, where that was asked for."""
+        return Chart("batches", charts.batches(self.advice), " ".join(self.advice.lines)) if self.advice else None
+
+    @property
+    def _numbered(self) -> list[tuple[int, Candidate]]:
+        return list(enumerate(self.found.best, 1))
+
+    def _said(self, candidate: Candidate) -> str:
+        return f"{words.seconds(candidate.prediction.step_time_s)}, {_gib(candidate.prediction.memory_bytes)}"
+
+    # The tables
+
+    @property
+    def tables(self) -> list[list[tuple[int, Row]]]:
+        """The best plans, and the rest; a number with each."""
+        rows = list(enumerate(self.candidates, 1))
+        return [part for part in (rows[:_LISTED], rows[_LISTED:]) if part]
+
+    @property
+    def candidates(self) -> list[Row]:
+        """All plans that were found, the best first."""
+        rows = []
+        for number, candidate in self._numbered:
+            prediction, cost = candidate.prediction, self.explanation.cost(candidate)
+            slower = prediction.step_time_s / self.best.prediction.step_time_s - 1
+            cells: list[Shown | str] = [
+                words.seconds(prediction.step_time_s),
+                f"+{share(slower)}" if number > 1 else "",
+                _gib(prediction.memory_bytes),
+                words.rate(prediction.throughput),
+                "" if prediction.mfu is None else words.percent(prediction.mfu),
+                *([] if cost is None else [Shown(cost.value, words.digits(cost.value))]),
+            ]
+            rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
+        return rows
+
+    @property
+    def heads(self) -> list[str]:
+        """Of the columns of `candidates`, the definitions' names; the second one has none."""
+        priced = self.explanation.cost(self.best) is not None
+        return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
+
+    @property
+    def devices(self) -> list[Row]:
+        """The best plan for each number of devices."""
+        rows = [
+            Row(
+                f"{p.devices:,}",
+                [words.seconds(p.prediction.step_time_s), words.ratio(p.speedup), words.percent(p.efficiency)],
+                str(p.plan),
+            )
+            for p in self.scaled
+            if p.prediction is not None and p.speedup is not None and p.efficiency is not None
+        ]
+        return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
+
+    @property
+    def changes(self) -> list[Row]:
+        """What would help, the most first."""
+        return [Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+")) for row in self.explanation.helps]
+
+
+def _thousands(tokens_per_s: float) -> Shown:
+    if tokens_per_s < 1e4:
+        return words.rate(tokens_per_s, "tokens/s")
+    return Shown(tokens_per_s, words.digits(tokens_per_s / 1e3), "k tokens/s")
+
+
+def _gib(size_bytes: float) -> Shown:
+    unit, per = ("GiB", _GIB) if size_bytes >= _GIB else ("MiB", 2**20)
+    return Shown(size_bytes, words.digits(size_bytes / per), unit)

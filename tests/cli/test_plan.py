@@ -1,0 +1,171 @@
+"""`paceline plan`: the whole answer on the screen, as JSON and as a page, from a name of a cluster; and what it cannot plan for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from rich.console import Console
+
+from commands import paceline
+from found_plans import cluster, found, job
+from paceline.cli import app
+from paceline.cli import plan as command
+from paceline.cli.plan_screen import count, fitted, show
+from paceline.cli.where import to_run_on
+from paceline.errors import ClusterError, LaunchError
+from paceline.job.job import Job
+from paceline.plan.explain import explain
+from paceline.plan.explain_changes import Change
+from paceline.plan.plan import Plan
+
+GPT = {"transformer": {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}}
+NAME = "1x4xA100-SXM-80, 2.5/h"
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    values = {
+        "name": "gpt",
+        "model": GPT,
+        "data": "synthetic",
+        "loss": "cross_entropy",
+        "optimizer": {"name": "adamw", "lr": 0.001},
+        "global_batch": 32,
+        "precision": "bf16",
+        "stop": {"steps": 100},
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(values | changes))
+    return file
+
+
+def screen(width: int, *, terminal: bool) -> str:
+    told = explain(job(), cluster(price_per_hour=2.5), found(), what_would_help=False)
+    changes = (Change("twice the memory", "149 GiB", 0.001), Change("x", but="not predicted: nobody knows"))
+    out = StringIO()
+    show(replace(told, changes=changes), fitted(Console(file=out, width=width, force_terminal=terminal)), top=10)
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+
+
+def test_one_command_tells_everything_on_the_screen_as_json_and_as_a_page_and_imports_no_torch(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None  # to import it is an error from here on\n")
+    arguments = ["--cluster", NAME, "--json", "--page", "plan.html", "--batch-advice", "--top", 4]
+    shown = paceline("plan", "job.yaml", *arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert shown.code == 0, shown.err
+    assert shown.says("where the step goes", "what holds the memory", "the best plans", "what was excluded", "what would help most")
+    assert shown.says("what the prediction does not know", "optimality gap", "the global batch", "critical batch size", "plan.html")
+    *lines, last = shown.out.splitlines()
+    assert max(map(len, lines)) <= 120
+    values = json.loads(last)
+    assert 1 <= len(values["candidates"]) <= 4
+    assert values["candidates"][0]["plan"] == values["plan"]
+    assert Plan.parse(values["plan"]).ranks <= values["devices"] == 4
+    assert values["candidates"][0]["cost"] > 0
+    assert values["batch_advice"]["now"] == 32
+    assert [point["devices"] for point in values["scaling"]] == [1, 2, 4, 8, 16, 32]
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_accepted_batch_is_a_new_job_and_every_change_is_said(tmp_path: Path) -> None:
+    file = write_job(tmp_path, global_batch=4)
+    before = file.read_text()
+    shown = paceline("plan", file, "--cluster", "1x2xA100-SXM-80", "--accept-batch", "out.yaml", folder=tmp_path)
+    assert shown.code == 0, shown.err
+    assert file.read_text() == before
+    accepted = Job.load(tmp_path / "out.yaml")
+    assert accepted.global_batch > 4
+    assert shown.says(
+        f"global_batch was 4, is {accepted.global_batch}", "optimizer.lr was 0.001, is", "stop.steps was 100, is", "wrote out.yaml"
+    )
+    again = paceline("plan", file, "--cluster", "1x2xA100-SXM-80", "--accept-batch", "out.yaml", folder=tmp_path, COLUMNS="200")
+    assert again.code == 2
+    assert again.says("is there already")
+
+
+def test_a_model_too_large_for_every_plan_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
+    write_job(tmp_path, model={"transformer": {"layers": 80, "hidden": 16384, "heads": 128, "seq": 1024, "vocab": 32000}})
+    shown = paceline("plan", "job.yaml", "--cluster", "V100-SXM-16", folder=tmp_path)
+    assert shown.code == 1
+    assert "GiB" in shown.error
+
+
+@pytest.mark.parametrize(("name", "text"), [("2x8xH1000", "H100-SXM"), ("0x8xH100-SXM", "has no device"), ("absent.yaml", "absent.yaml")])
+def test_a_cluster_that_cannot_be_is_an_error_that_helps(name: str, text: str) -> None:
+    with pytest.raises(ClusterError, match=text):
+        command._cluster(name, None)
+
+
+def test_a_cluster_from_the_catalogue_is_refused_where_ranks_would_start(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    shown = paceline("train", "job.yaml", "--cluster", "2x8xH100-SXM", folder=tmp_path)
+    assert shown.code == 1
+    assert "can be planned for" in shown.error
+    assert to_run_on(None) is None
+    (tmp_path / "cluster.yaml").write_text(cluster().to_yaml())
+    assert to_run_on(str(tmp_path / "cluster.yaml")) == cluster()
+
+
+# The screen
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_screen_keeps_to_the_width_of_the_terminal_and_loses_no_plan(width: int) -> None:
+    text = screen(width, terminal=True)
+    assert max(map(len, text.splitlines())) <= width
+    together = " ".join(text.split())
+    for candidate in found().best:
+        assert all(word in together for word in str(candidate.plan).split())
+        assert all(word in together for word in candidate.why.split())
+    assert "no gain" in text
+    assert "nobody knows" in together
+    assert "sync=local:8" in text
+
+
+def test_where_it_is_piped_no_line_ends_in_blanks_that_nobody_sees() -> None:
+    title = screen(80, terminal=False).splitlines()[0]
+    assert title == title.rstrip()
+
+
+def test_numbers_are_said_as_people_say_them() -> None:
+    assert [count(n) for n in (70.6e9, 1.2e6, 4810, 1e12)] == ["70.6 billion", "1.20 million", "4,810", "1.00 trillion"]
+
+
+def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise LaunchError("rank 0 raised: no memory\nTraceback …")
+
+    monkeypatch.setattr("paceline.launch.calibrate.calibrate", fails)
+    out = StringIO()
+    assert command._measured(job(), cluster(), Console(file=out, width=200)) is None
+    assert out.getvalue().strip() == "not measured: rank 0 raised: no memory; the figures of the catalogue stand in"
+
+
+def test_a_price_of_the_command_line_goes_before_that_of_the_cluster() -> None:
+    where, here = command._cluster(NAME, 4.0)
+    assert where.price_per_hour == 4.0
+    assert not here
+    assert command._cluster(NAME, None)[0].price_per_hour == 2.5
+
+
+# The documentation
+
+
+def test_every_command_of_the_documentation_is_one() -> None:
+    root = Path(__file__).parent.parent.parent
+    lines = re.findall(r"^paceline plan (.*)$", (root / "docs" / "plan.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        arguments = shlex.split(line, comments=True)
+        context = typer.main.get_command(app).get_command(None, "plan").make_context("plan", arguments)  # type: ignore[attr-defined]
+        Job.load(root / context.params["job"])
+        if context.params["cluster"] is not None:
+            assert command._cluster(context.params["cluster"], None)[0].devices == 128

@@ -1,0 +1,111 @@
+"""The page of `paceline plan` in a real browser: its pictures hold what the search found, it asks for nothing and runs nobody's script."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from browser import Browser
+from found_plans import candidate, cluster, found, job
+from paceline.plan.batch_advice import BatchAdvice, BatchPoint
+from paceline.plan.cost.prediction import PARTS
+from paceline.plan.explain import PART_NAMES, Explanation, explain
+from paceline.plan.explain_changes import Change
+from paceline.plan.explain_scaling import Scaled
+from paceline.report.plan_charts import SPAN_COLOURS, TIME_COLOURS, Point, front
+from paceline.report.plan_view import write_plan_page
+
+STOLEN = "</script><script>window.stolen = 1</script>"
+
+
+def explained() -> Explanation:
+    changes = (
+        Change("twice the devices", "32", 0.8, found().best[1].plan, found().best[1].prediction),
+        Change("twice the memory", "149 GiB", 0.0),
+    )
+    told = explain(job(), cluster(price_per_hour=2.5), found(), what_would_help=False)
+    return replace(told, changes=changes, notes=(*told.notes, STOLEN))
+
+
+def scaled() -> list[Scaled]:
+    half, whole = candidate("dp=8", compute=1.9), found().best[0]
+    points = [Scaled(4, why="too little memory"), Scaled(8, half.plan, half.prediction, 1.0, 1.0)]
+    return [*points, Scaled(16, whole.plan, whole.prediction, 1.9, 0.95)]
+
+
+def advised() -> BatchAdvice:
+    points = tuple(
+        BatchPoint(batch, c.plan, replace(c.prediction, throughput=speed))
+        for batch, speed, c in ((64, 50.0, found().best[0]), (128, 90.0, found().best[0]), (256, 92.0, found().best[0]))
+    )
+    return BatchAdvice(points, points[0], points[1], "square root", 0.0014, "two more doublings are hardly faster", ("nobody knows",))
+
+
+def page(folder: Path, explanation: Explanation | None = None, *, whole: bool = True) -> Path:
+    told = explanation or explained()
+    return write_plan_page(told, scaled() if whole else [], advised() if whole else None, "paceline plan job.yaml", folder / "plan.html")
+
+
+@pytest.mark.needs_chromium
+def test_the_pictures_hold_what_was_found_and_the_page_asks_for_nothing(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page(tmp_path))
+    drawn = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
+    assert drawn == [f"plot-{name}" for name in ("time", "pipeline", "pareto-memory", "pareto-cost", "held", "scaling", "batches")]
+    tp = browser.run("return document.getElementById('plot-time').data.find(d => d.name.startsWith('tp')).x")
+    assert tp == pytest.approx([0.15, 0.0, 0.1])
+    shown = browser.run("return document.getElementById('plot-pareto-memory').data.flatMap(d => d.mode == 'lines' ? [] : Array.from(d.y))")
+    assert sorted(shown) == pytest.approx(sorted(c.prediction.step_time_s for c in found().best))
+    figures = [float(cell.get_attribute("data-value") or "nan") for cell in browser.all("#figures tr td[data-value]:nth-of-type(2)")]
+    assert figures == pytest.approx([c.prediction.step_time_s for c in found().best])
+    assert browser.console() == []
+    assert browser.requests() == []
+    assert browser.run("return window.stolen") is None
+
+
+@pytest.mark.needs_chromium
+def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page(tmp_path))
+    assert browser.one("#verdict").text.replace("\N{NO-BREAK SPACE}", " ") == "1.00 s a step on 16 × H100-SXM, as predicted."
+    assert "not measured" in browser.one("#warnings").text
+    assert STOLEN in browser.one("#warnings").text
+    assert "weights between hosts" in browser.one("#figures").text
+    assert "fsdp=2 would work" in browser.one("#excluded").text
+    assert "sync=local:8" in browser.one("#changes").text
+    assert "no gain" in browser.one("#changes").text
+    assert "too little memory" in browser.one("#devices").text
+    assert "The chosen plan has one stage" in browser.one("#pipeline").text
+    undefined = browser.run(
+        "return [...document.querySelectorAll('.term')].filter(t => !document.getElementById(t.getAttribute('aria-describedby'))).length"
+    )
+    assert undefined == 0
+
+
+@pytest.mark.needs_chromium
+def test_on_a_telephone_nothing_is_wider_than_the_screen_also_without_pipeline_prices_and_scaling(browser: Browser, tmp_path: Path) -> None:
+    long = candidate("fsdp=8 tp=2 zero=2 sequence=on remat=selective microbatches=4 transport=auto precision=bf16", compute=1.0)
+    plain = explain(job(), cluster(), found(best=(long, found().best[1]), excluded=(), hints=()), what_would_help=False)
+    for written in (page(tmp_path), page(tmp_path, plain, whole=False)):
+        browser.open(written, width=390)
+        assert browser.run("return document.documentElement.scrollWidth") <= 390
+        assert browser.console() == []
+    assert browser.all("#pipeline, #scaling, #batch") == []
+
+
+def test_every_part_of_a_step_has_a_name_and_a_colour_of_its_own() -> None:
+    assert set(TIME_COLOURS) == set(PART_NAMES) == set(PARTS)
+    assert len(set(TIME_COLOURS.values())) == len(PARTS)
+    assert set(SPAN_COLOURS) == {"forward", "backward", "weight", "wait"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
+def test_the_front_is_what_no_other_point_beats_in_both(places: list[tuple[int, int]]) -> None:
+    points = [Point(str(i), "", float(x), float(y)) for i, (x, y) in enumerate(places)]
+    edge = front(points)
+    for point in edge:
+        assert not any(p.x <= point.x and p.y <= point.y and (p.x, p.y) != (point.x, point.y) for p in points)
+    for point in points:
+        assert any(p.x <= point.x and p.y <= point.y for p in edge)
