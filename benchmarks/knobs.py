@@ -1,4 +1,4 @@
-"""The knobs that `--plan auto` tries and chooses for four models on this machine, and the time that each choice takes.
+"""The plan and the knobs that `--plan auto` tries and chooses for four models on this machine, and the time that each choice takes.
 
     python benchmarks/knobs.py [--json]
 
@@ -7,7 +7,7 @@ Figures, for each of `cifar_cnn`, `resnet50`, `bert` and `gpt`:
   nothing was better.
 - `seconds_MODEL`: what the choice took, the start of the ranks included. A later start of the same job takes none of them.
 
-All data is synthetic. The jobs are of 2,000 steps, so measuring may take a tenth of what those take, and at most some seconds.
+All data is synthetic. The jobs are of 2,000 steps, to be run ten times; measuring may take a tenth of that, and at most some seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.job.job import Job
-from paceline.launch.knobs import choose
+from paceline.launch.auto import choose
 
 ADAMW: dict[str, Any] = {"optimizer": {"name": "adamw", "lr": 1e-4}, "stop": {"steps": 2000}, "loss": "cross_entropy"}
 IMAGES: dict[str, Any] = {"kind": "synthetic", "samples": 640}
@@ -44,7 +44,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = cache  # nothing is known from earlier starts, and nothing is kept
         for name, job in JOBS.items():
             print(f"\n{name}, global batch {job['global_batch']}", flush=True)
-            choice = choose(Job.model_validate(ADAMW | job), discover(), lambda line: print(line, flush=True))
+            choice = choose(Job.model_validate(ADAMW | job), discover(), lambda line: print(line, flush=True), runs=10)
             figures |= {f"gain_{name}": round(choice.gain, 3), f"seconds_{name}": round(choice.seconds, 1)}
     print(f"\n{environment_line()}")
     if as_json:

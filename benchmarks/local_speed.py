@@ -44,8 +44,9 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.launch.knobs import choose
+from paceline.launch.auto import choose
 from paceline.launch.local import ALLOCATOR
+from paceline.plan.knobs import KNOBS
 from paceline.plan.plan import Plan, Transport, cores_of
 from paceline.stats import Interval, median_interval
 from paceline.train.loop import Loop, build_engine
@@ -103,8 +104,9 @@ def own_knobs(folder: Path) -> Plan:
     os.environ["XDG_CACHE_HOME"] = str(folder)
     chosen = choose(Job.model_validate(CNN), discover(), lambda line: print(line, flush=True)).plan
     if chosen.dp != 2:
-        print(f"note: the choice has dp={chosen.dp}; its other knobs are measured here with two ranks, as DDP has")
-    return replace(chosen, dp=2, threads=1)
+        print(f"note: the choice is {chosen}; its knobs are measured here with two replicas, as DDP has")
+    knobs: dict[str, Any] = {knob: getattr(chosen, knob) for knob in KNOBS}
+    return Plan(dp=2, threads=1, **knobs)
 
 
 # The work, the same for all

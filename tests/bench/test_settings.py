@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.settings import DEFAULT_STEPS, settings_for, target_of
+from paceline.bench.settings import DEFAULT_STEPS, on_devices, settings_for, target_of
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import PlanError
 from paceline.plan.plan import Plan
@@ -84,3 +84,18 @@ def test_what_cannot_run_is_told_with_what_would(changes: dict[str, Any], error:
 
 def test_more_devices_than_cores_can_be_asked_for() -> None:
     assert chosen(devices=[8])[1][:3] == ("8-devices", "dp=8 threads=1 fused=on", 8)
+
+
+@pytest.mark.parametrize(
+    ("base", "devices", "plan"),
+    [
+        ("dp=4 fused=on", 2, "dp=2 threads=1 fused=on"),
+        ("dp=2 tp=2", 4, "dp=2 tp=2 threads=1"),
+        ("dp=2 tp=2", 2, "tp=2 threads=1"),
+        ("fsdp=4 zero=2 fused=on", 1, "threads=1 fused=on"),
+        ("pp=2 schedule=gpipe microbatches=4", 1, "threads=1"),
+        ("pp=2 schedule=gpipe microbatches=4", 3, "dp=3 threads=1"),
+    ],
+)
+def test_a_plan_that_divides_the_model_scales_by_whole_replicas(base: str, devices: int, plan: str) -> None:
+    assert on_devices(Plan.parse(base), devices, CORES) == Plan.parse(plan)

@@ -22,16 +22,17 @@ from paceline.bench.settings import ONE, Setting, settings_for, target_of
 from paceline.bench.summary import Finished, finished, measured
 from paceline.bench.words import clock, count
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import discover, environment
+from paceline.cluster.discover import environment, to_run_on
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.job.job import Job
-from paceline.launch.knobs import choose
+from paceline.launch.auto import choose
 from paceline.launch.signals import StopSignals
 from paceline.launch.train import train
 from paceline.plan.auto import auto_plan
 from paceline.plan.plan import Plan
 from paceline.train.run import WARM_UP_STEPS, read_lines, write_whole
 
+_SETTINGS = 2  # at least, which have the chosen plan: one device and N
 BENCHES = Path("bench")  # under the current directory, where no other is named
 
 
@@ -103,7 +104,7 @@ class Benchmark:
         if steps is not None and steps <= WARM_UP_STEPS:
             raise RunError(f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run are its warm-up")
         self.job = job if isinstance(job, Job) else Job.load(job)
-        self.cluster = cluster or discover()
+        self.cluster = to_run_on(cluster)
         self.repeat, self.steps, self.command = repeat, steps, command
         self.console = console or Console(stderr=True, soft_wrap=True)
         self.path = Path(out) if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -174,7 +175,7 @@ class Benchmark:
         """The plan for N devices and what was tried: the automatic one, and where a benchmark goes on, the one that it was begun with."""
         if before := self.directory.protocol:
             return Plan.parse(before["plan"]), before["knobs"]
-        choice = choose(self.job, self.cluster, self._say)
+        choice = choose(self.job, self.cluster, self._say, runs=self.repeat * _SETTINGS)
         return choice.plan, choice.lines
 
     def _protocol(self) -> dict[str, Any]:

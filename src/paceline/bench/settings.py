@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.bench.result import Scaling
 from paceline.bench.words import count
@@ -12,6 +13,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
+from paceline.plan.case import DEGREES
 from paceline.plan.plan import Plan
 
 DEFAULT_STEPS = 60  # of a run that is not trained to a target
@@ -93,8 +95,18 @@ def settings_for(
 
 
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
-    """The base plan on so many devices: one replica each and, without GPUs, one thread each, so that N devices are N cores."""
-    return replace(base, dp=devices, threads=base.threads if cluster.kind == "cuda" else 1)
+    """The base plan on so many devices, without GPUs with one thread each, so that N devices are N cores.
+
+    Where its replicas take several devices and these are no whole number of replicas, every device is a replica.
+    """
+    threads = base.threads if cluster.kind == "cuda" else 1
+    if devices % (base.ranks // base.dp) == 0:
+        return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
+    parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
+    return replace(base, **(dict.fromkeys(DEGREES, 1) | _WHOLE | {"dp": devices, "threads": threads, "microbatches": parts}))
+
+
+_WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}  # means nothing without a split
 
 
 def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int] | None) -> list[int]:

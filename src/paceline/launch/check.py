@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import to_run_on
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.launch.auto import choose
 from paceline.launch.look import launch_to_look
 from paceline.plan.plan import Plan
 
@@ -101,7 +102,7 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
 
     Args:
         job: a `Job`, or the YAML file of one.
-        plan: a `Plan`, or its text.
+        plan: a `Plan`, its text, or `"auto"`: what `train` would choose.
         cluster: where to train; None is this machine.
 
     Raises:
@@ -109,16 +110,17 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
         LaunchError: a rank failed.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
-    job = job if isinstance(job, Job) else Job.load(job)
+    job, cluster = job if isinstance(job, Job) else Job.load(job), to_run_on(cluster)
+    chosen = choose(job, cluster).plan if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
     with Checks(job, cluster, steps=steps).opened() as checks:
-        return checks.check(Plan.parse(plan) if isinstance(plan, str) else plan)
+        return checks.check(chosen)
 
 
 class Checks:
     """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike."""
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
-        self.job, self.cluster, self.steps = job, cluster or discover(), steps
+        self.job, self.cluster, self.steps = job, to_run_on(cluster), steps
         self._references: dict[int, Path] = {}
         self._roundings: dict[tuple[Path, str], tuple[float, float, float]] = {}
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate import LinkBytes
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
-from paceline.launch.knobs import Say, choose
+from paceline.launch.auto import Choice, Say, choose, remember_run
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
 from paceline.plan.plan import Plan, cores_of
@@ -50,8 +50,9 @@ def train(
     Args:
         job: a `Job`, or the YAML file of one.
         cluster: where to train; None is this machine.
-        plan: a `Plan`, its text, or `"auto"`: the fastest that is found by measuring for a few seconds, or was at an earlier start;
-            under torchrun, one replica per rank, and a run that is resumed keeps its own.
+        plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them for a few seconds
+            where the run is long enough for that, or at an earlier start; under torchrun, one replica per rank, and a run that is resumed
+            keeps its own.
         run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
         resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is none.
         port: of the rendezvous, on 127.0.0.1 or the first emulated host; None takes a free one.
@@ -64,7 +65,7 @@ def train(
     if "PACELINE_STATUS" in os.environ:
         raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
     job = job if isinstance(job, Job) else Job.load(job)
-    cluster = cluster or discover()
+    cluster = to_run_on(cluster)
     if "RANK" in os.environ:
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     console = console or Console(stderr=True, soft_wrap=True)
@@ -72,7 +73,8 @@ def train(
     before = _to_resume(job, run) if resume else None
     if run is not None and before is None:
         Run.must_be_new(Path(run))  # told before anything is measured
-    chosen = choose_plan(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+    choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+    chosen = choice.plan
     record = _record(job, cluster, chosen, run=run, before=before)
     resumed = before is not None
     console.print(f"plan {chosen} · run {record.path}", highlight=False, markup=False)
@@ -106,10 +108,17 @@ def train(
         if not resumed:
             record.withdraw_unless_begun()
         raise
+    if not resumed:
+        remember_run(choice, job, cluster, record)
     return record
 
 
 def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Plan:
+    """The plan of `choice_of`."""
+    return choice_of(job, cluster, plan, before, say).plan
+
+
+def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Choice:
     """The plan as asked; for `auto` that of the run `before` which is resumed, where it still can run, else the one that is found.
 
     Raises:
@@ -118,12 +127,12 @@ def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None
     if plan == "auto":
         kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
         fits = kept is not None and kept.ranks <= cluster.devices and not kept.check(job, cluster)
-        return kept if kept is not None and fits else choose(job, cluster, say).plan
+        return Choice(kept) if kept is not None and fits else choose(job, cluster, say)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     reasons = chosen.check(job, cluster)
     if reasons:
         raise PlanError("\n".join(reasons))
-    return chosen
+    return Choice(chosen)
 
 
 def _to_resume(job: Job, run: str | Path | None) -> Run | None:

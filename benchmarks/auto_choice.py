@@ -1,0 +1,186 @@
+"""The plan that `--plan auto` chooses, beside every legal plan of up to two ranks measured by hand, for the digits and a small GPT.
+
+    python benchmarks/auto_choice.py [--json]
+
+Figures, for `digits` and `gpt`, each as its example has it (a run of seconds, in which little or nothing is measured) and as a `long` run:
+- `digits_regret`, `gpt_regret`, `digits_long_regret`, `gpt_long_regret`: step time of the chosen plan without its knobs / that of the best
+  plan measured by hand − 1, in neighbouring blocks; 0 where it is that plan.
+- `digits_gain`, …: step time of the chosen plan with its knobs / that of the plain default.
+- `digits_seconds`, …: what the choice took, on a machine that knows nothing of the job.
+
+All plans live in the same two processes and take turns, a few steps at a time; a block's time is that of its slowest rank. `remat` is left
+out of what is measured by hand: it only saves memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from measure import environment_line
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import discover, environment
+from paceline.comm.backend import joined
+from paceline.errors import PacelineError
+from paceline.job.job import Job
+from paceline.job.stop import StopSpec
+from paceline.launch.auto import Choice, choose
+from paceline.plan.auto import auto_plan
+from paceline.plan.knobs import KNOBS
+from paceline.plan.plan import Plan, cores_of
+from paceline.plan.space import legal_plans
+from paceline.stats import Interval, median_interval
+from paceline.train.contender import Contender, part_of
+from served import Ranks
+
+RANKS, BLOCKS, LONG_STEPS = 2, 24, 20_000
+JOBS = {"digits": "digits.yaml", "gpt": "gpt_text.yaml"}
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def main() -> None:
+    """Choose, measure, print the tables, and with --json a last line for machines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(Path(arguments.serve))
+        return
+    figures: dict[str, float] = {}
+    cluster = discover()
+    for name, file in JOBS.items():
+        job = Job.load(EXAMPLES / file)
+        long = job.model_copy(update={"stop": StopSpec(steps=LONG_STEPS)})
+        choices = {name: chosen(job, cluster), f"{name}_long": chosen(long, cluster)}
+        found = by_hand(job, cluster, [choice.plan for choice in choices.values()])
+        print_table(found, choices)
+        for case, choice in choices.items():
+            figures |= figures_of(case, choice, found, auto_plan(job, cluster))
+    print(f"\n{environment_line()}")
+    if arguments.json:
+        print(json.dumps({"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}))
+
+
+@dataclass
+class Timed:
+    """A choice of auto and the seconds that it took."""
+
+    choice: Choice
+    seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        """The one chosen."""
+        return self.choice.plan
+
+
+def chosen(job: Job, cluster: Cluster) -> Timed:
+    """As a first start of the job chooses."""
+    print(f"\n{job.name}, {job.stop.model_dump(exclude_defaults=True)}", flush=True)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # nothing is known from earlier starts, and nothing is kept
+        started = time.monotonic()
+        choice = choose(job, cluster, lambda line: print(line, flush=True))
+        return Timed(choice, time.monotonic() - started)
+
+
+def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[float]]:
+    """Seconds a step of every plan, block by block; the i-th blocks are neighbours in time. Plans that fail are left out, and told."""
+    plans = dict.fromkeys([*legal_plans(job, cluster, range(1, RANKS + 1)), *chosen, *map(without_knobs, chosen)])
+    times: dict[Plan, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job.yaml").write_text(job.to_yaml())
+        with Ranks([__file__, "--serve", folder], ranks=RANKS, deadline_s=300) as group:
+            for plan in plans:
+                problems = [problem for problem in group.ask({"begin": str(plan)}) if problem]
+                if problems:
+                    print(f"{plan} cannot run: {problems[0]}")
+                else:
+                    times[plan] = []
+            for block in range(BLOCKS):
+                order = list(times)
+                for plan in order[block % len(order) :] + order[: block % len(order)]:
+                    steps = max(1, round(0.1 / statistics.median(times[plan]))) if times[plan] else 2
+                    times[plan].append(max(group.ask({"turn": str(plan), "steps": min(steps, 8)})))
+    return times
+
+
+def without_knobs(plan: Plan) -> Plan:
+    """The plan with its knobs as they are by default."""
+    defaults: dict[str, Any] = {knob: getattr(Plan(), knob) for knob in KNOBS}
+    return replace(plan, **defaults)
+
+
+def print_table(found: dict[Plan, list[float]], choices: dict[str, Timed]) -> None:
+    """Every plan that was measured, the fastest first."""
+    best = best_of(found)
+    print(f"\n  {'plan':<60} {'step':<30} ratio to the best")
+    for plan in sorted(found, key=lambda p: statistics.median(found[p])):
+        marks = [case for case, timed in choices.items() if plan == timed.plan]
+        step, against = median_interval(found[plan]).times(1e3), ratio(found[plan], found[best])
+        shown = f"{step.middle:.4g} ms ({step.low:.4g} to {step.high:.4g})"
+        mark = f"  chosen: {', '.join(marks)}" if marks else ""
+        print(f"  {plan!s:<60} {shown:<30} {against.middle:.3f} ({against.low:.3f} to {against.high:.3f}){mark}")
+
+
+def figures_of(case: str, timed: Timed, found: dict[Plan, list[float]], default: Plan) -> dict[str, float]:
+    """Regret, gain and seconds of a choice."""
+    plain, best = without_knobs(timed.plan), best_of(found)
+    figures = {f"{case}_seconds": timed.seconds}
+    if plain in found:
+        figures[f"{case}_regret"] = ratio(found[plain], found[best]).middle - 1
+    if timed.plan in found and default in found:
+        figures[f"{case}_gain"] = ratio(found[timed.plan], found[default]).middle
+    return figures
+
+
+def best_of(found: dict[Plan, list[float]]) -> Plan:
+    """The fastest plan without knobs."""
+    return min((plan for plan in found if plan == without_knobs(plan)), key=lambda p: statistics.median(found[p]))
+
+
+def ratio(one: list[float], other: list[float]) -> Interval:
+    """Of neighbouring blocks."""
+    return median_interval([a / b for a, b in zip(one, other, strict=True)])
+
+
+# On the ranks
+
+
+def serve(folder: Path) -> None:
+    """Answer questions as a rank: begin a plan, or take some steps of it."""
+    job, host = Job.load(folder / "job.yaml"), discover().hosts[0]
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    contenders: dict[str, Contender] = {}
+    every = os.sched_getaffinity(0)
+    with joined(deadline_s=120) as group:
+        for line in sys.stdin:
+            question = json.loads(line)
+            if text := question.get("begin"):
+                plan = Plan.parse(text)
+                part = part_of(group, plan)
+                cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin and part is not None else every
+                try:
+                    contenders[text] = Contender(job, plan, data, part, threads=plan.threads_for(host, plan.ranks), cores=cores)
+                    contenders[text].warm_up()
+                    print(json.dumps(None), flush=True)
+                except PacelineError as error:
+                    print(json.dumps(str(error)), flush=True)
+                continue
+            contender = contenders[question["turn"]]
+            contender.settles, contender.steps_a_turn = True, question["steps"]
+            group.barrier()
+            print(json.dumps(contender.turn()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
