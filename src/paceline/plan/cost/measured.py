@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from statistics import median
 from typing import NamedTuple
 
 from paceline.plan.calibrate import Anchor, Calibration, interpolated
@@ -99,17 +100,17 @@ def _times(trace: Trace, found: Calibration, ranks: int, precision: str, samples
     each = range(len(plain[0].forward_s))
     forward = [interpolated(sizes, [pace.forward_s[i] for pace in plain], samples) for i in each]
     backward = [interpolated(sizes, [pace.backward_s[i] for pace in plain], samples) for i in each]
-    again, repeated = 0.0, found.paces_of(ranks, precision, remat) if remat != "none" else []
-    if repeated:
-        known = {pace.samples: pace.seconds for pace in plain}
-        extra = [(p.samples, p.seconds - known[p.samples]) for p in repeated if p.samples in known]
-        again = max(0.0, interpolated([s for s, _ in extra], [e for _, e in extra], samples))
-    elif remat != "none" and precision != found.precisions[0]:
-        like = _times(trace, found, ranks, found.precisions[0], samples, remat)
-        again = like.again_s * sum(forward) / sum(like.forward_s)
-    elif remat != "none":
-        again = sum(forward)
+    again = sum(forward) * _again(found, remat) if remat != "none" else 0.0
     return Times(_by_block(trace, found.segments, forward), _by_block(trace, found.segments, backward), again)
+
+
+@lru_cache(maxsize=64)
+def _again(found: Calibration, remat: str) -> float:
+    """What computing again takes, in forward passes: the median of all that was measured; a whole one where nothing was."""
+    plain = {(p.ranks, p.precision, p.samples): p for p in found.paces if p.remat == "none"}
+    pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.paces if p.remat == remat]
+    ratios = [(again.seconds - once.seconds) / sum(once.forward_s) for again, once in pairs if once is not None]
+    return max(0.0, median(ratios)) if ratios else 1.0
 
 
 def _by_block(trace: Trace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -118,10 +119,11 @@ def _by_block(trace: Trace, segments: Sequence[str], seconds: Sequence[float]) -
     """
     places = {name: i for i, name in enumerate(segments)}
     last = len(segments) - 1
-    belongs, now = [], 0
+    belongs, now, seen = [], 0, dict[str, int]()
     for block in trace.blocks:
         if block.name in places and block.name:
-            now = places[block.name]
+            now = min(places[block.name] + seen.get(block.name, 0), max(last - 1, 0))  # equal blocks all have the first one's name
+            seen[block.name] = seen.get(block.name, 0) + 1
         elif now == last - 1 and last > 1:  # behind the last of the repeated blocks
             now = last
         belongs.append(now)
@@ -242,7 +244,7 @@ def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tupl
         forwards.append(added.share * sum(times.forward_s[own]) + added.each_s / 2 / layout.chunks)
         backwards.append(added.share * (sum(times.backward_s[own]) + over) + added.each_s / 2 / layout.chunks)
         agains.append(added.share * over)
-    hop = links.hop_s(layout)
+    hop = links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0))
     orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
     spans = simulate(forwards, backwards, orders, hop)
     whole = max(span.end_s for span in spans)

@@ -14,7 +14,9 @@ from paceline.plan.trace import Trace
 
 HEADERS = 1514 / 1448  # of a link of Ethernet: bytes on it for each one of TCP's
 BUCKET_BYTES = 4 * 2**20  # in which gradients travel between hosts, as sync/allreduce.py has it
-_OWN_BESIDE = 0.3  # of the shorter one of what the transport and the wire take: the rest of it goes on meanwhile
+_EFFICIENCY = 0.95  # of a link that TCP fills: it slows down where a queue was full
+_COLD = 2.0  # gloo between passes, whose buffers are in no cache, against gloo alone
+_OWN_BESIDE = 0.1  # of the shorter one of what the transport and the wire take: the rest of it goes on meanwhile
 _REPLICA = ("tp", "pp", "fsdp")
 _NETWORK = LinkSpec("network", 1e12, 0.0)
 
@@ -94,12 +96,9 @@ class Links:
             total += gathers * self.gather_s(held * width, "fsdp") + scatters * self.scatter_s(held * 4, "fsdp")
         return layout.microbatches * total
 
-    def hop_s(self, layout: Layout) -> float:
-        """One microbatch's activations to the next stage."""
-        if layout.pp == 1:
-            return 0.0
-        middle = [block.boundary for block in layout.trace.blocks[:-1]] or [0.0]
-        return self.message_s(sorted(middle)[len(middle) // 2] * layout.samples * 4, "pp")
+    def hop_s(self, layout: Layout, boundary: float) -> float:
+        """One microbatch's activations, `boundary` numbers of each sample, to the next stage."""
+        return self.message_s(boundary * layout.samples * 4, "pp")
 
     def step_s(self, layout: Layout) -> float:
         """What a step's small agreement takes longer than through shared memory, where the replica is divided."""
@@ -110,13 +109,14 @@ class Links:
 
     def _collective_s(self, name: str, size: float, axis: str, *, sent: float, turns: int) -> float:
         if axis not in self.far:
-            return _time(self.found, self.within, name, size)
+            cold = _COLD if self.within == "gloo" and axis in ("tp", "fsdp") else 1.0
+            return cold * _time(self.found, self.within, name, size)
         own_s, wire_s = _time(self.found, self.across, name, size), self.wire_s(size * sent)
         return max(own_s, wire_s) + _OWN_BESIDE * min(own_s, wire_s) + turns * self.latency_s
 
     def wire_s(self, size: float) -> float:
         """Bytes on a host's link, one way."""
-        return size * HEADERS / self.rate
+        return size * HEADERS / (_EFFICIENCY * self.rate)
 
 
 def links_of(layout: Layout, found: Calibration) -> Links:

@@ -1,4 +1,4 @@
-"""The most memory of a rank on CPUs: what its process holds before it has a model, its state by count, and what a pass was measured to take."""
+"""The most memory of a rank on CPUs: what its process has before its model, its state by count, and what a pass was measured to take."""
 
 from __future__ import annotations
 
