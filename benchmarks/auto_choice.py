@@ -109,8 +109,8 @@ def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[f
             for block in range(BLOCKS):
                 order = list(times)
                 for plan in order[block % len(order) :] + order[: block % len(order)]:
-                    steps = max(1, round(0.1 / statistics.median(times[plan]))) if times[plan] else 2
-                    times[plan].append(max(group.ask({"turn": str(plan), "steps": min(steps, 8)})))
+                    steps = max(1, round(0.3 / statistics.median(times[plan]))) if times[plan] else 2
+                    times[plan].append(max(group.ask({"turn": str(plan), "steps": min(steps, 24)})))
     return times
 
 

@@ -21,9 +21,9 @@ from paceline.train.loader import Loader
 from paceline.train.loop import build_engine, built, seed_all
 
 WARM_UP_STEPS = 2
-_TURN_S = 0.04  # in which a plan computes before the other's turn
+_TURN_S = 0.15  # in which a plan computes before the other's turn
 _MOST_STEPS_A_TURN = 8
-_SETTLING_S = 0.05  # a step shorter than this is slower the first time in a turn, when the caches hold the other plan's weights
+_SETTLING_S = 0.5  # a step shorter than this is slower the first time in a turn, when caches and threads are still the other plan's
 
 
 class Contender:

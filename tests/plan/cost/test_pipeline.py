@@ -65,3 +65,10 @@ def test_the_timeline_has_every_stage_and_none_does_two_things_at_once() -> None
         for stage in range(4):
             own = sorted((span.start_s, span.end_s) for span in spans if span.stage == stage)
             assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(own))
+
+
+def test_over_a_slow_link_microbatches_queue() -> None:
+    """Four activations of 10 s each arrive one after the other, then four gradients."""
+    orders = [work_of(rank, 2, 4, "gpipe", 1) for rank in range(2)]
+    spans = simulate([1.0, 1.0], [1.0, 1.0], orders, 10.0)
+    assert max(span.end_s for span in spans) == pytest.approx((1 + 4 * 10 + 1) + (1 + 4 * 10 + 1))

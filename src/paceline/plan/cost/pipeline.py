@@ -50,25 +50,31 @@ Work = tuple[str, int, int]  # what, virtual stage, microbatch
 
 
 def simulate(forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float) -> list[Span]:
-    """Each rank does its work in order, each piece as soon as what it needs has arrived."""
-    done: dict[Work, float] = {}
+    """Each rank does its work in order, each piece as soon as what it needs has arrived.
+
+    Between two stages microbatches travel one after the other, either way by itself: over a slow link they queue.
+    """
+    arrived: dict[Work, float] = {}
     clock, next_of, spans = [0.0] * len(orders), [0] * len(orders), []
     last, moved = len(forwards) - 1, True
+    way_free: dict[tuple[str, int], float] = {}
     while moved:
         moved = False
         for rank, order in enumerate(orders):
             while next_of[rank] < len(order):
                 what, stage, microbatch = work = order[next_of[rank]]
                 needed = _needs(what, stage, microbatch, last)
-                if any(need not in done for need in needed):
+                if any(need not in arrived for need in needed):
                     break
-                ready = max((done[need] + (hop if need[1] != stage else 0.0) for need in needed), default=0.0)
-                start = max(clock[rank], ready)
+                start = max(clock[rank], *(arrived[need] for need in needed)) if needed else clock[rank]
                 end = start + (forwards if what == "forward" else backwards)[stage]
                 if start > clock[rank]:
                     spans.append(Span(rank, "wait", microbatch, clock[rank], start))
                 spans.append(Span(rank, what, microbatch, start, end))
-                done[work], clock[rank], moved = end, end, True
+                stays = stage == (last if what == "forward" else 0)
+                arrived[work] = end if stays else max(end, way_free.get((what, stage), 0.0)) + hop
+                way_free[what, stage] = arrived[work]
+                clock[rank], moved = end, True
                 next_of[rank] += 1
     return spans
 
