@@ -8,8 +8,8 @@ Figures, for `digits` and `gpt`, each as its example has it (a run of seconds, i
 - `digits_gain`, …: step time of the chosen plan with its knobs / that of the plain default.
 - `digits_seconds`, …: what the choice took, on a machine that knows nothing of the job.
 
-All plans live in the same two processes and take turns, a few steps at a time; a block's time is that of its slowest rank. `remat` is left
-out of what is measured by hand: it only saves memory.
+By hand, every plan has ranks of its own, as in a run, started anew in each of some rounds over all plans; a block's time is that of
+its slowest rank. `remat` is left out of what is measured by hand: it only saves memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from paceline.stats import Interval, median_interval
 from paceline.train.contender import Contender, part_of
 from served import Ranks
 
-RANKS, BLOCKS, LONG_STEPS = 2, 24, 20_000
+RANKS, ROUNDS, BLOCK_S, LONG_STEPS = 2, 3, 1.2, 20_000
 JOBS = {"digits": "digits.yaml", "gpt": "gpt_text.yaml"}
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -94,23 +94,21 @@ def chosen(job: Job, cluster: Cluster) -> Timed:
 
 
 def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[float]]:
-    """Seconds a step of every plan, block by block; the i-th blocks are neighbours in time. Plans that fail are left out, and told."""
+    """Seconds a step of every plan, round by round; the i-th blocks are neighbours in time. Plans that fail are left out, and told."""
     plans = dict.fromkeys([*legal_plans(job, cluster, range(1, RANKS + 1)), *chosen, *map(without_knobs, chosen)])
-    times: dict[Plan, list[float]] = {}
+    times: dict[Plan, list[float]] = {plan: [] for plan in plans}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.yaml").write_text(job.to_yaml())
-        with Ranks([__file__, "--serve", folder], ranks=RANKS, deadline_s=300) as group:
-            for plan in plans:
-                problems = [problem for problem in group.ask({"begin": str(plan)}) if problem]
-                if problems:
-                    print(f"{plan} cannot run: {problems[0]}")
-                else:
-                    times[plan] = []
-            for block in range(BLOCKS):
-                order = list(times)
-                for plan in order[block % len(order) :] + order[: block % len(order)]:
-                    steps = max(1, round(0.3 / statistics.median(times[plan]))) if times[plan] else 2
-                    times[plan].append(max(group.ask({"turn": str(plan), "steps": min(steps, 24)})))
+        for _ in range(ROUNDS):
+            for plan in list(times):
+                with Ranks([__file__, "--serve", folder], ranks=plan.ranks, deadline_s=120) as group:
+                    problems = [problem for problem in group.ask({"begin": str(plan)}) if problem]
+                    if problems:
+                        print(f"{plan} cannot run: {problems[0]}")
+                        del times[plan]
+                        continue
+                    first_s = max(group.ask({"steps": 3}))
+                    times[plan].append(max(group.ask({"steps": max(3, round(BLOCK_S / first_s))})))
     return times
 
 
@@ -160,23 +158,19 @@ def serve(folder: Path) -> None:
     """Answer questions as a rank: begin a plan, or take some steps of it."""
     job, host = Job.load(folder / "job.yaml"), discover().hosts[0]
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    contenders: dict[str, Contender] = {}
-    every = os.sched_getaffinity(0)
     with joined(deadline_s=120) as group:
         for line in sys.stdin:
             question = json.loads(line)
             if text := question.get("begin"):
                 plan = Plan.parse(text)
-                part = part_of(group, plan)
-                cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin and part is not None else every
+                cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else os.sched_getaffinity(0)
                 try:
-                    contenders[text] = Contender(job, plan, data, part, threads=plan.threads_for(host, plan.ranks), cores=cores)
-                    contenders[text].warm_up()
+                    contender = Contender(job, plan, data, part_of(group, plan), threads=plan.threads_for(host, plan.ranks), cores=cores)
+                    contender.warm_up()
                     print(json.dumps(None), flush=True)
                 except PacelineError as error:
                     print(json.dumps(str(error)), flush=True)
                 continue
-            contender = contenders[question["turn"]]
             contender.settles, contender.steps_a_turn = True, question["steps"]
             group.barrier()
             print(json.dumps(contender.turn()), flush=True)

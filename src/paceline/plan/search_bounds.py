@@ -129,7 +129,10 @@ class Bounds:
         """The optimizer reads its state, parameters and gradients once and writes the first two."""
         layout = self.layout
         each = 2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes
-        seconds: Floats = _CERTAIN * parameters * each / layout.machines.device.memory_bandwidth
+        machines = layout.machines
+        cores = machines.per_host if machines.device.kind == "cpu" else 1  # one rank may compute with all of them
+        fastest = machines.device.memory_bandwidth * cores
+        seconds: Floats = _CERTAIN * parameters * each / fastest
         return seconds
 
     def sum_s_per_byte(self, apart: int, dp: int) -> float:

@@ -80,3 +80,12 @@ def test_gradients_that_travel_every_tenth_step_cost_a_tenth() -> None:
     slow = replace(MACHINES, between=replace(MACHINES.between, bandwidth=1e8))
     often, rarely = (estimate(laid_out(machines=slow, dp=16, sync_every=every)).breakdown["dp"] for every in (1, 10))
     assert rarely < 0.2 * often
+
+
+def test_on_cores_one_rank_with_two_threads_computes_as_fast_as_two_ranks() -> None:
+    core = next(device for device in CATALOGUE.values() if device.kind == "cpu")
+    trace = transformer(Dimensions(layers=2, hidden=256, heads=4, seq=64, vocab=512))
+    machines = Machines(core, 1, 2, core.network)
+    alone = estimate(Layout(trace, machines, samples=8, threads=2))
+    two = estimate(Layout(trace, machines, dp=2, samples=4))
+    assert alone.breakdown["compute"] == pytest.approx(two.breakdown["compute"], rel=0.05)

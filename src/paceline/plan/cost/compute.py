@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class BlockTime(NamedTuple):
 
 def share(layout: Layout) -> Share:
     """What of a layout bears on a block's time."""
-    stack, device = layout.stack, layout.machines.device
+    stack, device = layout.stack, device_of(layout)
     floor = stack.kernel_floor_s if stack.kernel_floor_s is not None else max(device.launch_s, constants.LAUNCH_S)
     adds_up = layout.microbatches > 1 and not (layout.fsdp > 1 and layout.zero == 3)
     return Share(
@@ -65,6 +66,18 @@ def share(layout: Layout) -> Share:
         stack.derating,
         3 * layout.gradient_bytes if adds_up else 0.0,
     )
+
+
+def device_of(layout: Layout) -> Accelerator:
+    """What a rank computes with: a device, or on CPUs as many cores as it has threads."""
+    device = layout.machines.device
+    return device if device.kind != "cpu" or layout.threads == 1 else _cores(device, layout.threads)
+
+
+@lru_cache(maxsize=1000)
+def _cores(core: Accelerator, count: int) -> Accelerator:
+    peaks = {precision: flops * count for precision, flops in core.peak_flops.items()}
+    return replace(core, peak_flops=peaks, memory_bandwidth=core.memory_bandwidth * count)
 
 
 @lru_cache(maxsize=200_000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.plan.cost import constants
-from paceline.plan.cost.compute import peak_flops
+from paceline.plan.cost.compute import device_of, peak_flops
 from paceline.plan.cost.layout import Layout
 from paceline.plan.cost.measured import measured_step
 from paceline.plan.cost.measured_memory import measured_memory
@@ -20,7 +20,7 @@ def estimate(layout: Layout) -> Prediction:
     step = sum(parts.values())
     held = measured_memory(layout, memory(layout))
     used = int(sum(held.values()))
-    peak = peak_flops(layout.machines.device, layout.precision) * layout.ranks
+    peak = peak_flops(device_of(layout), layout.precision) * layout.ranks
     flops = 3 * layout.trace.flops * layout.global_batch
     return Prediction(
         step_time_s=step,
@@ -95,4 +95,4 @@ def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     """Reading and writing parameters, gradients and the optimizer's state once."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
     each = constants.OPTIMIZER_PASSES * (2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes)
-    return slow.parameters / shards * each / (layout.machines.device.memory_bandwidth * constants.VECTOR_TOP)
+    return slow.parameters / shards * each / (device_of(layout).memory_bandwidth * constants.VECTOR_TOP)
