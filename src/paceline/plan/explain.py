@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.plan.cost.memory import room_bytes
 from paceline.plan.cost.prediction import PARTS
 from paceline.plan.explain_changes import WORTH, Change, changes_of
 from paceline.plan.found import Candidate, Found, Hint
@@ -102,9 +103,8 @@ class Explanation:
 
     @property
     def room_bytes(self) -> int:
-        """The memory of a device."""
-        machines = self.winner.layout.machines
-        return machines.memory_bytes or machines.device.memory_bytes
+        """The memory of a device; on CPUs a rank's part of its host's."""
+        return int(room_bytes(self.winner.layout))
 
     def cost(self, candidate: Candidate) -> Cost | None:
         """Of the whole run where its steps are known, else of a round number of tokens or samples; None without prices."""

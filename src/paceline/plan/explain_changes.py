@@ -11,6 +11,7 @@ from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.plan.cost.estimate import estimate
 from paceline.plan.cost.layout import Layout, Machines
+from paceline.plan.cost.memory import room_bytes
 from paceline.plan.cost.prediction import Prediction
 from paceline.plan.found import Candidate, Found
 from paceline.plan.plan import Plan
@@ -70,7 +71,7 @@ def changes_of(job: Job, cluster: Cluster, found: Found, calibration: Calibratio
 def _changes(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None) -> Iterator[Change]:
     best = found.best[0]
     on = best.layout.machines
-    room = on.memory_bytes or on.device.memory_bytes
+    room = room_bytes(best.layout)
     more = Change("twice the memory of a device", f"{2 * room / 2**30:,.0f} GiB")
     yield _searched(more, job, with_memory(cluster, 2), best, calibration, no_worse=True)
     yield _more_devices(job, cluster, best, calibration)

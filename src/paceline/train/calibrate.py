@@ -39,6 +39,7 @@ from paceline.train.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
 from paceline.train.run import Run
 from paceline.train.status import StatusBoard
 
+_LONG_S = 0.15  # of a pass: three of them are measured long enough
 _PASS_S, _PASSES = 0.15, (3, 30)  # for each size of a microbatch, after one pass that warms up
 _STEP_S, _STEPS = 0.25, (3, 30)  # for each setting of an engine, after two steps
 _UPDATES = 3
@@ -110,8 +111,7 @@ class _Calibrating:
                 for remat in remats:
                     asked = sizes if remat == "none" else sizes[1:3] or sizes
                     once = [self._pace(passes, ranks, precision, remat, samples) for samples in asked]
-                    again = [self._pace(passes, ranks, precision, remat, samples) for samples in asked]
-                    found += [_better(one, other) for one, other in zip(once, again, strict=True)]
+                    found += [self._better(passes, pace) for pace in once]
         self.segments = passes.marks.names
         optimizer_s = self._updates(model)
         return found, optimizer_s, sum(p.numel() for p in model.parameters())
@@ -135,6 +135,12 @@ class _Calibrating:
         peak = _kib("VmHWM") - held
         torch.set_num_threads(self.threads)
         return Pace(ranks, threads, precision, remat, samples, self._mean(forward_s, ranks), self._mean(backward_s, ranks), max(0, peak))
+
+    def _better(self, passes: _Passes, once: Pace) -> Pace:
+        """The better one of two rounds, as other work disturbs short passes; once is enough for long ones."""
+        if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
+            return once
+        return _better(once, self._pace(passes, once.ranks, once.precision, once.remat, once.samples))
 
     def _updates(self, model: nn.Module) -> dict[str, float]:
         """Seconds of the optimizer's step over the whole model, while the other ranks do the same."""
