@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.plan.history import cache_folder, hardware_of
+from paceline.plan.history import cache_folder, digests, hardware_of
 from paceline.plan.knobs import longest_run_s
 from paceline.plan.plan import Plan
 from paceline.train.findings import Findings
@@ -25,7 +23,7 @@ def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
     """Named by all that bears on a step's time: the work, the hardware, the versions."""
     values = job.model_dump(mode="json", include=set(_WORK))
     values["optimizer"].pop("lr")
-    key = {"job": values, "files": list(_digests(values)), "hardware": hardware_of(cluster), "plan": str(default)}
+    key = {"job": values, "files": list(digests(values)), "hardware": hardware_of(cluster), "plan": str(default)}
     key |= {package: version(package) for package in ("paceline", "torch")}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     return cache_folder() / "knobs" / f"{job.name}-{name}.json"
@@ -54,14 +52,3 @@ def write(file: Path, found: Findings) -> str:
         found.write(file)
         return f"kept in {file} (delete it to measure again)"
     return f"not kept, as {file.parent} cannot be written"
-
-
-def _digests(values: Any) -> Iterator[str]:
-    """Of the Python and JSON files that the job names: a model that was edited is another one."""
-    if isinstance(values, dict):
-        for value in values.values():
-            yield from _digests(value)
-    elif isinstance(values, str):
-        file = Path(values.rpartition(":")[0] or values)
-        if file.suffix in (".py", ".json") and file.is_file():
-            yield hashlib.sha256(file.read_bytes()).hexdigest()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from paceline.cluster.cluster import Host
 from paceline.job.job import Job
+from paceline.plan.history import cache_folder, digests
 
 Axis = Literal["none", "dp", "fsdp", "tp", "pp"]
 AXES: tuple[Axis, ...] = ("none", "dp", "fsdp", "tp", "pp")
@@ -220,14 +221,13 @@ def key_of(job: Job, host: Host) -> str:
     """Of the work that bears on the times, and of the machine's shape. What else may change is looked at when a file is read."""
     values = job.model_dump(mode="json", include=set(_WORK))
     values["optimizer"].pop("lr", None)
-    facts = {"job": values, "files": list(_digests(values)), "cores": host.cores, "physical": host.physical_cores}
+    facts = {"job": values, "files": list(digests(values)), "cores": host.cores, "physical": host.physical_cores}
     return f"{job.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]}"
 
 
 def cache_file(key: str) -> Path:
-    """Where the calibration of this key is kept."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "paceline" / "calibration" / f"{key}.json"
+    """Where a calibration of this key is kept."""
+    return cache_folder() / "calibration" / f"{key}.json"
 
 
 def machine_of(host: Host) -> dict[str, str]:
@@ -287,14 +287,3 @@ def keep(found: Calibration) -> str:
 def as_tuples(values: dict[str, Any]) -> dict[str, Any]:
     """What JSON knows as lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def _digests(values: Any) -> Iterator[str]:
-    """Of the Python and JSON files that the job names: a model that was edited is another one."""
-    if isinstance(values, dict):
-        for value in values.values():
-            yield from _digests(value)
-    elif isinstance(values, str):
-        file = Path(values.rpartition(":")[0] or values)
-        if file.suffix in (".py", ".json") and file.is_file():
-            yield hashlib.sha256(file.read_bytes()).hexdigest()

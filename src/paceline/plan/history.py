@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
@@ -184,6 +185,17 @@ def cache_folder() -> Path:
 
 
 _read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}  # by file: what it was when it was read
+
+
+def digests(values: Any) -> Iterator[str]:
+    """SHA-256 of the Python and JSON files that the job names: a model that was edited is another one."""
+    if isinstance(values, dict):
+        for value in values.values():
+            yield from digests(value)
+    elif isinstance(values, str):
+        file = Path(values.rpartition(":")[0] or values)
+        if file.suffix in (".py", ".json") and file.is_file():
+            yield hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _file(cluster: Cluster) -> Path:
