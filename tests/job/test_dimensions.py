@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import JobError
 from paceline.job.dimensions import Dimensions
@@ -123,3 +124,12 @@ def test_plans_are_checked_against_dimensions() -> None:
 def test_a_model_beyond_all_memory_is_refused_before_anything_starts() -> None:
     huge = Job.load(EXAMPLES / "gpt_1t.yaml")
     assert "on a GPU that has 80.0 GiB" in Plan.parse("tp=8").check(huge, cluster(1))[0]
+
+
+def test_training_dimensions_ends_before_anything_is_measured_or_written(tmp_path: Path) -> None:
+    large = Job.load(EXAMPLES / "llama_70b.yaml")
+    with pytest.raises(JobError, match="can be planned, not trained"):
+        paceline.train(large, run=tmp_path / "run")
+    with pytest.raises(JobError, match="can be planned, not trained"):
+        paceline.bench(large, out=tmp_path / "bench")
+    assert not any(tmp_path.iterdir())

@@ -104,6 +104,7 @@ class Benchmark:
         if steps is not None and steps <= WARM_UP_STEPS:
             raise RunError(f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run are its warm-up")
         self.job = job if isinstance(job, Job) else Job.load(job)
+        self.job.model.must_be_at_hand()
         self.cluster = to_run_on(cluster)
         self.repeat, self.steps, self.command = repeat, steps, command
         self.console = console or Console(stderr=True, soft_wrap=True)

@@ -77,6 +77,15 @@ class ModelSpec(Spec):
             raise ValueError("transformer has neither weights nor args: its dimensions are all that is known of it")
         return self
 
+    def must_be_at_hand(self) -> None:
+        """Refuse a model of which only the dimensions are known.
+
+        Raises:
+            JobError: it can be planned, not trained; says what to name instead.
+        """
+        if self.transformer is not None:
+            raise JobError(_DIMENSIONS_ONLY)
+
     def build(self) -> nn.Module:
         """The model on the CPU, initialised from torch's current random state.
 
@@ -84,8 +93,7 @@ class ModelSpec(Spec):
             JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit,
                 a result that is no `nn.Module`, or a model of which only the dimensions are known.
         """
-        if self.transformer is not None:
-            raise JobError(_DIMENSIONS_ONLY)
+        self.must_be_at_hand()
         from paceline.job.zoo import build_model
 
         return build_model(self)
@@ -96,8 +104,7 @@ class ModelSpec(Spec):
         Raises:
             JobError: see `build`.
         """
-        if self.transformer is not None:
-            raise JobError(_DIMENSIONS_ONLY)
+        self.must_be_at_hand()
         from paceline.job.zoo import input_shape
 
         return input_shape(self)

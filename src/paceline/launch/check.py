@@ -111,6 +111,7 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
     job, cluster = job if isinstance(job, Job) else Job.load(job), to_run_on(cluster)
+    job.model.must_be_at_hand()
     chosen = choose(job, cluster).plan if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
     with Checks(job, cluster, steps=steps).opened() as checks:
         return checks.check(chosen)

@@ -65,6 +65,7 @@ def train(
     if "PACELINE_STATUS" in os.environ:
         raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
     job = job if isinstance(job, Job) else Job.load(job)
+    job.model.must_be_at_hand()
     cluster = to_run_on(cluster)
     if "RANK" in os.environ:
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)

@@ -33,14 +33,6 @@ def estimate(layout: Layout) -> Prediction:
     )
 
 
-def lower_bound_s(layout: Layout) -> float:
-    """What the step takes at least: the work of all stages, evenly over the ranks, without bubbles and without gradients on links."""
-    if measured := measured_step(layout):
-        return sum(measured.values())
-    found = pace(layout)
-    return layout.microbatches * (sum(found.forwards) + sum(found.backwards)) / layout.pp
-
-
 def _parts(layout: Layout) -> dict[str, float]:
     _, forwards, backwards, slow, working = pace(layout)
     hop = hop_s(layout)
