@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
@@ -23,6 +24,7 @@ from paceline.sync import Replica, SyncRule, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm
 from paceline.train.agreement import Apart, Together
 from paceline.train.calls import call, prepared
+from paceline.train.deal import deal
 from paceline.train.loader import Loader, Position
 from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
 from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
@@ -113,7 +115,7 @@ class Engine:
         self.notes = Notes(group) if split is None else Notes(group, torch.float64)  # then they travel alone, and need not match anything
         self.rule: SyncRule = build_rule(plan)
         self.items_per_sample: float | None = None
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._dealt = 0
         self._balances = any(isinstance(module, Router) for module in self.model.modules())
         self._attach()
         self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
@@ -159,6 +161,15 @@ class Engine:
         self.step_count = step
         self.meter.mark(OPTIMIZER)
         return StepResult(step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere)
+
+    def deal(self, loader: DataLoader[Any]) -> Loader:
+        """Another `DataLoader` dealt to the ranks, as the one given to `setup`: a second data set, an actor's stream, a validation set.
+
+        Iterating it yields this rank's share of each batch; its `position` tells the samples of the share and of the global batch.
+        Every rank must call this, in the same order.
+        """
+        self._dealt += 1
+        return deal(loader, self.readers, self.group, self.settings.seed + 7919 * self._dealt)
 
     def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
         """The metrics over all readers' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.

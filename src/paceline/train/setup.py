@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader
 
 from paceline.comm import Group
 from paceline.comm.backend import join, leave
-from paceline.errors import DataError, JobError, PlanError
+from paceline.errors import JobError, PlanError
 from paceline.job.loss import Loss
-from paceline.job.partition import Partition, PartitionSpec
 from paceline.plan.plan import Plan, Precision
-from paceline.split.mesh import Mesh
+from paceline.split.mesh import READERS, Mesh
+from paceline.train.deal import deal
 from paceline.train.engine import Engine, Settings
-from paceline.train.loader import Loader
 from paceline.train.nonfinite import Policy
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def setup(
         _fuse(optimizer)
     settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
     mesh = Mesh.of(chosen, group)
-    dealt = _deal(loader, mesh, seed)
+    dealt = deal(loader, mesh.group(*READERS), group, seed)
     if not chosen.splits:
         return Engine(model, optimizer, cast(Loss, loss), dealt, chosen, group, settings)
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -136,33 +135,3 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
         raise PlanError(f"fused=on: {type(optimizer).__name__} has no fused step in torch; leave fused out")
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
-
-
-def _deal(loader: DataLoader[Any], mesh: Mesh, seed: int) -> Loader:
-    """The same data, batch size and order rule as the user's loader, dealt to the readers."""
-    if not isinstance(loader, DataLoader):
-        raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            "an IterableDataset has no length, so its samples cannot be dealt once each; give a dataset with __len__ and __getitem__"
-        )
-    if loader.batch_size is None:
-        raise DataError("setup deals whole batches: give the DataLoader a batch_size (the global batch), not a batch_sampler")
-    spec = PartitionSpec(shuffle=not isinstance(loader.sampler, SequentialSampler))
-    partition = Partition(
-        spec,
-        samples=len(loader.dataset),  # type: ignore[arg-type]
-        global_batch=loader.batch_size,
-        seed=seed,
-        replica=mesh.reader,
-        replicas=mesh.readers,
-        hosts=mesh.reader_hosts,
-        drop_last=loader.drop_last,
-    )
-    return Loader(
-        loader.dataset,
-        partition,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory or mesh.world.device.type == "cuda",
-    )
