@@ -11,7 +11,8 @@ from typing import Any
 from paceline.bench.settings import Setting
 from paceline.bench.summary import Finished
 from paceline.errors import RunError
-from paceline.train.run import Lines, differences, read_lines, write_whole
+from paceline.files import write_whole
+from paceline.train.run import Lines, differences, read_lines
 
 PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
 

@@ -24,13 +24,14 @@ from paceline.bench.words import clock, count
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
 from paceline.errors import LaunchError, PacelineError, RunError
+from paceline.files import write_whole
 from paceline.job.job import Job
 from paceline.launch.auto import choose
 from paceline.launch.signals import StopSignals
 from paceline.launch.train import train
 from paceline.plan.auto import auto_plan
 from paceline.plan.plan import Plan
-from paceline.train.run import WARM_UP_STEPS, read_lines, write_whole
+from paceline.train.run import WARM_UP_STEPS, read_lines
 
 _SETTINGS = 2  # at least, which have the chosen plan: one device and N
 BENCHES = Path("bench")  # under the current directory, where no other is named

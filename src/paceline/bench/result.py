@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunError
+from paceline.files import read_text
 from paceline.stats import Interval
 
 Scaling = Literal["strong", "weak"]
@@ -125,9 +126,9 @@ class Report:
             RunError: the file is missing or no report.
         """
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(read_text(file))
             return cls(**(values | {"settings": [_measured(s) for s in values["settings"]]}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(f"{file} cannot be read as a benchmark's report: {error}") from error
 
 

@@ -120,11 +120,12 @@ def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None
     from rich.text import Text
 
     from paceline.errors import JobError
+    from paceline.files import write_whole
     from paceline.train.run import differences
 
     accepted = advice.job(job)
     try:
-        file.write_text(accepted.to_yaml(), encoding="utf-8")
+        write_whole(file, accepted.to_yaml())
     except OSError as error:
         raise JobError(f"{file} cannot be written: {error.strerror or error}") from error
     console.print()

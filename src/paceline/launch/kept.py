@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.plan.history import cache_folder, digests, hardware_of
+from paceline.plan.history import cache_folder, digests, hardware_of, made_cache_folder
 from paceline.plan.knobs import longest_run_s
 from paceline.plan.plan import Plan
 from paceline.train.findings import Findings
@@ -48,7 +48,7 @@ def enough(found: Findings, job: Job) -> bool:
 def write(file: Path, found: Findings) -> str:
     """Keep it for the next start; returns where, in words."""
     with suppress(OSError):  # a home that cannot be written: then the next start begins anew
-        file.parent.mkdir(parents=True, exist_ok=True)
+        made_cache_folder("knobs")
         found.write(file)
         return f"kept in {file} (delete it to measure again)"
     return f"not kept, as {file.parent} cannot be written"

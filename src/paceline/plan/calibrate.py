@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.cluster.cluster import Host
+from paceline.files import write_whole
 from paceline.job.job import Job
-from paceline.plan.history import cache_folder, digests
+from paceline.plan.history import cache_folder, digests, made_cache_folder
 
 Axis = Literal["none", "dp", "fsdp", "tp", "pp"]
 AXES: tuple[Axis, ...] = ("none", "dp", "fsdp", "tp", "pp")
@@ -276,10 +276,7 @@ def keep(found: Calibration) -> str:
     """Write it to the user's cache, whole or not at all; returns where, in words."""
     file = cache_file(found.key)
     with suppress(OSError):  # a home that cannot be written: then the next start measures again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        half = file.with_suffix(f".{os.getpid()}")
-        half.write_text(found.to_json())
-        half.replace(file)
+        write_whole(made_cache_folder(file.parent.name) / file.name, found.to_json())
         return f"kept in {file}"
     return f"not kept, as {file.parent} cannot be written"
 

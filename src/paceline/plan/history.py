@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
+from paceline.files import open_to_append, private_folder
 from paceline.job.job import Job
 from paceline.plan.case import DEGREES
 from paceline.plan.cost.prediction import Prediction
@@ -134,8 +135,8 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
     file = _file(cluster)
     line = (json.dumps(asdict(pair)) + "\n").encode()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        made_cache_folder("history")
+        descriptor = open_to_append(file)
         try:
             return os.write(descriptor, line) == len(line)  # one call: O_APPEND puts it behind whatever others write
         finally:
@@ -182,6 +183,17 @@ def cache_folder() -> Path:
     """Of all that paceline keeps for later starts; one that cannot be written where the user has no home."""
     home = os.path.expanduser("~")
     return Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache"))) / "paceline"
+
+
+def made_cache_folder(name: str) -> Path:
+    """A folder of the cache, made if missing, in which nobody but the user reads or writes.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user.
+    """
+    private_folder(cache_folder())
+    private_folder(cache_folder() / name)
+    return cache_folder() / name
 
 
 _read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}  # by file: what it was when it was read

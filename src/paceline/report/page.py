@@ -14,15 +14,18 @@ from plotly.offline import get_plotlyjs
 
 from paceline.bench.result import Report
 from paceline.errors import RunError
+from paceline.files import write_whole
 from paceline.report.bench_view import BenchView
 from paceline.report.charts import PART_COLOURS
 from paceline.report.definitions import Used
 from paceline.report.environment import described
 from paceline.report.run_charts import run_charts
 from paceline.report.run_view import RunView
-from paceline.train.run import Run, write_whole
+from paceline.train.run import Run
 
 PAGE = "report.html"
+# What values of wrong types and shapes end in; the directory may be anybody's.
+_NOT_OURS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def write_bench_page(report: Report, folder: Path) -> Path:
@@ -31,9 +34,12 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     Raises:
         RunError: nothing was measured, or the file cannot be written.
     """
-    view = BenchView(report, folder)
-    facts = {"machine": report.cluster, "command": report.command, "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings))}
-    return write_page(folder / PAGE, "bench.html.j2", report=report, view=view, facts=described(facts, report.environment))
+    try:
+        view = BenchView(report, folder)
+        facts = {"machine": report.cluster, "command": report.command, "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings))}
+        return write_page(folder / PAGE, "bench.html.j2", report=report, view=view, facts=described(facts, report.environment))
+    except _NOT_OURS as error:
+        raise RunError(f"{folder} holds what no benchmark of paceline writes, so there is no page of it: {error!r:.200}") from error
 
 
 def write_run_page(run: Run) -> Path:
@@ -42,14 +48,17 @@ def write_run_page(run: Run) -> Path:
     Raises:
         RunError: the run has not finished a step, or the file cannot be written.
     """
-    view = RunView(run)
-    return write_page(
-        run.path / PAGE,
-        "run.html.j2",
-        view=view,
-        charts=[*run_charts(view.record), *view.sync.charts],
-        facts=described(view.facts, view.environment),
-    )
+    try:
+        view = RunView(run)
+        return write_page(
+            run.path / PAGE,
+            "run.html.j2",
+            view=view,
+            charts=[*run_charts(view.record), *view.sync.charts],
+            facts=described(view.facts, view.environment),
+        )
+    except _NOT_OURS as error:
+        raise RunError(f"{run.path} holds what no run of paceline writes, so there is no page of it: {error!r:.200}") from error
 
 
 def write_page(file: Path, template: str, **values: Any) -> Path:

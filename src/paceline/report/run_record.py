@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from paceline.files import read_text, whole_lines
 from paceline.train.meter import PARTS
-from paceline.train.run import WARM_UP_STEPS, Run, read_lines
+from paceline.train.run import WARM_UP_STEPS, Run
 
 _NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
+FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps
+_LARGEST = 1e300  # of a number; also keeps NaN and the infinities out, which JSON has no word for
 _NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS if f"{part}_s" not in _NONE_WAITED))
 
 
@@ -38,11 +41,10 @@ class RunRecord:
         """Read what can be read. Broken lines are counted and left out."""
         gaps: list[str] = []
         ranks = {}
-        for rank in range(_ranks(run)):
+        there = sorted(_ranks(run))
+        gaps += _missing(there, run.plan.ranks)
+        for rank in there:
             name = f"steps/rank-{rank}.jsonl"
-            if not (run.path / name).is_file():
-                gaps.append(f"{name} is missing: rank {rank} is not shown.")
-                continue
             newest = {line["step"]: _NONE_WAITED | line for line in _whole_lines(run.path, name, _is_step, gaps)}
             ranks[rank] = [newest[step] for step in sorted(newest)]
         events = _whole_lines(run.path, "events.jsonl", _is_event, gaps)
@@ -77,28 +79,61 @@ def timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 
 
-def _ranks(run: Run) -> int:
-    """As many as the plan has, or more where an earlier attempt had more."""
-    there = [int(f.stem[5:]) + 1 for f in (run.path / "steps").glob("rank-*.jsonl") if f.stem[5:].isdecimal()]
-    return max([run.plan.ranks, *there])
+def _ranks(run: Run) -> Iterator[int]:
+    """The ranks that wrote steps, whatever the plan says: an earlier attempt may have had more."""
+    for file in (run.path / "steps").glob("rank-*.jsonl"):
+        number = file.stem[5:]
+        if number.isascii() and number.isdecimal() and len(number) < 10 and str(int(number)) == number:
+            yield int(number)
+
+
+def _missing(there: list[int], planned: int) -> Iterator[str]:
+    """The ranks without a file of steps, a sentence for each stretch of them."""
+    end = max([planned, *(rank + 1 for rank in there[-1:])])
+    for before, after in pairwise([-1, *there, end]):
+        first, last = before + 1, after - 1
+        if first == last:
+            yield f"steps/rank-{first}.jsonl is missing: rank {first} is not shown."
+        elif first < last:
+            yield f"steps/rank-{first}.jsonl to rank-{last}.jsonl are missing: ranks {first} to {last} are not shown."
 
 
 def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps: list[str]) -> list[dict[str, Any]]:
-    if not (folder / name).is_file():
+    """The lines of a file that are as a run writes them; what is left out is told in `gaps`."""
+    whole, broken = [], 0
+    try:
+        for line in whole_lines(folder / name, FILE_LIMIT):
+            value = _parsed(line)
+            if is_whole(value):
+                whole.append(value)
+            else:
+                broken += bool(line.strip())
+        if (folder / name).stat().st_size > FILE_LIMIT:
+            gaps.append(f"{name} is larger than {FILE_LIMIT:,} bytes: what is behind them is left out.")
+    except FileNotFoundError:
         return []
-    whole = [line for line in read_lines(folder / name) if is_whole(line)]
-    with (folder / name).open("rb") as file:
-        broken = sum(1 for line in file if line.strip()) - len(whole)
+    except OSError as error:
+        gaps.append(f"{name} cannot be read ({error.strerror or error}).")
     if broken:
         lines, verb = ("1 line", "is") if broken == 1 else (f"{broken:,} lines", "are")
         gaps.append(f"{lines} of {name} cannot be read and {verb} left out; a crash cuts a line short.")
     return whole
 
 
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _is_step(line: Any) -> bool:
-    if not isinstance(line, dict) or not all(_is_number(line.get(name)) for name in _NUMBERS):
+    if not isinstance(line, dict) or not all(_is_number(line.get(name)) for name in _NUMBERS) or not isinstance(line["step"], int):
         return False
-    return (line.get("loss", "") is None or _is_number(line.get("loss"))) and isinstance(line.get("use", {}), dict)
+    use = line.get("use", {})
+    if not isinstance(use, dict) or not all(map(_is_number, use.values())):
+        return False
+    return (line.get("loss", "") is None or _is_number(line.get("loss"))) and _is_number(line.get("bubble_s", 0.0))
 
 
 def _is_event(line: Any) -> bool:
@@ -109,13 +144,13 @@ def _is_event(line: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
+        found = json.loads(read_text(file, 2**24))
+    except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         gaps.append("environment.json is missing or cannot be read: machine and versions are not shown.")

@@ -178,12 +178,15 @@ class RunView:
 
 
 def _sentence(event: dict[str, Any]) -> str | None:
-    match event["event"]:
-        case "start":
-            return f"started with plan {event.get('plan')}, {event.get('parameters', 0):,} parameters"
-        case "end":
-            return f"ended at step {event.get('step')}: {event.get('reason')}"
-    return event_sentence(event)
+    try:
+        match event["event"]:
+            case "start":
+                return f"started with plan {event.get('plan')}, {event.get('parameters', 0):,} parameters"
+            case "end":
+                return f"ended at step {event.get('step')}: {event.get('reason')}"
+        return event_sentence(event)
+    except (KeyError, TypeError, ValueError):
+        return f"{event['event']} (its line is not as paceline writes it)"
 
 
 def _percent(share: float) -> str:

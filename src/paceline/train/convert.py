@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,11 +59,10 @@ def export_hf(run: Path, out: Path) -> None:
         raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another folder.")
     model = _hf_model(run)
     loaded = _newest(run)
-    temporary = out.with_name(f".{out.name}.partial")
-    weights = temporary / "all-weights"
+    temporary: Path | None = None
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        temporary = _new_folder_beside(out)
+        weights = temporary / "all-weights"
         _write(Pieces(_entries(loaded, tied=False), loaded.shared.files), weights)
         with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -80,7 +79,13 @@ def export_hf(run: Path, out: Path) -> None:
         text = f"{out} cannot be written: {error.strerror or error}"
         raise RunError(f"{text}. Name a folder that can be made, on a disk with room for the weights twice.") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _new_folder_beside(out: Path) -> Path:
+    """A folder of mode 0700 with a name that nobody can guess, on the disk of `out`."""
+    return Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
 
 
 def _entries(loaded: Loaded, *, tied: bool) -> dict[str, TensorEntry]:
@@ -97,16 +102,18 @@ def _bare(name: str) -> str:
 
 def _write(tensors: Pieces, out: Path) -> None:
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
-    temporary = out.with_name(f".{out.name}.partial")
+    folder: Path | None = None
     try:
-        write_one_by_one(temporary, described, tensors.__getitem__)
-        os.replace(temporary, out)
+        folder = _new_folder_beside(out)
+        write_one_by_one(folder / "weights", described, tensors.__getitem__)
+        os.replace(folder / "weights", out)
         sync_folder(out.parent)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         text = f"{out} cannot be written ({sum(map(described_bytes, described.values())):,} bytes): {error.strerror or error}"
         raise RunError(f"{text}. Name a file in a folder that can be written and has the room.") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _newest(run_or_folder: Path) -> Loaded:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.files import write_whole
 from paceline.plan.knobs import SHARE_OF_RUN, Tried, as_json
 from paceline.plan.shortlist import Forecast
-from paceline.train.run import write_whole
 
 BEGINNING = "the plan to begin with"
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.errors import CheckpointError
+from paceline.files import write_whole
 
 MANIFEST = "manifest.json"
 PARTIAL = ".step-*.partial"
@@ -177,12 +178,8 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 def write_durably(path: Path, content: object) -> None:
     """Write JSON so that a crash leaves either nothing of it or all of it."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("w") as file:
-        file.write(json.dumps(content, **_CANONICAL))  # not json.dump, whose encoder is Python and would hold the GIL for long
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    # Not json.dump, whose encoder is Python and would hold the GIL for long.
+    write_whole(path, json.dumps(content, **_CANONICAL), durable=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

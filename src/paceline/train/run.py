@@ -17,6 +17,7 @@ import yaml
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment
 from paceline.errors import JobError, RunError
+from paceline.files import open_to_append, private_folder, read_text, whole_lines, write_whole
 from paceline.job.job import Job
 from paceline.plan.plan import Plan
 
@@ -92,12 +93,23 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """How it was trained."""
-        return Plan.parse((self.path / "plan.txt").read_text().strip())
+        try:
+            return Plan.parse(read_text(self.path / "plan.txt", 2**16).strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{self.path / 'plan.txt'} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
     @cached_property
     def cluster(self) -> Cluster:
         """Where it was trained."""
-        return Cluster.load(self.path / "cluster.yaml")
+        file = self.path / "cluster.yaml"
+        try:
+            text = read_text(file, 2**20)
+            # Deep nesting costs PyYAML minutes, a few lines of aliases stand for gigabytes, and paceline writes neither.
+            if max(map(len, text.splitlines()), default=0) > 2**12 or max(text.count(c) for c in "[{") > 2**14 or _has_aliases(text):
+                raise RunError(f"{file} is not as paceline writes it: its lines are too long, its lists too many, or it has YAML aliases")
+            return Cluster.load(file)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            raise RunError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
     @property
     def checkpoints(self) -> Path:
@@ -154,8 +166,9 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if _ends_inside_a_line(path):
+            self._fd = open_to_append(path)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":  # cut short by a crash
                 os.write(self._fd, b"\n")
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from error
@@ -183,21 +196,16 @@ class Lines:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a JSON-lines file; a last line that a crash cut short is left out. Nothing if the file is not there."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
+    try:
+        for line in whole_lines(path):
             try:
                 yield json.loads(line)
-            except ValueError:  # cut short by a crash; the lines after it are whole again
+            except (ValueError, RecursionError):  # cut short by a crash; the lines after it are whole again
                 continue
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves either the old or the new text."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -213,8 +221,10 @@ def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> It
 def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     """Write what is to be trained, where and how, with `job.yaml` last: it makes a directory a run."""
     try:
+        if not (path / "job.yaml").exists():  # a run whose owner has opened it to others stays so
+            private_folder(path)
         for folder in ("steps", "checkpoints"):
-            (path / folder).mkdir(parents=True, exist_ok=True)
+            (path / folder).mkdir(mode=0o700, exist_ok=True)
         write_whole(path / "cluster.yaml", cluster.to_yaml())
         write_whole(path / "plan.txt", f"{plan}\n")
         write_whole(path / "environment.json", json.dumps(environment(), indent=1))
@@ -230,13 +240,8 @@ def _name(job_file: Path) -> str | None:
     return yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default) if job_file.is_file() else None
 
 
-def _ends_inside_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return False
-        file.seek(size - 1)
-        return file.read(1) != b"\n"
+def _has_aliases(text: str) -> bool:
+    return "*" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
 
 
 def _work(job: Job) -> dict[str, Any]:

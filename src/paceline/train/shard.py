@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.files import create_private, private_opener
 
 PIECE_BYTES = 1 << 20  # hashed and written at a time: small enough that the write finds in the cache what the hash has read
 CODES = {
@@ -110,7 +111,7 @@ class Shard:
             self._on_the_way = []
         digest = hashlib.sha256(self._header)
         content = self._staging[: self._bytes].numpy().data
-        with path.open("wb") as file:
+        with open(path, "wb", opener=private_opener) as file:
             file.write(self._header)
             for begin in range(0, self._bytes, PIECE_BYTES):
                 piece = content[begin : begin + PIECE_BYTES]
@@ -164,7 +165,7 @@ def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: 
         OSError: it cannot be written.
     """
     header, offsets, _ = _header(described)
-    with path.open("wb") as file:
+    with create_private(path) as file:
         file.write(header)
         for name in offsets:
             tensor = read(name).detach().contiguous()

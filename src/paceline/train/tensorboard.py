@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from paceline.errors import RunError
+from paceline.files import private_opener
 
 
 class TensorBoard:
@@ -31,7 +32,7 @@ class TensorBoard:
         self.path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._records = RecordWriter(self.path.open("ab", buffering=0))
+            self._records = RecordWriter(open(self.path, "ab", buffering=0, opener=private_opener))  # noqa: SIM115 - until `close`
         except OSError as error:
             raise self._explained(error) from error
         self._write(file_version="brain.Event:2")

@@ -1,0 +1,153 @@
+"""Writing and reading files safely: whole or not at all, private to their owner, and through nobody else's links.
+
+Whoever else may write in a folder can put a link where a file is about to be written, or a pipe where one is about to be read. Every file
+that paceline writes under a name that can be guessed goes through this module.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+LINE_LIMIT = 2**20  # bytes of a line that is read; no line of ours comes near
+TEXT_LIMIT = 2**28  # bytes of a file that is read whole
+LINES_LIMIT = 2**31  # bytes of a file of lines: some million steps
+
+
+def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a file of mode 0600 so that a crash leaves either the old or the new content.
+
+    A link at `path` is replaced, never followed.
+
+    Args:
+        durable: return only when the content is on the disk.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    temporary = f".{path.name[:200]}.{secrets.token_hex(8)}"
+    try:
+        with os.fdopen(_create(temporary, folder), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    finally:
+        os.close(folder)
+
+
+def create_private(path: Path) -> IO[bytes]:
+    """A new file of mode 0600, open for writing; what is there already, link or not, is an error.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+        OSError: it cannot be made.
+    """
+    return os.fdopen(_create(path), "wb")
+
+
+def private_opener(path: str, flags: int) -> int:
+    """An `opener` for `open` that makes files of mode 0600."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor that appends to a file of mode 0600, which is made if missing; a link or a pipe there is an error.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _regular(os.open(path, flags, PRIVATE_FILE), path)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder of mode 0700, whatever the umask; one that is there is made so where it is this user's.
+
+    Raises:
+        PermissionError: it belongs to another user, who could put links in it or read what is written there.
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=PRIVATE_FOLDER)
+    except FileExistsError:
+        owner = os.stat(path).st_uid
+        if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise PermissionError(errno.EPERM, f"the folder belongs to {user_name(owner)}", str(path)) from None
+    with suppress(PermissionError):  # a file system without modes, or a folder that root keeps for this user
+        path.chmod(PRIVATE_FOLDER)
+
+
+def user_name(uid: int) -> str:
+    """The name of a user of this machine, for messages."""
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
+@contextmanager
+def opened_to_read(path: Path) -> Iterator[IO[bytes]]:
+    """A regular file, open for reading. A pipe, a device or a link is an error at once, never a wait.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is no regular file.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(_regular(os.open(path, flags), path), "rb") as file:
+        yield file
+
+
+def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
+    """The text of a regular file that somebody else may have written.
+
+    Raises:
+        OSError: as `opened_to_read`, or it has more than `limit` bytes.
+        UnicodeDecodeError: it is no UTF-8.
+    """
+    with opened_to_read(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
+    return content.decode()
+
+
+def whole_lines(path: Path, limit: int = LINES_LIMIT) -> Iterator[bytes]:
+    """The lines of a regular file; of one longer than `LINE_LIMIT` only its beginning, which reads as a broken line.
+
+    Nothing behind the first `limit` bytes is read. Raises OSError as `opened_to_read`.
+    """
+    with opened_to_read(path) as file:
+        while file.tell() < limit and (line := file.readline(LINE_LIMIT)):
+            yield line
+            while not line.endswith(b"\n") and file.tell() < limit:  # the rest of one that is too long
+                line = file.readline(LINE_LIMIT)
+                if not line:
+                    return
+
+
+def _create(path: str | Path, folder: int | None = None) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, PRIVATE_FILE, dir_fd=folder)
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return descriptor

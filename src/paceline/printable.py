@@ -1,0 +1,13 @@
+"""Text that others wrote, as it may be shown on a terminal."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters but for tab and line feed (a carriage return may hide what stands before it), and those that reorder or hide text.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with every control character as its escape, so that no file, data set or peer can steer a terminal: `\\x1b[2J`."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
