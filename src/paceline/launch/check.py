@@ -18,6 +18,7 @@ from paceline.launch.auto import choose
 from paceline.launch.look import launch_to_look
 from paceline.plan.plan import Plan
 
+Launch = Callable[[list[str], Job, Cluster, Plan], None]  # starts the ranks of a plan and waits for their end, as `launch_to_look` does
 Tolerance = tuple[float, float, float]  # of the relative differences of a loss, of gradients and of parameters
 # Relative differences to one process in float64: of a loss, of a parameter's gradient and of a parameter after a step (L2 norms).
 TOLERANCES: dict[str, Tolerance] = {"fp64": (1e-9, 1e-7, 1e-7), "fp32": (1e-5, 1e-4, 1e-4), "bf16": (2e-2, 3e-1, 3e-2)}
@@ -120,8 +121,8 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
 class Checks:
     """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike."""
 
-    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
-        self.job, self.cluster, self.steps = job, to_run_on(cluster), steps
+    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS, launch: Launch = launch_to_look) -> None:
+        self.job, self.cluster, self.steps, self._launch = job, to_run_on(cluster), steps, launch
         self._references: dict[int, Path] = {}
         self._roundings: dict[tuple[Path, str], tuple[float, float, float]] = {}
 
@@ -152,7 +153,7 @@ class Checks:
 
     def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance) -> Parity:
         with tempfile.TemporaryDirectory(dir=self._folder) as out:
-            launch_to_look([f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out], self.job, self.cluster, plan)
+            self._launch([f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out], self.job, self.cluster, plan)
             return Parity.read(plan, Path(out), reference, tolerance)
 
     def _groups_of_samples(self, plan: Plan) -> int:
@@ -169,7 +170,7 @@ class Checks:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             (folder / "job.yaml").write_text(self.job.to_yaml())
             plan = Plan(precision="fp64", microbatches=microbatches)
-            launch_to_look([f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan)], self.job, self.cluster, plan)
+            self._launch([f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan)], self.job, self.cluster, plan)
             self._references[microbatches] = folder
         return self._references[microbatches]
 
