@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import tempfile
 from pathlib import Path
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
+from paceline.console import Console
 from paceline.files import LINE_LIMIT, create_private, open_to_append, private_folder, whole_lines, write_whole
 from paceline.printable import printable
 from small_jobs import small_job, train_here
@@ -82,3 +86,17 @@ def test_everything_in_a_run_is_its_owners_alone_whatever_the_umask(tmp_path: Pa
 
 def test_text_of_others_cannot_steer_a_terminal() -> None:
     assert printable("\x1b[2Jgone\r\x9b1mé\u202etab\there\nnext") == "\\x1b[2Jgone\\r\\x9b1mé\\u202etab\there\nnext"
+
+
+def test_a_console_shows_what_others_wrote_and_keeps_its_own_colours() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", width=60)
+    table = Table("name")
+    table.add_row(Text("host\x1b]0;owned\x07"))
+    console.print("\x1b[2Jgone", style="red", markup=False)
+    console.print(table)
+    text = out.getvalue()
+    assert "\x1b[31m\\x1b[2Jgone" in text
+    assert "host\\x1b]0;owned" in text
+    assert "\x1b]" not in text
+    assert "\x1b[2J" not in text

@@ -86,11 +86,24 @@ def private_folder(path: Path) -> None:
     try:
         path.mkdir(mode=PRIVATE_FOLDER)
     except FileExistsError:
-        owner = os.stat(path).st_uid
-        if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise PermissionError(errno.EPERM, f"the folder belongs to {user_name(owner)}", str(path)) from None
+        if os.geteuid() != 0:  # root takes over the folder of a container's volume
+            must_not_be_anothers(path)
     with suppress(PermissionError):  # a file system without modes, or a folder that root keeps for this user
         path.chmod(PRIVATE_FOLDER)
+
+
+def must_not_be_anothers(path: Path) -> None:
+    """Raise where a folder is there and belongs to another user, other than root.
+
+    Raises:
+        PermissionError: its owner could put links in it, or change what is written there.
+    """
+    try:
+        owner = os.stat(path).st_uid
+    except FileNotFoundError:
+        return
+    if owner not in (os.geteuid(), 0):
+        raise PermissionError(errno.EPERM, f"the folder belongs to {user_name(owner)}", str(path))
 
 
 def user_name(uid: int) -> str:

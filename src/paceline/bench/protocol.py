@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from paceline.bench.caveats import caveats
 from paceline.bench.directory import REPORT, Directory
 from paceline.bench.limits import limits_of
@@ -23,6 +21,7 @@ from paceline.bench.summary import Finished, finished, measured
 from paceline.bench.words import clock, count
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
+from paceline.console import Console
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
 from paceline.job.job import Job

@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli import bench, check, doctor, export, links, plan, report, train
 from paceline.errors import PacelineError
+from paceline.printable import printable
 
 app = typer.Typer(name="paceline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("train")(train.command)
@@ -30,5 +31,5 @@ def main() -> None:
     try:
         app()
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)

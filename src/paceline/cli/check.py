@@ -32,9 +32,8 @@ def command(
     ] = False,
 ) -> None:
     """Hold a plan against one process in float64: losses, gradients and parameters, step by step. Exit code 1 where they differ."""
-    from rich.console import Console
-
     from paceline.cli.where import to_run_on
+    from paceline.console import Console
     from paceline.job.job import Job
 
     if (plan is None) == (every is None):

@@ -29,10 +29,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')] = False,
 ) -> None:
     """Say what this machine has for training, what is missing, and how fast it is. Exit code 1 where it cannot train at all."""
-    from rich.console import Console
-
     from paceline.cluster.discover import environment
     from paceline.cluster.probe import Probe
+    from paceline.console import Console
 
     console = Console(highlight=False)
     console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH

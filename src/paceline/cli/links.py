@@ -62,8 +62,7 @@ def command(
 
 
 def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
-    from rich.console import Console
-
+    from paceline.console import Console
     from paceline.launch.links import measure_links
 
     with Console(stderr=True).status("") as status:
@@ -86,11 +85,10 @@ def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
 
 def _report(found: Found, where: Cluster, plot: Path | None, *, as_json: bool) -> None:
     """Everything that was found, on the screen, on a page and as JSON; then what is wrong with it, as an error."""
-    from rich.console import Console
-
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment
     from paceline.comm.links import figures
+    from paceline.console import Console
     from paceline.errors import LaunchError, SyncError
 
     show(found, where, Console(highlight=False))

@@ -47,9 +47,8 @@ def command(
 
     Nothing is trained, and the cluster need not be there.
     """
-    from rich.console import Console
-
     from paceline.cli.plan_screen import fitted, show, show_advice
+    from paceline.console import Console
     from paceline.job.job import Job
     from paceline.plan.explain import explain
     from paceline.plan.search import search
@@ -89,9 +88,9 @@ def _cluster(text: str | None, price: float | None) -> tuple[Cluster, bool]:
 
 def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
     """What the machine is measured to do; None, said, where it could not be."""
-    from rich.console import Console
     from rich.text import Text
 
+    from paceline.console import Console
     from paceline.errors import PacelineError
     from paceline.launch.calibrate import calibrate
 
@@ -107,8 +106,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
 
 
 def _advice(job: Job, cluster: Cluster, calibration: Calibration | None) -> BatchAdvice:
-    from rich.console import Console
-
+    from paceline.console import Console
     from paceline.plan.batch_advice import advise
 
     with Console(stderr=True).status("searching the best plan for every batch"):
@@ -147,8 +145,7 @@ def _next(explanation: Explanation, job: Path, cluster: str | None, console: Con
 
 
 def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path) -> tuple[Scaled, ...]:
-    from rich.console import Console
-
+    from paceline.console import Console
     from paceline.plan.explain_scaling import scaling
     from paceline.report.plan_view import write_plan_page
 

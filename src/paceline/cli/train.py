@@ -37,6 +37,7 @@ def command(
     from paceline.cli.where import to_run_on
     from paceline.launch.torchrun import fail
     from paceline.launch.train import train
+    from paceline.printable import printable
 
     try:
         record = train(job, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
@@ -46,7 +47,7 @@ def command(
         raise
     if os.environ.get("RANK", "0") != "0":  # of a torchrun, where rank 0 speaks for all
         return
-    typer.echo(summary(record))
+    typer.echo(printable(summary(record)))
     end = last(record, "end")
     if end["interrupted"]:
         raise typer.Exit(EXIT_CODES.get(end["reason"], 1))

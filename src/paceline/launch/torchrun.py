@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.launch.failure import ErrorRecord
+from paceline.printable import printable
 
 
 def fail(error: Exception) -> NoReturn:
@@ -17,7 +18,7 @@ def fail(error: Exception) -> NoReturn:
     record = ErrorRecord.of(error, int(os.environ["RANK"]))
     text = record.text(ranks=1)  # what became of the others is torchrun's to tell
     with suppress(OSError):  # whoever read it has gone, or the disk is full: what is left is the exit code
-        print(f"paceline: {text}", file=sys.stderr, flush=True)
+        print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             facts = {"py_callstack": text.splitlines()[0], "timestamp": str(int(record.time))}
             Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))

@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate import LinkBytes
+from paceline.console import Console
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.launch.auto import Choice, Say, choose, remember_run

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import paceline.split.ring  # noqa: F401 - registers its operator
 from paceline.errors import PlanError
+from paceline.split.compile_cache import keep_compiled_code_private
 
 Undo = Callable[[], None]
 Forward = Callable[..., Any]
@@ -179,6 +180,7 @@ def _set_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
+    keep_compiled_code_private()
     compiled: Forward = torch.compile(forward, mode=None if mode == "on" else mode)
 
     @wraps(forward)

@@ -18,6 +18,7 @@ from paceline.job.loss import Loss, Metric
 from paceline.job.zoo.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plan.plan import Compile, Plan
 from paceline.plan.sync import SyncSpec
+from paceline.split.compile_cache import keep_compiled_code_private
 from paceline.split.mesh import READERS, REPLICA
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, attach, build_rule
@@ -496,6 +497,7 @@ def _compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[
         raise PlanError("compile=reduce-overhead replays CUDA graphs, and this rank has no GPU; use compile=on")
     from torch._inductor.exc import InductorError  # heavy
 
+    keep_compiled_code_private()
     compiled: Callable[..., Any] = torch.compile(model, mode=None if how == "on" else how)
 
     def forward(*args: Any, **keywords: Any) -> Any:

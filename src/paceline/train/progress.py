@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from paceline.printable import printable
 from paceline.train.meter import PARTS
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class PlainProgress:
     def event(self, event: dict[str, Any]) -> None:
         """Print an event that matters to a person."""
         if sentence := event_sentence(event):
-            print(sentence, file=sys.stderr, flush=True)
+            print(printable(sentence), file=sys.stderr, flush=True)
 
 
 class LiveProgress:
@@ -103,7 +104,7 @@ class LiveProgress:
         self.recent = Recent(None)
         self._printed_at = time.monotonic()
         self._live = Progress(
-            BarColumn(bar_width=10), TextColumn("{task.description}"), console=console, auto_refresh=False, transient=True
+            BarColumn(bar_width=10), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False, transient=True
         )
         self._task = self._live.add_task("starting", total=None)
 
@@ -136,7 +137,7 @@ class LiveProgress:
         if event["event"] in ("start", "resume"):
             self.recent.total_steps = event["total_steps"]
         if sentence := event_sentence(event):
-            self.console.print(sentence, style="yellow" if event["event"] in TROUBLE else None, highlight=False, markup=False)
+            self.console.print(printable(sentence), style="yellow" if event["event"] in TROUBLE else None, highlight=False, markup=False)
 
 
 class Tail:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +27,11 @@ _AUTO_CLASSES = {
     "token_classification": "AutoModelForTokenClassification",
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
 }
+
+_ATTENTION = ("eager", "sdpa", "flex_attention")
+_FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+_FETCHING = ("trust_remote_code", "use_kernels", "use_pretrained_backbone")
 
 
 def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
@@ -115,6 +122,9 @@ def bert(
 
 def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     values = _read_json(file)
+    if refused := [*_asks_for_code(values), *_asks_for_code(args)]:
+        raise JobError("\n".join(f"{file}: {text}" for text in dict.fromkeys(refused)))
+    values.pop("auto_map", None)  # names code of others for this kind; transformers' own is taken
     transformers = _transformers()
     kind = values.pop("model_type", None)
     if kind is None:
@@ -131,6 +141,33 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     except Exception as error:  # each kind of configuration has its own for values that it refuses
         raise JobError(f"{file}: {' '.join(str(error).split())}") from error
     return config
+
+
+def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
+    """What in a configuration would fetch code or weights from the hub, a sentence each. Such a file may be anybody's."""
+    if isinstance(values, list):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        name = f"{where}{key}"
+        if "_implementation" in str(key):
+            kind, known = ("experts_implementation", _EXPERTS) if "experts" in str(key) else ("attn_implementation", _known_attention())
+            for one in value.values() if isinstance(value, dict) else [value]:
+                if one is not None and one not in known:
+                    yield (
+                        f'{name} "{one}" is none of {", ".join(known)}: transformers may fetch code for it. Leave {kind} out, or name one '
+                        "of these."
+                    )
+        elif key in _FETCHING and value:
+            yield f"{name} is set, which lets transformers fetch code or weights. Leave it out; `weights:` of the job's model names a file."
+        else:
+            yield from _asks_for_code(value, f"{name}.")
+
+
+def _known_attention() -> tuple[str, ...]:
+    """The attention that transformers and installed packages have; for others it asks the hub where `kernels` is installed."""
+    return (*_ATTENTION, *(name for name, package in _FLASH.items() if find_spec(package) is not None))
 
 
 def _overridden(values: dict[str, Any], args: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any]:

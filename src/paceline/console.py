@@ -1,0 +1,20 @@
+"""The terminal as rich writes to it, with text that others wrote shown and never obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from paceline.printable import printable
+
+
+class Console(console.Console):
+    """A rich console whose text has every control character as its escape; rich's own control codes pass."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of something to print."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
