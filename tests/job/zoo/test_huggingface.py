@@ -11,7 +11,8 @@ import pytest
 from paceline.errors import JobError
 from paceline.job.zoo.huggingface import from_config
 
-TINY = {
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+TINY = {"model_type": "llama", **SIZES}
     "model_type": "llama",
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -28,7 +29,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _kernels_seem_installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The package `kernels` would fetch and run what a configuration names: here that is only written down."""
     import transformers.modeling_utils as modeling
 
@@ -46,19 +47,19 @@ def _kernels_seem_installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", ["stranger/kernel", "kernels-community/flash-attn2:run", "flash_attention_4", "paged|eager", 3])
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
 def test_attention_from_elsewhere_is_refused_before_anything_is_asked_for(
-    tmp_path: Path, key: str, name: object, _kernels_seem_installed: list[str]
+    tmp_path: Path, key: str, name: object, kernels_asked_for: list[str]
 ) -> None:
     with pytest.raises(JobError, match=r"config.json: .*attn_implementation.* is none of eager, sdpa, flex_attention"):
         from_config(write(tmp_path, **{key: name}), "causal_lm", {})
-    assert not _kernels_seem_installed
+    assert not kernels_asked_for
 
 
-def test_attention_from_elsewhere_is_refused_in_the_jobs_arguments_too(tmp_path: Path, _kernels_seem_installed: list[str]) -> None:
+def test_attention_from_elsewhere_is_refused_in_the_jobs_arguments_too(tmp_path: Path, kernels_asked_for: list[str]) -> None:
     with pytest.raises(JobError, match="attn_implementation"):
         from_config(write(tmp_path), "causal_lm", {"attn_implementation": "stranger/kernel"})
     with pytest.raises(JobError, match="attn_implementation"):
         from_config(write(tmp_path), "causal_lm", {"_attn_implementation": {"": "stranger/kernel"}})
-    assert not _kernels_seem_installed
+    assert not kernels_asked_for
 
 
 def test_attention_from_elsewhere_is_refused_in_a_part_of_the_configuration(tmp_path: Path) -> None:
