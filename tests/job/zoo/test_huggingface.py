@@ -13,13 +13,6 @@ from paceline.job.zoo.huggingface import from_config
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
 TINY = {"model_type": "llama", **SIZES}
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 11,
-}
 
 
 def write(folder: Path, **changes: Any) -> Path:
