@@ -134,9 +134,9 @@ def outcome_of(checks: Checks, plan: Plan) -> tuple[str, str]:
         return "crashed", f"{type(error).__name__}: {error}"
     if parity.holds:
         return "agree", ""
-    loss, gradient, parameter = parity.largest
-    where = f"loss {loss:.1e}, gradients {gradient:.1e}, parameters {parameter:.1e}; first {parity.first_module}"
-    return ("cannot_tell" if getattr(parity, "verdict", "differs") == "cannot tell" else "wrong"), where
+    found = ", ".join(f"{name} {value:.1e}" for name, value in parity.largest._asdict().items())
+    where = f"{found}; first {parity.first_module}"
+    return ("cannot_tell" if parity.verdict == "cannot tell" else "wrong"), where
 
 
 def figures_of(results: list[Result]) -> dict[str, float]:

@@ -40,7 +40,13 @@ class RunError(PacelineError):
 
 
 class LaunchError(PacelineError):
-    """The ranks could not be started, or one of them raised, hung or was killed."""
+    """The ranks could not be started, or one of them raised, hung or was killed.
+
+    Attributes:
+        rank_error: the name of the class of what the rank raised, if it raised.
+    """
+
+    rank_error: str | None = None
 
 
 class SyncError(PacelineError):

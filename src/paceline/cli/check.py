@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.launch.check import Parity, Worst
 
 _NAMED = 10  # parameters, where parity fails
+CANNOT_TELL = 3  # the exit code
 
 
 def command(
@@ -31,7 +32,10 @@ def command(
         bool, typer.Option("--dry", help="Start nothing: rehearse one rank of the plan without memory, for any number of ranks.")
     ] = False,
 ) -> None:
-    """Hold a plan against one process in float64: losses, gradients and parameters, step by step. Exit code 1 where they differ."""
+    """Hold a plan against one process in float64: losses, gradients, parameters and buffers, step by step.
+
+    Exit code 1 where they differ, and 3 where the check cannot tell, because rounding or random numbers could hide a mistake.
+    """
     from paceline.cli.where import to_run_on
     from paceline.console import Console
     from paceline.job.job import Job
@@ -45,13 +49,13 @@ def command(
     if plan == "auto":
         plan = _chosen(what, where, console)
     if every is not None:
-        holds = _all(what, where, every, steps, console)
+        code = _all(what, where, every, steps, console)
     elif dry:
-        holds = _rehearse(what, str(plan), console)
+        code = int(not _rehearse(what, str(plan), console))
     else:
-        holds = _one(what, where, str(plan), steps, console)
-    if not holds:
-        raise typer.Exit(1)
+        code = _one(what, where, str(plan), steps, console)
+    if code:
+        raise typer.Exit(code)
 
 
 def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
@@ -61,12 +65,12 @@ def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
     return str(choose(job, to_run_on(cluster), lambda line: console.print(line, highlight=False, markup=False)).plan)
 
 
-def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> bool:
+def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> int:
     from paceline.launch.check import check
 
     parity = check(job, text, cluster, steps=steps)
     _show(parity, console)
-    return parity.holds
+    return {"holds": 0, "differs": 1, "cannot tell": CANNOT_TELL}[parity.verdict]
 
 
 def _rehearse(job: Job, text: str, console: Console) -> bool:
@@ -82,21 +86,27 @@ def _show(parity: Parity, console: Console) -> None:
 
     for line in together(parity.report):
         console.print(f"  {line}", highlight=False, markup=False, style="dim")
-    loss, gradient, parameter = parity.tolerance
-    table = Table("step", "loss", "one process", "loss differs", "gradients", "parameters", box=None, pad_edge=False)
+    limit = parity.tolerance
+    table = Table("step", "loss", "one process", "loss differs", "gradients", "parameters", "buffers", box=None, pad_edge=False)
     for number, step in enumerate(parity.steps, 1):
         differences = (
-            _difference(step.loss_difference, loss),
-            _difference(step.gradient.difference, gradient),
-            _difference(step.parameter.difference, parameter),
+            _difference(step.loss_difference, limit.loss),
+            _difference(step.gradient.difference, limit.gradient),
+            _difference(step.parameter.difference, limit.parameter),
+            _difference(step.buffer.difference, limit.buffer),
         )
         table.add_row(str(number), f"{step.loss:.7f}", f"{step.reference_loss:.7f}", *differences)
     console.print(table)
-    for kind, worst in (("gradient", _worst(parity, "gradient")), ("parameter", _worst(parity, "parameter"))):
-        console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}", highlight=False)
-    limits = f"{loss:.1e} (loss), {gradient:.1e} (gradients), {parameter:.1e} (parameters), relative to one process in float64"
+    for kind, worst in ((kind, _worst(parity, kind)) for kind in ("gradient", "parameter", "buffer")):
+        if worst.name:
+            console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}", highlight=False)
+    limits = f"{limit.loss:.1e} (loss), {limit.gradient:.1e} (gradients), {limit.parameter:.1e} (parameters), {limit.buffer:.1e} (buffers)"
+    limits += ", relative to one process in float64"
     if parity.holds:
         console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
+        return
+    if parity.verdict == "cannot tell":
+        console.print(f"plan {parity.plan}: this check CANNOT TELL: {parity.why_undecided}", highlight=False, markup=False, style="yellow")
         return
     console.print(f"plan {parity.plan}: parity FAILS, beyond {limits}", highlight=False, style="red")
     if parity.plan.inexact:
@@ -108,7 +118,7 @@ def _show(parity: Parity, console: Console) -> None:
     if parity.first_module is not None:
         console.print(f"the first module whose output differs: {parity.first_module}", highlight=False)
     for name, difference in sorted(parity.parameters.items(), key=lambda entry: -entry[1])[:_NAMED]:
-        console.print(f"  gradient of {name}: {_difference(difference, gradient)}", highlight=False)
+        console.print(f"  gradient of {name}: {_difference(difference, limit.gradient)}", highlight=False)
 
 
 def _worst(parity: Parity, kind: str) -> Worst:
@@ -120,23 +130,26 @@ def _difference(value: float, tolerance: float) -> str:
     return f"[red]{value:.1e}[/red]" if value > tolerance else f"{value:.1e}"
 
 
-def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console: Console) -> bool:
+def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console: Console) -> int:
+    from paceline.errors import PlanError
     from paceline.launch.check import check_all
     from paceline.plan.plan import Plan
 
-    counts = [0, 0]
+    counts = {"holds": 0, "differs": 0, "cannot tell": 0, "refused": 0, "failed": 0}
 
     def say(plan: Plan, found: Parity | Exception) -> None:
         if isinstance(found, Exception):
-            counts[1] += 1
-            console.print(f"[red]failed[/red]  {plan}: {str(found).splitlines()[0]}", highlight=False)
+            verdict = "refused" if isinstance(found, PlanError) else "failed"
+            counts[verdict] += 1
+            console.print(f"{verdict}  {plan}: {str(found).splitlines()[0]}", highlight=False, markup=False)
             return
-        counts[0 if found.holds else 1] += 1
-        loss = max(s.loss_difference for s in found.steps)
-        gradient = max((s.gradient for s in found.steps), key=lambda w: w.difference)
-        verdict = "parity" if found.holds else "[red]DIFFERS[/red]"
-        console.print(f"{verdict}  {plan}: loss {loss:.1e}, gradients {gradient.difference:.1e} ({gradient.name})", highlight=False)
+        counts[found.verdict] += 1
+        largest, gradient = found.largest, max((s.gradient for s in found.steps), key=lambda w: w.difference)
+        verdict = {"holds": "parity", "differs": "[red]DIFFERS[/red]", "cannot tell": "[yellow]cannot tell[/yellow]"}[found.verdict]
+        console.print(f"{verdict}  {plan}: loss {largest.loss:.1e}, gradients {largest.gradient:.1e} ({gradient.name})", highlight=False)
 
-    holds = check_all(job, most_ranks, cluster, steps=steps, say=say)
-    console.print(f"{counts[0]} plans compute what one process computes, {counts[1]} do not", highlight=False)
-    return holds
+    check_all(job, most_ranks, cluster, steps=steps, say=say)
+    others = ("differs", "differ"), ("cannot tell", "cannot be told"), ("refused", "are refused"), ("failed", "failed")
+    said = [f"{counts[verdict]} {words}" for verdict, words in others if counts[verdict]]
+    console.print(", ".join([f"{counts['holds']} plans compute what one process computes", *said]), highlight=False)
+    return 1 if counts["differs"] or counts["failed"] else CANNOT_TELL if counts["cannot tell"] else 0

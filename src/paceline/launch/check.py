@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
@@ -19,17 +20,34 @@ from paceline.launch.look import launch_to_look
 from paceline.plan.plan import Plan
 
 Launch = Callable[[list[str], Job, Cluster, Plan], None]  # starts the ranks of a plan and waits for their end, as `launch_to_look` does
-Tolerance = tuple[float, float, float]  # of the relative differences of a loss, of gradients and of parameters
-# Relative differences to one process in float64: of a loss, of a parameter's gradient and of a parameter after a step (L2 norms).
-TOLERANCES: dict[str, Tolerance] = {"fp64": (1e-9, 1e-7, 1e-7), "fp32": (1e-5, 1e-4, 1e-4), "bf16": (2e-2, 3e-1, 3e-2)}
+Verdict = Literal["holds", "differs", "cannot tell"]
+
+
+class Tolerance(NamedTuple):
+    """Relative differences to one process in float64: of a loss; of a tensor's gradient, and of the tensor after a step (L2 norms)."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    buffer: float
+
+
+TOLERANCES = {
+    "fp64": Tolerance(1e-9, 1e-7, 1e-7, 1e-7),
+    "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
+    "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
+}
+# Where rounding alone may move a job by more than this, a mistake of that size (a rank's gradient left out) would pass for rounding.
+CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
+# Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step.
+ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
 STEPS = 5
 _RANK = "paceline.train.parity"
-ROUNDING = 10.0  # times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The parameter that differs most in a step, and the rank that holds that piece."""
+    """The tensor that differs most in a step, and the rank that holds that piece."""
 
     difference: float
     name: str
@@ -44,6 +62,7 @@ class StepParity:
     reference_loss: float
     gradient: Worst
     parameter: Worst
+    buffer: Worst
 
     @property
     def loss_difference(self) -> float:
@@ -62,6 +81,7 @@ class Parity:
         first_module: the first module, in the order in which they ran, whose output differs in the first step; None where none does, or
             where the stages of a pipeline run apart.
         report: what the plan divided, in words.
+        undecided: why the numbers can tell nothing of the plan; None where they can.
     """
 
     plan: Plan
@@ -70,14 +90,16 @@ class Parity:
     parameters: dict[str, float] = field(default_factory=dict)
     first_module: str | None = None
     report: list[str] = field(default_factory=list)
+    undecided: str | None = None
 
     @property
     def largest(self) -> Tolerance:
-        """The largest differences over the steps, of loss, gradient and parameter."""
-        return (
+        """The largest differences over the steps."""
+        return Tolerance(
             max(s.loss_difference for s in self.steps),
             max(s.gradient.difference for s in self.steps),
             max(s.parameter.difference for s in self.steps),
+            max(s.buffer.difference for s in self.steps),
         )
 
     @classmethod
@@ -93,9 +115,32 @@ class Parity:
         return parity
 
     @property
+    def verdict(self) -> Verdict:
+        """`holds` or `differs`; `cannot tell` where rounding, or random numbers, could hide a mistake."""
+        if self.undecided is not None:
+            return "cannot tell"
+        if any(found > limit for found, limit in zip(self.largest, self.tolerance, strict=True)):
+            return "differs"
+        return "holds" if self.why_undecided is None else "cannot tell"
+
+    @property
     def holds(self) -> bool:
-        """Whether every step is within the tolerance."""
-        return all(found <= limit for found, limit in zip(self.largest, self.tolerance, strict=True))
+        """Whether every step is within the tolerance, and the tolerance tells something."""
+        return self.verdict == "holds"
+
+    @property
+    def why_undecided(self) -> str | None:
+        """Why a match could be a coincidence, and what to do; None where it could not."""
+        if self.undecided is not None:
+            return self.undecided
+        beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
+        if not beyond:
+            return None
+        amounts = ", ".join(f"{name} {getattr(self.tolerance, name):.0%}" for name in beyond)
+        return (
+            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for rounding. Check the plan with "
+            "precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"
+        )
 
 
 def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = None, *, steps: int = STEPS) -> Parity:
@@ -119,12 +164,16 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
 
 
 class Checks:
-    """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike."""
+    """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike.
+
+    Args:
+        launch: runs the function that its first argument names, with the others, on the ranks of a plan.
+    """
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS, launch: Launch = launch_to_look) -> None:
         self.job, self.cluster, self.steps, self._launch = job, to_run_on(cluster), steps, launch
-        self._references: dict[int, Path] = {}
-        self._roundings: dict[tuple[Path, str], tuple[float, float, float]] = {}
+        self._references: dict[tuple[int, int], Path] = {}
+        self._roundings: dict[tuple[Path, str], Tolerance] = {}
 
     @contextmanager
     def opened(self) -> Iterator[Checks]:
@@ -142,43 +191,54 @@ class Checks:
         """
         if reasons := plan.check(self.job, self.cluster):
             raise PlanError("\n".join(reasons))
-        groups, precision = self._groups_of_samples(plan), plan.precision_for(self.job)
-        reference = self._reference(groups)
+        (microbatches, readers), precision = self._parts(plan), plan.precision_for(self.job)
+        reference = self._reference(microbatches, readers)
         if precision != "fp64" and (reference, precision) not in self._roundings:
-            alone = self._compared(Plan(precision=precision, microbatches=groups), reference, TOLERANCES[precision])
-            self._roundings[reference, precision] = alone.largest
-        rounding = self._roundings.get((reference, precision), (0.0, 0.0, 0.0))
-        tolerance = tuple(max(t, ROUNDING * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True))
-        return self._compared(plan, reference, tolerance)  # type: ignore[arg-type]
+            alone = Plan(precision=precision, microbatches=microbatches)
+            self._roundings[reference, precision] = self._compared(alone, reference, TOLERANCES[precision], readers).largest
+        rounding = self._roundings.get((reference, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
+        factor = ROUNDING[precision]
+        tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
+        return self._compared(plan, reference, tolerance)
 
-    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance) -> Parity:
+    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance, readers: int = 1) -> Parity:
         with tempfile.TemporaryDirectory(dir=self._folder) as out:
-            self._launch([f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out], self.job, self.cluster, plan)
+            arguments = [f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out, str(readers)]
+            self._launch(arguments, self.job, self.cluster, plan)
             return Parity.read(plan, Path(out), reference, tolerance)
 
-    def _groups_of_samples(self, plan: Plan) -> int:
-        """In how many parts a batch is normalised, where the model has batch norms of the part's own statistics; otherwise 1."""
+    def _parts(self, plan: Plan) -> tuple[int, int]:
+        """In how many microbatches, of how many data-parallel ranks, one process computes a batch so that it can be compared.
+
+        Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
+        """
         from paceline.plan.anatomy import anatomy
 
-        if not anatomy(self.job.model).batch_norms:
-            return 1
-        return plan.microbatches * (plan.readers if self.job.batch_norm == "local" else 1)
+        if anatomy(self.job.model).normalises_batches:
+            return plan.microbatches, plan.readers if self.job.batch_norm == "local" else 1
+        if plan.microbatches > 1 and json.loads((self._reference(1, 1) / "reference.json").read_text())["written"]:
+            return plan.microbatches, 1
+        return 1, 1
 
-    def _reference(self, microbatches: int) -> Path:
+    def _reference(self, microbatches: int, readers: int) -> Path:
         """The folder with the steps of one process, which computes as many parts of a batch one after the other."""
-        if microbatches not in self._references:
+        if (microbatches, readers) not in self._references:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             (folder / "job.yaml").write_text(self.job.to_yaml())
             plan = Plan(precision="fp64", microbatches=microbatches)
-            self._launch([f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan)], self.job, self.cluster, plan)
-            self._references[microbatches] = folder
-        return self._references[microbatches]
+            arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), str(readers)]
+            self._launch(arguments, self.job, self.cluster, plan)
+            self._references[microbatches, readers] = folder
+        return self._references[microbatches, readers]
 
 
 def check_all(
     job: Job, most_ranks: int, cluster: Cluster | None = None, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]
 ) -> bool:
-    """Check every legal plan of up to `most_ranks` ranks; `say` gets each as it is done. Returns whether all hold."""
+    """Check every legal plan of up to `most_ranks` ranks; `say` gets each as it is done, a refused one as its `PlanError`.
+
+    Returns whether every plan that runs holds.
+    """
     from paceline.errors import PacelineError
     from paceline.plan.space import legal_plans
 
@@ -188,20 +248,23 @@ def check_all(
             try:
                 found: Parity | Exception = checks.check(plan)
             except PacelineError as error:
-                found = error
-            hold = hold and isinstance(found, Parity) and found.holds
+                found = PlanError(str(error)) if getattr(error, "rank_error", None) == "PlanError" else error
+            hold = hold and (isinstance(found, PlanError) or (isinstance(found, Parity) and found.holds))
             say(plan, found)
     return hold
 
 
 def _step(found: list[dict], i: int) -> StepParity:  # type: ignore[type-arg]
-    return StepParity(found[0]["losses"][i], found[0]["reference_losses"][i], _worst(found, i, "gradient"), _worst(found, i, "parameter"))
+    gradient, parameter, buffer = (_worst(found, i, kind) for kind in ("gradient", "parameter", "buffer"))
+    return StepParity(found[0]["losses"][i], found[0]["reference_losses"][i], gradient, parameter, buffer)
 
 
 def _worst(found: list[dict], i: int, kind: str) -> Worst:  # type: ignore[type-arg]
     worst = Worst(0.0, "", 0)
     for rank, compared in enumerate(found):
         for name, piece in compared["steps"][i].items():
+            if kind not in piece:
+                continue
             difference = math.inf if math.isnan(piece[kind]) else piece[kind]
             if not worst.name or difference > worst.difference:
                 worst = Worst(difference, name, rank)
@@ -213,7 +276,8 @@ def _largest(found: list[dict]) -> dict[str, float]:  # type: ignore[type-arg]
     for compared in found:
         for pieces in compared["steps"]:
             for name, piece in pieces.items():
-                largest[name] = max(largest.get(name, 0.0), piece["gradient"])
+                if "gradient" in piece:
+                    largest[name] = max(largest.get(name, 0.0), piece["gradient"])
     return largest
 
 

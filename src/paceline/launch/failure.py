@@ -31,11 +31,15 @@ _OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed. `final`: it would fail in the same way again, so no restart is worth its time."""
+    """Why an attempt failed.
+
+    `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that the rank raised.
+    """
 
     text: str
     rank: int
     final: bool = False
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failu
 def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> Failure:
     rank = end.status.rank
     if end.record:
-        return Failure(end.record.text(ranks), rank, final=end.record.explained and not end.record.secondary)
+        return Failure(end.record.text(ranks), rank, end.record.explained and not end.record.secondary, end.record.type)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)

@@ -96,7 +96,9 @@ def launch(
             if failure is None:
                 return Launched(number + 1, signals.first)
             if failure.final or signals.first or number >= restarts:
-                raise LaunchError(failure.text)
+                error = LaunchError(failure.text)
+                error.rank_error = failure.error
+                raise error
             number += 1
             if on_event:
                 on_event("restart", {"attempt": number, "rank": failure.rank, "reason": failure.text.splitlines()[0]})

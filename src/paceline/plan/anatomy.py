@@ -61,6 +61,7 @@ class Anatomy:
         experts: the different numbers of experts of those of its mixtures that hold them in one tensor.
         batch_norms: the names of the modules that keep running statistics of batches.
         takes_positions: whether `forward` takes `position_ids`.
+        normalises_batches: whether it has batch norms, with running statistics or without.
     """
 
     modules: tuple[str, ...]
@@ -73,6 +74,7 @@ class Anatomy:
     experts: tuple[int, ...]
     batch_norms: tuple[str, ...]
     takes_positions: bool
+    normalises_batches: bool = False
 
     @property
     def numel(self) -> int:
@@ -129,6 +131,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         experts=_distinct(_expert_counts(model)),
         batch_norms=tuple(n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
         takes_positions="position_ids" in inspect.signature(model.forward).parameters,
+        normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
     )
 
 

@@ -326,7 +326,7 @@ class Engine:
             self.notes.add_loss(0.0, 0.0)
             return
         placed = self._place(batch)
-        parts = list(split(placed, self.plan.microbatches))
+        parts = self.microbatches(placed)
         computed_by = self.readers.size if getattr(self.loss, "whole_batch", False) else 1  # readers that have the same part of the loss
         for i, part in enumerate(parts):
             self.replica.last_backward = i == len(parts) - 1
@@ -341,6 +341,10 @@ class Engine:
             if computed_by > 1:
                 scaled, items = scaled / computed_by, items / computed_by
             self.notes.add_loss(scaled.detach(), items)
+
+    def microbatches(self, placed: Batch) -> list[Batch]:
+        """The parts of this rank's share that it computes one after the other."""
+        return list(split(placed, self.plan.microbatches))
 
     def weighed_loss(self, output: Any, part: Batch, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """The mean loss of a microbatch of `batch`, and the share of the global batch that it stands for.
