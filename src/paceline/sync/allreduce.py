@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.bucket import Bucket, Memory
 from paceline.errors import SyncError
 from paceline.sync.lane import Lane
-from paceline.sync.rule import Replica, SyncRule
+from paceline.sync.rule import Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import start_alike
 
 if TYPE_CHECKING:
@@ -80,10 +80,11 @@ class AllReduce(SyncRule):
         if replica.dp.size == 1:
             replica.gradients = [p.grad for p in self.parameters if p.grad is not None]
             return
-        for number, bucket in enumerate(self.buckets):
+        summed = [number for number, bucket in enumerate(self.buckets) if not self._left_out(bucket)]
+        for number in summed:
+            bucket = self.buckets[number]
             if bucket.pending is None:
-                if not self.hooks:
-                    bucket.take_all()
+                bucket.take_all()  # all of them, or those of earlier passes that the last one did not reach
                 bucket.fill()
                 if self.overlap:
                     self._begin(number)
@@ -92,8 +93,8 @@ class AllReduce(SyncRule):
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
-        for bucket in self.buckets:
-            bucket.hand_out()
+        for number in summed:
+            self.buckets[number].hand_out()
         replica.traffic.become(lane.traffic for lane in self.lanes)
         if self.choice is not None and not self.choice.decided:
             self._choose()
@@ -157,6 +158,10 @@ class AllReduce(SyncRule):
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass just made into its bucket; send the bucket when it is full."""
+        if self.replica.gradients_go != "collected":
+            if self.replica.gradients_go == "refused":
+                raise not_by_the_engine()
+            return
         if bucket.pending is not None:
             raise SyncError(
                 "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint does that); "
@@ -171,11 +176,16 @@ class AllReduce(SyncRule):
         for number, bucket in enumerate(
             self.buckets[:-1]
         ):  # the last one carries the notes, which are complete only after the backward pass
-            if bucket.pending is None:
+            if bucket.pending is None and not self._left_out(bucket):
                 if len(bucket.seen) < len(bucket.parameters):
                     return
                 bucket.fill()
                 self._begin(number)
+
+    def _left_out(self, bucket: Bucket) -> bool:
+        """Whether the backward pass was for the parameters of other buckets alone; the same on all ranks."""
+        only = self.replica.only
+        return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
         """Have a bucket summed while the backward pass goes on."""
@@ -194,9 +204,15 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
     """Buckets in reverse order of the parameters, which is about the order of their gradients; the notes ride in the last one."""
     groups: list[list[nn.Parameter]] = []
     size = 0
-    for parameter in reversed(replica.trainable):
+
+    def fits(parameter: nn.Parameter, nbytes: int) -> bool:
+        last = groups[-1][0]
+        alike = last.dtype == parameter.dtype and replica.owner.get(last) == replica.owner.get(parameter)
+        return alike and not (limit_bytes and size + nbytes > limit_bytes)
+
+    for parameter in sorted(reversed(replica.trainable), key=lambda p: replica.owner.get(p, -1)):
         nbytes = parameter.numel() * parameter.element_size()
-        if not groups or groups[-1][0].dtype != parameter.dtype or (limit_bytes and size + nbytes > limit_bytes):
+        if not groups or not fits(parameter, nbytes):
             groups.append([])
             size = 0
         groups[-1].append(parameter)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from paceline.comm import Group
+from paceline.errors import SyncError
 from paceline.sync.traffic import Traffic
 
 
@@ -22,12 +23,17 @@ class Replica:
         dp: the ranks that hold the same part of the other replicas.
         parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete only
             when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
+        extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
+        owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one owner.
         inner: the ranks that hold this replica together; this rank alone where it holds all of it.
         world: all ranks; `world.host` are those on this rank's host.
         notes: 1-D numbers of the engine (loss, votes, times) that are summed over the replicas together with the gradients,
             so that they need no collective of their own. A rule may replace this tensor by a view of its own buffer in `attach`.
         step: the optimizer step under way, counted from 1 over the whole run.
         last_backward: whether the backward pass under way is the last one before `after_backward` (gradient accumulation has several).
+        gradients_go: where a backward pass leaves gradients: collected by the rule, kept in `.grad` until a later pass, or refused,
+            since the engine did not start it.
+        only: the parameters that the backward passes since the last agreement were for, alike on all ranks; None: any of them.
         gradients: after `after_backward`, tensors that hold every agreed gradient once (flat buffers where the rule has them).
         agreed: after `after_backward`, whether gradients and notes are those of all replicas. A rule that agrees on parameters instead
             sets this to False when it is attached, and in the steps between, which then count as this replica's own: see `LocalRule`.
@@ -39,10 +45,14 @@ class Replica:
     dp: Group
     notes: Tensor
     parameters: list[nn.Parameter] | None = None
+    extra: list[Tensor] = field(default_factory=list)
+    owner: dict[Tensor, int] = field(default_factory=dict)
     inner: Group = field(default_factory=Group)
     world: Group = field(default_factory=Group)
     step: int = 0
     last_backward: bool = True
+    gradients_go: Literal["collected", "kept", "refused"] = "collected"
+    only: set[Tensor] | None = None
     gradients: list[Tensor] = field(default_factory=list)
     agreed: bool = True
     traffic: Traffic = field(default_factory=Traffic)
@@ -52,12 +62,22 @@ class Replica:
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get gradients."""
         held = self.model.parameters() if self.parameters is None else self.parameters
-        return [p for p in held if p.requires_grad]
+        extra = (p for p in self.extra if isinstance(p, nn.Parameter))
+        return [p for p in (*held, *extra) if p.requires_grad]
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and buffer that this rank holds."""
         yield from self.model.parameters() if self.parameters is None else self.parameters
         yield from self.model.buffers()
+        yield from self.extra
+
+
+def not_by_the_engine() -> SyncError:
+    """The error for gradients that a plain `loss.backward()` made, which would stay those of one rank."""
+    return SyncError(
+        "loss.backward() makes the gradients of this rank's samples only, and the ranks would train apart. Write engine.backward(loss) in "
+        "its place (or engine.step(batch)); for gradients that train nothing, use torch.autograd.grad"
+    )
 
 
 class SyncRule(Protocol):
