@@ -210,7 +210,8 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
         alike = last.dtype == parameter.dtype and replica.owner.get(last) == replica.owner.get(parameter)
         return alike and not (limit_bytes and size + nbytes > limit_bytes)
 
-    for parameter in sorted(reversed(replica.trainable), key=lambda p: replica.owner.get(p, -1)):
+    backwards = replica.trainable[::-1]
+    for parameter in sorted(backwards, key=lambda p: replica.owner.get(p, -1)):
         nbytes = parameter.numel() * parameter.element_size()
         if not groups or not fits(parameter, nbytes):
             groups.append([])

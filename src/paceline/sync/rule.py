@@ -24,6 +24,7 @@ class Replica:
         parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete only
             when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
         extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
+        alike: whether the replicas have the same parameters already, so that `start_alike` has nothing to do.
         owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one owner.
         inner: the ranks that hold this replica together; this rank alone where it holds all of it.
         world: all ranks; `world.host` are those on this rank's host.
@@ -45,8 +46,6 @@ class Replica:
     dp: Group
     notes: Tensor
     parameters: list[nn.Parameter] | None = None
-    extra: list[Tensor] = field(default_factory=list)
-    owner: dict[Tensor, int] = field(default_factory=dict)
     inner: Group = field(default_factory=Group)
     world: Group = field(default_factory=Group)
     step: int = 0
@@ -57,6 +56,9 @@ class Replica:
     agreed: bool = True
     traffic: Traffic = field(default_factory=Traffic)
     said: list[str] = field(default_factory=list)
+    extra: list[Tensor] = field(default_factory=list)
+    owner: dict[Tensor, int] = field(default_factory=dict)
+    alike: bool = False
 
     @property
     def trainable(self) -> list[nn.Parameter]:

@@ -19,7 +19,7 @@ def start_alike(replica: Replica) -> None:
     Raises:
         SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and dtype.
     """
-    if replica.dp.size == 1:
+    if replica.dp.size == 1 or replica.alike:
         return
     if not replica.dp.rehearsed:
         agree_on(replica.dp, _descriptions(replica))

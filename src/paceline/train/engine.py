@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.comm import Group
-from paceline.errors import DataError, PlanError
+from paceline.comm.gather import gather
+from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss, Metric
 from paceline.job.zoo.moe import Router, add_counts, moe_counts, weigh_balance
@@ -101,8 +102,10 @@ class Engine:
         group: Group,
         settings: Settings,
         split: Split | None = None,
+        extra: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.split, self.model = split, model
+        self.extra = dict(extra or {})  # parameters and buffers outside of the model that are trained with it
         self.optimizer, self.loss, self.loader = optimizer, loss, loader
         self.step_loss = loss  # what a step minimises; in another form where the logits of a step stay divided
         self.plan, self.group, self.settings = plan, group, settings
@@ -119,7 +122,6 @@ class Engine:
         self._skipped_in_a_row = self._dealt = 0
         self._balances = any(isinstance(module, Router) for module in self.model.modules())
         self._attach()
-        self._parameters = [*self.model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
         # From here on every reader draws its own dropout masks.
         torch.manual_seed(settings.seed * 1_000_003 + 1 + self.readers.rank)
 
@@ -134,6 +136,7 @@ class Engine:
             SyncError: another rank is gone or did not come in time.
             DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
         """
+        self._follow_changes()
         self.replica.step = step = self.step_count + 1
         position = self._position(batch)
         self.meter.mark(DATA)
@@ -142,7 +145,8 @@ class Engine:
             self.items_per_sample = self._agree_on_items(batch)
         backup = self._buffers() if self.settings.nonfinite != "stop" else []
         self._clear_gradients()
-        self._backward(batch, position)
+        with self._gradients("collected"):
+            self._backward(batch, position)
         self.meter.mark(COMPUTE)
         if self.split is not None and self.split.pipeline is not None:
             self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
@@ -239,19 +243,24 @@ class Engine:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps on, by the names in the undivided model."""
-        return self.split.parameters if self.split is not None else dict(self.model.named_parameters())
+        extra = {name: p for name, p in self.extra.items() if isinstance(p, nn.Parameter)}
+        return self.split.parameters if self.split is not None else {**dict(self.model.named_parameters()), **extra}
 
     def named_buffers(self) -> dict[str, Tensor]:
         """This rank's buffers, by the names in the undivided model."""
-        return self.split.named_buffers() if self.split is not None else dict(self.model.named_buffers())
+        extra = {name: b for name, b in self.extra.items() if not isinstance(b, nn.Parameter)}
+        return self.split.named_buffers() if self.split is not None else {**dict(self.model.named_buffers()), **extra}
 
     # How the model is set up
 
-    def _attach(self) -> None:
-        """Give the model to the rule and find who computes it."""
+    def _attach(self, *, alike: bool = False) -> None:
+        """Give the model to the rule and find who computes it; `alike`: the replicas have the same parameters already."""
         split, world = self.split, self.group
         if split is None:
-            self.replica = Replica(self.model, world, self.notes.tensor, inner=Group(device=world.device), world=world)
+            extra, owner = list(self.extra.values()), self._owners()
+            self.replica = Replica(
+                self.model, world, self.notes.tensor, extra=extra, owner=owner, inner=Group(device=world.device), world=world, alike=alike
+            )
             attach(self.rule, self.replica, self.plan)
             self.notes.tensor = self.replica.notes
             self._forward: Callable[..., Any] = _compiled(self.model, self.plan.compile, self.device)
@@ -264,6 +273,9 @@ class Engine:
             from paceline.train.divided import Divided  # with all of FSDP2 and the pipelines, which a plain run does without
 
             self.divided = Divided(self, split)
+        self.replica.gradients_go = "refused"
+        self._parameters = list(dict.fromkeys([*self.model.parameters(), *self._held_by_optimizer()]))
+        self._trained = self._signature()
         self.apart = not self.replica.agreed  # a rule that lets replicas differ says so when it is attached
         self._agreement = Apart(self) if self.apart else Together(self)
         if self.apart and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
@@ -271,6 +283,58 @@ class Engine:
                 f"sync={self.plan.sync} lets replicas train apart; a loss over the whole batch, or batch_norm: sync, joins them in every "
                 "step. Use sync=allreduce."
             )
+
+    def _owners(self) -> dict[Tensor, int]:
+        """Which optimizer steps on a parameter, by number; {} where there is one."""
+        return {}
+
+    def _held_by_optimizer(self) -> list[nn.Parameter]:
+        return [p for g in self.optimizer.param_groups for p in g["params"]]
+
+    def _signature(self) -> tuple[int, ...]:
+        """What changes when the optimizer gets or loses a trainable parameter, also by freezing and unfreezing."""
+        return tuple([id(p) if p.requires_grad else 0 for p in self._held_by_optimizer()])
+
+    def _follow_changes(self, *, forward_is_done: bool = False) -> None:
+        """Agree on the gradients of parameters that were unfrozen, or added to the optimizer, since the last step.
+
+        Raises:
+            PlanError: the plan divides the model, so its parts were settled at the start.
+            JobError: the forward pass was computed with parameters that the ranks have not agreed on.
+        """
+        if self._signature() == self._trained:
+            return
+        if self.split is not None:
+            raise PlanError(
+                f"plan {self.plan} divides the parameters that were trainable at the start; some were frozen, unfrozen or added to the "
+                f"optimizer since. Call paceline.setup again, or use dp={self.group.size}."
+            )
+        known = {*self._parameters, *self.extra.values()}
+        added = [p for p in self._held_by_optimizer() if p not in known]
+        if added and forward_is_done and self.group.size > 1:
+            raise JobError(
+                f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have other values for them: call "
+                "engine.agree() after add_param_group, before the forward pass"
+            )
+        for parameter in added:
+            self.group.broadcast(parameter.detach())
+        self.extra |= {f"added.{len(self.extra) + i}": p for i, p in enumerate(added) if p not in set(self.model.parameters())}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # it may lie in memory that the rule gives back
+        self.rule.detach()
+        self.rule = build_rule(self.plan)
+        self.notes = Notes(self.group)
+        self._attach(alike=True)
+
+    @contextmanager
+    def _gradients(self, go: Literal["collected", "kept"]) -> Iterator[None]:
+        """Where the backward passes within leave their gradients; outside, plain `loss.backward()` is refused."""
+        self.replica.gradients_go = go
+        try:
+            yield
+        finally:
+            self.replica.gradients_go = "refused"
 
     def _configure(self) -> None:
         plan, settings = self.plan, self.settings
@@ -281,6 +345,9 @@ class Engine:
         if self.split is None:
             self.model = prepared(self.model, settings.batch_norm, self.precision, self.group)
             self.model.to(self.device)
+        for outside in self.extra.values():
+            wide = torch.float64 if self.precision == "fp64" and outside.is_floating_point() else None
+            outside.data = outside.data.to(self.device, wide)
         if self._channels_last:
             _to_channels_last(self.model)
         if settings.batch_norm == "sync" and has_batch_norm(self.model):
@@ -327,7 +394,6 @@ class Engine:
             return
         placed = self._place(batch)
         parts = self.microbatches(placed)
-        computed_by = self.readers.size if getattr(self.loss, "whole_batch", False) else 1  # readers that have the same part of the loss
         for i, part in enumerate(parts):
             self.replica.last_backward = i == len(parts) - 1
             self.weigh_balance(part, position)
@@ -338,8 +404,6 @@ class Engine:
                 loss, items = self.weighed_loss(output, part, batch, position)
             scaled = loss if items == 1.0 else loss * items
             scaled.backward()
-            if computed_by > 1:
-                scaled, items = scaled / computed_by, items / computed_by
             self.notes.add_loss(scaled.detach(), items)
 
     def microbatches(self, placed: Batch) -> list[Batch]:
@@ -393,9 +457,9 @@ class Engine:
         target = target_of(part)
         if getattr(self.loss, "whole_batch", False):
             counts = self.loader.partition.shares(position.step)
-            outputs = self.readers.gather_rows(_tensor(output), counts)
-            targets = self.readers.gather_rows(target, counts)
-            return self.loss(torch.cat(outputs), torch.cat(targets)), 1.0
+            outputs = gather(self.readers, _tensor(output), counts)
+            targets = gather(self.readers, target, counts)
+            return self.loss(outputs, targets), 1.0 / self.readers.size  # every rank has the same loss
         loss = self.step_loss(output, target)
         if self._is_whole_batch:
             return loss, 1.0

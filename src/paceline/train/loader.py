@@ -58,6 +58,7 @@ class Loader:
         self.partition, self.num_workers, self.pin_memory = partition, num_workers, pin_memory
         self.position: Position | None = None
         self.indices: list[int] = []
+        self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
         self._samples = Samples(dataset, collate_fn, partition.replica, partition.seed)
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
         self._read_by = [partition.replica, partition.replicas, num_workers]
@@ -150,7 +151,7 @@ class Loader:
         self.indices = self._requests.popleft().indices
         self.position = Position(epoch, step, len(self.indices), self.partition.size(step))
         self._next = _following(self.partition, epoch, step)
-        return batch
+        return self.example(1) if batch is None and self.fills_empty else batch
 
     def _failed_processes(self, error: RuntimeError) -> DataError:
         """What is raised when loader processes failed; they are ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
@@ -12,23 +12,29 @@ from torch.utils.data import DataLoader
 
 from paceline.comm import Group
 from paceline.comm.backend import join, leave
-from paceline.errors import JobError, PlanError
+from paceline.errors import DataError, JobError, PlanError
 from paceline.job.loss import Loss
 from paceline.plan.plan import Plan, Precision
 from paceline.split.mesh import READERS, Mesh
 from paceline.train.deal import deal
-from paceline.train.engine import Engine, Settings
+from paceline.train.engine import Settings
+from paceline.train.loader import Loader
 from paceline.train.nonfinite import Policy
+from paceline.train.own_loop import OwnLoop
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
 
 
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+OptimizersGiven = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
+
 def setup(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Loss | Callable[[Any, Any], torch.Tensor],
-    loader: DataLoader[Any],
+    model: Models,
+    optimizer: OptimizersGiven,
+    loss: Loss | Callable[[Any, Any], torch.Tensor] | None = None,
+    loader: DataLoader[Any] | None = None,
     *,
     plan: Plan | str = "auto",
     precision: str = "fp32",
@@ -37,16 +43,20 @@ def setup(
     batch_norm: str = "local",
     seed: int = 0,
     deadline_s: float = 300.0,
-) -> Engine:
+) -> OwnLoop:
     """Prepare a training loop of one's own for any number of ranks; alone it trains in this process, under torchrun on all ranks.
 
     Args:
-        model: any `nn.Module`. It is moved to this rank's device and stays the same object; where the plan divides it (fsdp, tp, pp, cp,
-            ep, remat), its parameters are replaced by this rank's parts, and in a pipeline `engine.model` is this rank's stages.
-        optimizer: any optimizer over its parameters that works element by element, where the plan divides them.
-        loss: `loss(output, target)`, the mean over the samples of a batch. `paceline.job.loss.Loss` tells how to weigh other items.
+        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays the same object; where the
+            plan divides it (fsdp, tp, pp, cp, ep, remat), its parameters are replaced by this rank's parts, and in a pipeline
+            `engine.model` is this rank's stages.
+        optimizer: any optimizer, or several in a list or dict. Parameters that one holds outside of the model (of a loss module, a learned
+            temperature) are trained in agreement, too. Where the plan divides the model it has to work element by element.
+        loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`. `paceline.job.loss.Loss` tells how to
+            weigh other items. None: the loop computes its own and calls `engine.backward(loss)` and `engine.update()`.
         loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every batch to the
-            replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order.
+            replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order. None: every rank brings
+            its own data, and all ranks' losses count alike.
         plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
         precision: `fp32`, `bf16` (autocast; weights stay fp32) or `fp64`.
         clip_norm: largest L2 norm of the gradient.
@@ -59,8 +69,83 @@ def setup(
         JobError, DataError, PlanError: an argument that cannot work, with what to do.
         LaunchError: the other ranks cannot be met.
     """
-    if not isinstance(model, nn.Module):
-        raise JobError(f"setup needs an nn.Module as model, got {type(model).__name__}")
+    module, optimizers = _one_module(model), _listed(optimizer, torch.optim.Optimizer, "optimizer")
+    _check_choices(precision, clip_norm, nonfinite, batch_norm)
+    _check_optimizers(module, optimizers)
+    asked = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
+    group = join(deadline_s=deadline_s, transport=asked.transport if isinstance(asked, Plan) else "auto")
+    atexit.register(leave, group)
+    chosen = asked if isinstance(asked, Plan) else Plan(dp=group.size)
+    _check_ranks(chosen, group)
+    for one in optimizers if chosen.fused else ():
+        _fuse(one)
+    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
+    mesh = Mesh.of(chosen, group)
+    dealt = None if loader is None else deal(loader, mesh.group(*READERS), group, seed)
+    extra = _outside(module, optimizers, loss)
+    if not chosen.splits:
+        _refuse_own_forward(chosen, loss)
+        made = OwnLoop(module, optimizers, cast(Loss, loss), dealt, chosen, group, settings, extra=extra)
+    else:
+        made = _divided(module, optimizers, cast(Loss, loss), dealt, chosen, group, mesh, settings, extra)
+    made.models = model
+    return made
+
+
+def _divided(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    loss: Loss | None,
+    dealt: Loader | None,
+    plan: Plan,
+    group: Group,
+    mesh: Mesh,
+    settings: Settings,
+    extra: dict[str, Tensor],
+) -> OwnLoop:
+    """The engine of a model that the plan divides."""
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        raise PlanError(f"plan {plan} divides one model, and setup was given {len(model)}; use dp={group.size}")
+    trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+    if outside := [name for name, tensor in extra.items() if id(tensor) in trained]:
+        raise PlanError(
+            f"plan {plan} divides the model's parameters, and the optimizer holds others: {', '.join(outside[:3])}. Make them parameters "
+            f"of the model, or use dp={group.size}"
+        )
+    if dealt is None:
+        raise DataError(f"plan {plan} divides the model by the batches that it gets: give setup a loader, or use dp={group.size}")
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    from paceline.train.divided import divide  # heavy
+
+    _agree_on_weights(model, group)
+    split = divide(model, plan, mesh, dealt, cast(Loss, loss), settings)
+    for optimizer in optimizers:
+        _hand_over(optimizer, names, split)
+    return OwnLoop(split.model, optimizers, loss, dealt, plan, group, settings, split)
+
+
+def _one_module(models: Models) -> nn.Module:
+    """The model, or one module that holds all of them."""
+    if isinstance(models, Mapping):
+        _listed(models, nn.Module, "model")
+        return nn.ModuleDict(dict(models))
+    if isinstance(models, nn.Module):
+        return models
+    return nn.ModuleList(_listed(models, nn.Module, "model"))
+
+
+def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
+    several = list(given.values()) if isinstance(given, Mapping) else list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in several:
+        if not isinstance(one, kind):
+            known = "an nn.Module as model" if kind is nn.Module else "a torch.optim.Optimizer as optimizer"
+            raise JobError(f"setup needs {known}, got {type(one).__name__}")
+    if not several:
+        raise JobError(f"setup needs at least one {noun}")
+    return several
+
+
+def _check_choices(precision: str, clip_norm: float | None, nonfinite: str, batch_norm: str) -> None:
     if nonfinite not in ("stop", "skip"):
         raise JobError(f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see paceline.train")
     if precision not in get_args(Precision):
@@ -69,26 +154,28 @@ def setup(
         raise JobError(f"batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)")
     if clip_norm is not None and clip_norm <= 0:
         raise JobError(f"clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing")
-    _check_optimizer(model, optimizer)
-    asked = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
-    group = join(deadline_s=deadline_s, transport=asked.transport if isinstance(asked, Plan) else "auto")
-    atexit.register(leave, group)
-    chosen = asked if isinstance(asked, Plan) else Plan(dp=group.size)
-    _check_ranks(chosen, group)
-    if chosen.fused:
-        _fuse(optimizer)
-    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
-    mesh = Mesh.of(chosen, group)
-    dealt = deal(loader, mesh.group(*READERS), group, seed)
-    if not chosen.splits:
-        return Engine(model, optimizer, cast(Loss, loss), dealt, chosen, group, settings)
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    from paceline.train.divided import divide  # heavy
 
-    _agree_on_weights(model, group)
-    split = divide(model, chosen, mesh, dealt, cast(Loss, loss), settings)
-    _hand_over(optimizer, names, split)
-    return Engine(split.model, optimizer, cast(Loss, loss), dealt, chosen, group, settings, split)
+
+def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: Any) -> dict[str, Tensor]:
+    """Parameters and buffers that are trained or kept with the model, and are not in it, by a name for checkpoints."""
+    known: set[Tensor] = {*model.parameters(), *model.buffers()}
+    found: dict[str, Tensor] = {}
+    if isinstance(loss, nn.Module):
+        found |= {f"loss.{name}": t for name, t in loss.state_dict(keep_vars=True).items() if t not in known}
+    known |= set(found.values())
+    held = dict.fromkeys(p for o in optimizers for g in o.param_groups for p in g["params"])
+    found |= {f"optimizer.{i}": p for i, p in enumerate(p for p in held if p not in known)}
+    return found
+
+
+def _refuse_own_forward(plan: Plan, loss: Any) -> None:
+    if loss is None and plan.compile != "off":
+        raise PlanError(f"compile={plan.compile} compiles what engine.step computes; in a loop of your own call model.compile()")
+    if loss is None and plan.microbatches > 1:
+        raise PlanError(
+            f"microbatches={plan.microbatches} divide the batches of engine.step; in a loop of your own call "
+            "engine.backward(loss, sync=False) for all parts of a batch but the last"
+        )
 
 
 def _check_ranks(plan: Plan, group: Group) -> None:
@@ -99,10 +186,9 @@ def _check_ranks(plan: Plan, group: Group) -> None:
         )
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     own = set(model.parameters())
-    held = [p for g in optimizer.param_groups for p in g["params"]]
-    if not any(p in own for p in held):
+    if not any(p in own for o in optimizers for g in o.param_groups for p in g["params"]):
         raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
 
 
@@ -117,8 +203,6 @@ def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divid
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        if any(p not in names for p in group["params"]):
-            raise JobError("the optimizer holds parameters that are not the model's; a plan that divides the model cannot divide those")
         held = [(p, names[p]) for p in group["params"] if names[p] in divided.parameters]
         group["params"] = [divided.parameters[name] for _, name in held]
         for whole, name in held:

@@ -138,7 +138,7 @@ class _Held:
     @classmethod
     def by(cls, engine: Engine) -> _Held:
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
-        persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        persistent = {id(tensor) for tensor in (*model.state_dict(keep_vars=True).values(), *engine.extra.values())}
         buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
         seat = Seat.of(mesh) if mesh is not None else Seat.plain(engine.group.rank, engine.group.size)
         aliases = engine.split.aliases if engine.split is not None else tied_names(model)

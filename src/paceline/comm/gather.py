@@ -1,0 +1,38 @@
+"""All-gather of rows that gradients flow through, for losses over a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group
+
+
+def gather(group: Group, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """The rows of all ranks, in rank order; rank r has `counts[r]` of them. Only dim 0 may differ.
+
+    The gradient of a rank's rows is the sum of what every rank's loss has for them. So where all ranks compute the same loss from the
+    gathered rows, each weighs it by 1 / ranks, and the sum of their gradients is that of one process.
+    """
+    if group.size == 1:
+        return rows
+    if not rows.is_floating_point():
+        return torch.cat(group.gather_rows(rows, counts))
+    gathered: Tensor = _Gather.apply(rows, group, tuple(counts))
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, counts: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.counts = group, counts
+        return torch.cat(group.gather_rows(rows, counts))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        whole = gradients[0].contiguous().clone()
+        ctx.group.all_reduce(whole)
+        return whole.split(ctx.counts)[ctx.group.rank], None, None
