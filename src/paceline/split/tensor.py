@@ -143,6 +143,8 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof) -> None:
         module = model.get_submodule(path)
         join = partial(reduce_scatter if stream is not None and path in stream.scatters else reduce, group=tp)
         module.forward = row_forward(module, join)
+    for path in stream.results if stream is not None else proof.boundaries.results:
+        convert_result(model.get_submodule(path), partial(copy, group=tp))
     if stream is not None:
         for entry, value in stream.more_copies:
             convert_arguments(model.get_submodule(entry.path), places_of(entry, value), partial(copy, group=tp))

@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import gcd, prod
 
 from paceline.split.tensor_rules import Label, bound, implied, is_row
-from paceline.split.tensor_trace import Entry, Graph, Unfollowable
+from paceline.split.tensor_trace import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
 
 EXCHANGES = ("enter", "scatter", "collect")  # operations that `tensor_stream` adds to a graph; they sum or cut gradients themselves
 _ATTENTION = {"scaled_dot_product_attention", "bmm", "matmul", "baddbmm", "einsum", "softmax", "_softmax"}
@@ -154,17 +154,20 @@ class Boundaries:
     Attributes:
         copies: module calls whose argument is read by divided layers only: (entry, value).
         parameters: names of undivided parameters that take part in divided operations; their gradients are addends.
+        results: row-parallel layers whose joined output is read by divided operations only.
     """
 
     copies: list[tuple[Entry, int]] = field(default_factory=list)
     parameters: set[str] = field(default_factory=set)
+    results: set[str] = field(default_factory=set)
 
 
 def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
     """Where whole tensors enter divided computations.
 
     From the divided operations backwards: an activation whose gradient is an addend is summed at the outermost module call to which it is
-    an argument and in which nothing else reads it; where there is none, the operation that made it has addends, too.
+    an argument and in which nothing else reads it; where there is none, at the row-parallel layer that made it; else the operation that
+    made it has addends, too, down to its parameters. So every path from a parameter or an input to a divided operation has one sum.
 
     Raises:
         Unfollowable: a tensor is read by divided and by undivided operations in one module, or a parameter is; there is no place between.
@@ -196,12 +199,32 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
             )
         if entry.kind == "parameter":
             result.parameters.add(entry.name)
-        elif entry.producer >= 0:
-            for v in graph.nodes[entry.producer].inputs:
-                if learns[v] and v not in labels:
-                    partial.setdefault(v, set()).add(entry.producer)
+        elif entry.producer < 0:
+            raise Unfollowable("an input of the model is read by divided operations outside of any module")
+        elif is_row(graph.nodes[entry.producer], labels):
+            result.results.add(graph.nodes[entry.producer].path)
+        else:
+            _walk_back(graph.nodes[entry.producer], entry.producer, labels, learns, partial)
     result.copies = _once_a_module(graph, result.copies, learns)
+    for node in graph.nodes:
+        if node.path in result.results and node.outputs[0] not in partial:
+            raise Unfollowable(f"{node.path} is called several times, for divided and for undivided operations", node.path)
     return result
+
+
+def _walk_back(node: Node, number: int, labels: dict[int, Label], learns: list[bool], partial: dict[int, set[int]]) -> None:
+    """What a node with addends as gradients of its outputs gives its inputs: addends again, as gradients are linear in those behind them.
+
+    Raises:
+        Unfollowable: that cannot be told, or an input is divided.
+    """
+    if node.name in UNSEEN_GRADIENT:
+        raise Unfollowable(f"{node.name} in {node.path or 'the model'} would see a part of a gradient only", node.path)
+    for v in node.inputs:
+        if learns[v] and v in labels:
+            raise Unfollowable(f"{node.name} in {node.path or 'the model'} makes a whole tensor of a divided one", node.path)
+        if learns[v]:
+            partial.setdefault(v, set()).add(number)
 
 
 def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[bool]) -> list[tuple[Entry, int]]:
@@ -234,8 +257,8 @@ def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> l
 
 
 def _learned(graph: Graph) -> list[bool]:
-    """Which values depend on a parameter, so that they have a gradient."""
-    learns = [value.kind == "parameter" and value.floating for value in graph.values]
+    """Which values may have a gradient: they depend on a parameter, or on an input, whose gradient a penalty may ask for."""
+    learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
     for node in graph.nodes:
         if any(learns[v] for v in node.inputs):
             for v in node.outputs:

@@ -332,7 +332,8 @@ _TIES: dict[str, Callable[[Node, list[tuple[int, ...]]], list[Tie]]] = {
     **dict.fromkeys(
         ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "normalize"), _all_but("dim")
     ),
-    **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "argmax", "argmin", "any", "all"), _reduced),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "argmax", "argmin"), _reduced),
+    **dict.fromkeys(("any", "all", "linalg_vector_norm"), _reduced),
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"), _normalised),
     **dict.fromkeys(("matmul", "bmm", "mm", "baddbmm", "__matmul__"), _matmul),
     **dict.fromkeys(("tril", "triu"), lambda _, shapes: [[(0, d), (1, d)] for d in range(len(shapes[0]) - 2)]),

@@ -55,6 +55,7 @@ class Stream:
         inside: layers that work whole on a share of the tokens.
         parameters: names of whole parameters whose gradients are addends.
         more_copies: (call, value) of whole tensors that enter the stream.
+        results: row-parallel layers whose joined output is read by divided operations only.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class Stream:
     inside: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
     more_copies: list[tuple[Entry, int]] = field(default_factory=list)
+    results: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         return " and ".join(f"{run.first.path} to {run.last.path}" for run in self.runs)
@@ -117,7 +119,7 @@ def _stream(graph: Graph, runs: list[Run], islands: list[Island], labels: dict[i
     for island in islands:
         island.enters = [v for v in island.enters if (island.entry.path, v) in collected]
     after = find_boundaries(wide, stream.labels)
-    stream.parameters = after.parameters
+    stream.parameters, stream.results = after.parameters, after.results
     made = {p.node.outputs[0] for p in placed}
     stream.more_copies = [(entry, value) for entry, value in after.copies if value not in made]
     return stream
@@ -324,4 +326,4 @@ def convert_result(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> An
             raise Unfollowable(f"{type(module).__name__} returns a {type(result).__name__}, neither a tensor nor a tuple")
         return type(result)((convert(result[0]), *result[1:]))
 
-    return module.register_forward_hook(after)
+    return module.register_forward_hook(after, prepend=True)  # the model's own hooks see the converted result

@@ -29,6 +29,7 @@ Call = Callable[[nn.Module, Batch], Any]
 Kind = Literal["parameter", "input", "constant", "result"]
 Shapes = Mapping[str, tuple[int, ...]]
 _DEVICE = Tensor.device.__get__
+UNSEEN_GRADIENT = ("hook", "function")  # operations of a trace whose backward pass is the model's own code
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -42,7 +43,10 @@ class Unfollowable(Exception):
 
 @dataclass
 class Value:
-    """A tensor of the trace. `name` is a parameter's name in the model; `uses` are (node, slot), the slots counted over its inputs."""
+    """A tensor of the trace. `name` is a parameter's name in the model; `uses` are (node, slot), the slots counted over its inputs.
+
+    `floating` is whether it can have a gradient: of floating point or complex numbers.
+    """
 
     shape: tuple[int, ...]
     kind: Kind
@@ -186,6 +190,10 @@ def weighted(module: nn.Module) -> Weighted:
     return cast("Weighted", module)
 
 
+def _has_gradients(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class _Recorder:
     """Gives every tensor a number and writes down what happens to it."""
 
@@ -204,7 +212,7 @@ class _Recorder:
         known = self._known.get(id(tensor))
         if known is None:
             known = len(self.graph.values)
-            self.graph.values.append(Value(tuple(tensor.shape), kind, tensor.is_floating_point(), name, producer))
+            self.graph.values.append(Value(tuple(tensor.shape), kind, _has_gradients(tensor), name, producer))
             self.same(tensor, known)
         return known
 
