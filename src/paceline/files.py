@@ -7,16 +7,22 @@ that paceline writes under a name that can be guessed goes through this module.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import pwd
 import secrets
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+_SCRATCH = "paceline-scratch-"
+_NEWBORN_S = 60.0  # between its making and its lock a folder is nobody's
 LINE_LIMIT = 2**20  # bytes of a line that is read; no line of ours comes near
 TEXT_LIMIT = 2**28  # bytes of a file that is read whole
 LINES_LIMIT = 2**31  # bytes of a file of lines: some million steps
@@ -112,6 +118,37 @@ def user_name(uid: int) -> str:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
         return f"user {uid}"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A private folder for temporary files, removed at the end; what processes that were killed left of theirs is removed as well."""
+    _remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends, however it ends
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        try:
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another user's, or just removed
+            continue
+        try:
+            about = os.fstat(held)
+            if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _NEWBORN_S:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # a living process has it
+            continue
+        finally:
+            os.close(held)
 
 
 @contextmanager

@@ -324,6 +324,15 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
+def test_a_killed_launcher_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    with launcher("save_on_sigterm", tmp_path) as process:
+        assert list(tmp_path.glob("paceline-*"))
+        process.kill()
+        process.wait(30)
+        wait_until(lambda: are_gone(tmp_path))
+    assert not list(tmp_path.glob("paceline-*"))
+
+
 def test_the_terminal_gets_its_cursor_back(tmp_path: Path) -> None:
     ours, terminal = os.openpty()
     with launcher("save_on_sigterm", tmp_path, stderr=terminal) as process:

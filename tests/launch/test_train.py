@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from rich.console import Console
 
 from commands import ended, events, losses, started, write_job
 from paceline.cluster.discover import discover
-from paceline.errors import LaunchError, PlanError
+from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.launch.train import choose_plan, train
 from paceline.plan.plan import Plan
+from paceline.train.run import Run
+from paceline.train.run_lock import RunLock
 
 SCRIPT = """
 import paceline
@@ -115,3 +118,17 @@ def test_a_job_that_failed_before_its_first_step_is_mended_and_tried_in_the_same
         train(wrong, plan="dp=1", run=tmp_path / "run", console=console)
     mended = write_job(tmp_path / "job.yaml")
     assert train(mended, plan="dp=1", run=tmp_path / "run", console=console).reason == "steps: 6 done"
+
+
+def test_a_second_training_in_a_live_run_is_refused_before_anything_of_it_changes(tmp_path: Path) -> None:
+    job = Job.load(write_job(tmp_path / "job.yaml"))
+    run = Run.create(tmp_path / "run", job, discover(), Plan(dp=1)).path
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with RunLock(run):
+        with pytest.raises(RunError, match=rf"{run} is being trained by process {os.getpid()} on host .*name another run"):
+            train(job, run=run, resume=True, plan="dp=2", console=Console(quiet=True))
+        assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != "lock"} == before
+        (run / "job.yaml").unlink()
+        with pytest.raises(RunError, match="is being trained by"):
+            train(job, run=run, console=Console(quiet=True))
+        assert not (run / "job.yaml").exists()

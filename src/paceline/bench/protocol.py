@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from paceline.bench.caveats import caveats
 from paceline.bench.directory import REPORT, Directory
 from paceline.bench.limits import limits_of
@@ -21,7 +23,7 @@ from paceline.bench.summary import Finished, finished, measured
 from paceline.bench.words import clock, count
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
-from paceline.console import Console
+from paceline.console import Console as SafeConsole
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
 from paceline.job.job import Job
@@ -107,7 +109,7 @@ class Benchmark:
         self.job.model.must_be_at_hand()
         self.cluster = to_run_on(cluster)
         self.repeat, self.steps, self.command = repeat, steps, command
-        self.console = console or Console(stderr=True, soft_wrap=True)
+        self.console = console or SafeConsole(stderr=True, soft_wrap=True)
         self.path = Path(out) if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.failures: dict[str, str] = {}
         self.stopped_by: str | None = None

@@ -156,11 +156,10 @@ def _measure_collectives(console: Console, host: Host, measured: Measured) -> No
 
 
 def _collectives(ranks: int, variables: Mapping[str, str]) -> speed.Speeds:
-    import tempfile
-
+    from paceline.files import scratch_folder
     from paceline.launch.local import launch
 
-    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
+    with scratch_folder() as folder:
         file = Path(folder, "speeds.json")
         arguments = ["paceline.comm.speed:run_rank", str(file)]
         launch(arguments, ranks=ranks, threads=1, pin_cores=None, deadline_s=60, saves=False, env=variables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ import psutil
 from paceline.cluster.cluster import Cluster, Emulate, Host
 from paceline.cluster.discover import discover
 from paceline.errors import ClusterError, PlanError
+from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.launch.look import launch_to_look
@@ -114,7 +114,7 @@ def _between_hosts() -> tuple[Collective, ...]:
     from paceline.comm.measure_collectives import read
 
     cluster = Cluster(name="two hosts", emulate=Emulate(hosts=2))
-    with tempfile.TemporaryDirectory(prefix="paceline-calibrate-") as folder, places_on(cluster, 2) as places:
+    with scratch_folder() as folder, places_on(cluster, 2) as places:
         file = Path(folder, "links.json")
         ranks = ["paceline.comm.measure_collectives:run_rank", "tcp", str(file)]
         launch(ranks, ranks=2, places=places, threads=1, pin_cores=None, deadline_s=60, saves=False)
@@ -149,12 +149,12 @@ def _measure(job: Job, host: Host, ranks: int, precisions: Sequence[str], axes: 
             notes.append(f"{axis}={ranks}: {reasons[0]}")
         else:
             possible.append(axis)
-    with tempfile.TemporaryDirectory(prefix="paceline-calibrate-") as folder:
+    with scratch_folder() as folder:
         wanted = {"cores": host.physical_cores, "precisions": precisions, "axes": possible, "transports": TRANSPORTS}
         Path(folder, "wanted.json").write_text(json.dumps(wanted))
         Path(folder, "job.yaml").write_text(job.to_yaml())
         Path(folder, "cluster.yaml").write_text(here.to_yaml())
-        launch_to_look(["paceline.train.calibrate:run_rank", folder], job, here, Plan(dp=ranks))
+        launch_to_look(["paceline.train.calibrate:run_rank", str(folder)], job, here, Plan(dp=ranks))
         values = json.loads(Path(folder, "found.json").read_text())
     return {
         "parameters": values["parameters"],

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.errors import PlanError
+from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.auto import choose
 from paceline.launch.look import launch_to_look
@@ -178,7 +179,7 @@ class Checks:
     @contextmanager
     def opened(self) -> Iterator[Checks]:
         """A folder for what the checks write; removed at the end."""
-        with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
+        with scratch_folder() as folder:
             self._folder = Path(folder)
             yield self
 

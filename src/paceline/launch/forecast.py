@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.look import launch_to_look
 from paceline.plan.plan import Plan
@@ -29,14 +29,14 @@ def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration
         LaunchError: the model or the machines are beyond the cost model; with the reason.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with scratch_folder() as folder:
         Path(folder, "job.yaml").write_text(job.to_yaml())
         Path(folder, "cluster.yaml").write_text(cluster.to_yaml())
         Path(folder, "default.txt").write_text(str(default))
         if calibration is not None:
             Path(folder, "calibration.json").write_text(calibration.to_json())
         here = cluster if cluster.emulate is None else discover()
-        launch_to_look(["paceline.launch.forecast:run_rank", folder], job, here, Plan())
+        launch_to_look(["paceline.launch.forecast:run_rank", str(folder)], job, here, Plan())
         return [Forecast(**row) for row in json.loads(Path(folder, "forecasts.json").read_text())]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError
+from paceline.files import scratch_folder
 from paceline.launch.local import launch
 from paceline.launch.place import Place, places_on
 
@@ -99,7 +99,7 @@ def _launched(places: Sequence[Place], transport: str, wanted: Wanted) -> Measur
             signals.append(details["signal"])
 
     cells = len(wanted.sizes) * (len(wanted.collectives) + len(wanted.algorithms))
-    with tempfile.TemporaryDirectory(prefix="paceline-links-") as folder:
+    with scratch_folder() as folder:
         file = Path(folder, "links.json")
         task = json.dumps(_of_each(wanted) | {"transport": "auto" if transport == "nccl" else transport})
         try:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.errors import LaunchError
+from paceline.files import scratch_folder
 from paceline.launch.failure import HOST, ErrorRecord, Failure, RankEnd, hang, root_cause
 from paceline.launch.kernel import is_stopped, oom_kills
 from paceline.launch.place import Place, on_this_machine
@@ -60,6 +60,7 @@ def launch(
     on_tick: Callable[[], None] | None = None,
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
     env: Mapping[str, str] = {},
+    inherited: Sequence[int] = (),
 ) -> Launched:
     """Run `python -m paceline.launch.rank MODULE_ARGS…` once per rank, in its place, and wait until all have ended.
 
@@ -79,6 +80,7 @@ def launch(
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}) and ("restart", {attempt, rank, reason}).
         env: variables for the ranks, over those of this process.
+        inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows its traceback.
@@ -90,7 +92,9 @@ def launch(
     with StopSignals() as signals, _CursorShown():
         number = 0
         while True:
-            setting = _Setting(module_args, places, threads, pin_cores, deadline_s, start_deadline_s, port, saves, env, number)
+            setting = _Setting(
+                module_args, places, threads, pin_cores, deadline_s, start_deadline_s, port, saves, env, number, tuple(inherited)
+            )
             with _Attempt(setting, signals, on_tick, on_event) as attempt:
                 failure = attempt.watch()
             if failure is None:
@@ -118,6 +122,7 @@ class _Setting:
     saves: bool
     env: Mapping[str, str]
     number: int
+    inherited: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -178,7 +183,7 @@ class _Attempt:
     def __enter__(self) -> Self:
         self._oom_kills = oom_kills()
         with self._made:  # undone here if a start fails half-way
-            folder = Path(self._made.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+            folder = self._made.enter_context(scratch_folder())
             self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
             self._made.callback(self.board.close)
             self._made.callback(self._close_ranks)
@@ -222,7 +227,7 @@ class _Attempt:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
-                pass_fds=(listener.fileno(),) if serves else (),
+                pass_fds=(*self.setting.inherited, *([listener.fileno()] if serves else [])),
             )
             pidfd = os.pidfd_open(process.pid)
         except OSError as error:
@@ -249,6 +254,7 @@ class _Attempt:
             "PACELINE_LAUNCHER": os.getpid(),
             "PACELINE_STATUS": record.with_name("status"),
             "PACELINE_ERROR_FILE": record,
+            "PACELINE_INHERITED": ",".join(map(str, setting.inherited)),
             "PACELINE_CORES": ",".join(map(str, setting.pin_cores[number])) if setting.pin_cores else "",
         }
         return {key: str(value) for key, value in environment.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError, PacelineError
+from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.look import launch_to_look
 from paceline.plan.knobs import SHARE_OF_RUN, Tried, knobs
@@ -53,7 +53,7 @@ def reason_of(error: PacelineError) -> str:
 
 
 def _started(job: Job, cluster: Cluster, found: Findings, ranks: int, tell: Tell) -> Findings:
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with scratch_folder() as folder:
         file = Path(folder, "findings.json")
         Path(folder, "job.yaml").write_text(job.to_yaml())
         Path(folder, "cluster.yaml").write_text(cluster.to_yaml())
@@ -61,7 +61,7 @@ def _started(job: Job, cluster: Cluster, found: Findings, ranks: int, tell: Tell
         failures = 0
         while True:
             try:
-                rank = ["paceline.train.trial:run_rank", folder]
+                rank = ["paceline.train.trial:run_rank", str(folder)]
                 launch_to_look(rank, job, cluster, Plan(dp=ranks), on_tick=lambda: tell(Findings.read(file).tried))
                 found = Findings.read(file)
                 tell(found.tried)

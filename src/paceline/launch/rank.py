@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ _ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was kil
 def main() -> None:
     """Run the function that the first argument names; exit 0 when it returns, its own code on SystemExit, 1 on any other exception."""
     _end_with_launcher(int(os.environ["PACELINE_LAUNCHER"]))
+    for descriptor in filter(None, os.environ.pop("PACELINE_INHERITED", "").split(",")):
+        os.set_inheritable(int(descriptor), False)  # held by this rank, and not by a program that it starts
     record = Path(os.environ["PACELINE_ERROR_FILE"])
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
@@ -43,6 +46,7 @@ def main() -> None:
             _leave(error, record, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the launcher shows it
         _leave(error, record, 1)
+    _clean_up_for_the_launcher()
 
 
 def _end_with_launcher(launcher: int) -> None:
@@ -53,9 +57,16 @@ def _end_with_launcher(launcher: int) -> None:
     threading.Thread(target=_kill_when_orphaned, args=(os.pidfd_open(launcher),), name="launcher-watch", daemon=True).start()
 
 
+def _clean_up_for_the_launcher() -> None:
+    """Remove the launcher's temporary folder, where it was killed and cannot."""
+    if os.getppid() != int(os.environ["PACELINE_LAUNCHER"]):
+        shutil.rmtree(Path(os.environ["PACELINE_ERROR_FILE"]).parent, ignore_errors=True)
+
+
 def _kill_when_orphaned(launcher_fd: int) -> None:
     select.select([launcher_fd], [], [])
     time.sleep(_ORPHAN_GRACE_S)
+    _clean_up_for_the_launcher()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -83,6 +94,7 @@ def _leave(error: BaseException, path: Path, code: int) -> None:
             stream.flush()
         except OSError:
             continue  # whoever read it has gone
+    _clean_up_for_the_launcher()
     os._exit(code)
 
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate import LinkBytes
-from paceline.console import Console
+from paceline.console import Console as SafeConsole
 from paceline.errors import LaunchError, PlanError, RunError
+from paceline.files import private_folder
 from paceline.job.job import Job
 from paceline.launch.auto import Choice, Say, choose, remember_run
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
+from paceline.launch.torchrun import fail
 from paceline.plan.plan import Plan, cores_of
 from paceline.train.progress import LiveProgress
 from paceline.train.run import Lines, Run
+from paceline.train.run_lock import RunLock
 
 if TYPE_CHECKING:
     from paceline.comm import Group
@@ -68,49 +74,70 @@ def train(
     cluster = to_run_on(cluster)
     if "RANK" in os.environ:
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
-    console = console or Console(stderr=True, soft_wrap=True)
+    console = console or SafeConsole(stderr=True, soft_wrap=True)
     console.print(cluster.describe(), highlight=False, markup=False)
     before = _to_resume(job, run) if resume else None
     if run is not None and before is None:
         Run.must_be_new(Path(run))  # told before anything is measured
-    choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
-    chosen = choice.plan
-    record = _record(job, cluster, chosen, run=run, before=before)
-    resumed = before is not None
-    console.print(f"plan {chosen} · run {record.path}", highlight=False, markup=False)
-    notes = chosen.warnings(job, cluster)
-    if resume and not resumed:
-        notes.append(f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one")
-    elif resume and not record.has_checkpoint:
-        notes.append("nothing was saved in this run; it starts again")
-    for note in notes:
-        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
-    host = cluster.hosts[0]
-    try:
-        with (
-            _events(record) as events,
-            places_on(cluster, chosen.ranks, partial(_note_links, events)) as places,
-            LiveProgress(record.path, console) as progress,
-        ):
-            launch(
-                ["paceline.train.loop:run_rank", str(record.path.resolve())],
-                ranks=chosen.ranks,
-                threads=chosen.threads_for(host, chosen.ranks),
-                pin_cores=[cores_of(r, chosen.ranks, host) for r in range(chosen.ranks)] if chosen.pin else None,
-                deadline_s=job.deadline_s,
-                places=places,
-                port=port,
-                restarts=restarts,
-                on_tick=progress.tick,
-                on_event=events.event,
+    with ExitStack() as held:
+        # From here to the end the directory is this process's; of a new run, once it is known where.
+        lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
+        choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+        if lock is None:
+            lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))
+        record = _record(job, cluster, choice.plan, lock.run, before)
+        console.print(f"plan {choice.plan} · run {record.path}", highlight=False, markup=False)
+        notes = choice.plan.warnings(job, cluster)
+        if resume and before is None:
+            notes.append(
+                f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one"
             )
-    except BaseException:
-        if not resumed:
-            record.withdraw_unless_begun()
-        raise
-    if not resumed:
-        remember_run(choice, job, cluster, record)
-    return record
+        elif resume and not record.has_checkpoint:
+            notes.append("nothing was saved in this run; it starts again")
+        for note in notes:
+            _note(console, f"note: {note}")
+        try:
+            _launch_ranks(record, lock, console, port, restarts)
+        except BaseException:
+            if before is None:
+                record.withdraw_unless_begun()
+            raise
+        if before is None:
+            remember_run(choice, job, cluster, record)
+        return record
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text, style="yellow", highlight=False, markup=False)
+
+
+def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None, restarts: int) -> None:
+    """Train a run from its newest checkpoint to its end, on ranks of this machine or of hosts that it emulates."""
+    job, cluster, plan = record.job, record.cluster, record.plan
+    host = cluster.hosts[0]
+    with (
+        _events(record) as events,
+        places_on(cluster, plan.ranks, partial(_note_links, events)) as places,
+        LiveProgress(record.path, console) as progress,
+    ):
+
+        def tick() -> None:
+            lock.check()
+            progress.tick()
+
+        launch(
+            ["paceline.train.loop:run_rank", str(record.path.resolve())],
+            ranks=plan.ranks,
+            threads=plan.threads_for(host, plan.ranks),
+            pin_cores=[cores_of(r, plan.ranks, host) for r in range(plan.ranks)] if plan.pin else None,
+            deadline_s=job.deadline_s,
+            places=places,
+            port=port,
+            restarts=restarts,
+            on_tick=tick,
+            on_event=events.event,
+            inherited=[lock.fd],
+        )
 
 
 def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Plan:
@@ -140,12 +167,22 @@ def _to_resume(job: Job, run: str | Path | None) -> Run | None:
     return Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
 
 
-def _record(job: Job, cluster: Cluster, plan: Plan, *, run: str | Path | None, before: Run | None) -> Run:
-    """The directory to write to: that of the run `before`, or a new one."""
+def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | None) -> Run:
+    """The run to write to: `before`, or a new one in `path`."""
     if before is not None:
         before.continue_with(job, cluster, plan)
         return before
-    return Run.create(Path(run) if run is not None else _new_directory(job), job, cluster, plan)
+    return Run.create(path, job, cluster, plan)
+
+
+def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None = None) -> RunLock:
+    """The lock on a directory for a new run, which is made if missing."""
+    try:
+        Run.must_be_new(path)
+        private_folder(path)
+    except OSError as error:
+        raise RunError(f"the run cannot be kept in {path}: {error.strerror}. Name a directory that can be written with --run.") from error
+    return RunLock(path, say, on_lost)
 
 
 def _new_directory(job: Job) -> Path:
@@ -161,22 +198,28 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | P
     from paceline.train.loop import train_in
 
     plan = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
-    with joined(deadline_s=job.deadline_s, transport=plan.transport if isinstance(plan, Plan) else "auto") as group:
-        path = _agreed_run(group, job, cluster, plan, run=run, resume=resume)
-        record = Run(path)
+    transport = plan.transport if isinstance(plan, Plan) else "auto"
+    with joined(deadline_s=job.deadline_s, transport=transport) as group, ExitStack() as held:
+        record = Run(_agreed_run(group, job, cluster, plan, held, run=run, resume=resume))
         train_in(record, group)
         return record
 
 
-def _agreed_run(group: Group, job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> str:
-    """Rank 0 makes or finds the run directory and tells the others; what went wrong there is raised by all."""
+def _agreed_run(
+    group: Group, job: Job, cluster: Cluster, plan: Plan | str, held: ExitStack, *, run: str | Path | None, resume: bool
+) -> str:
+    """Rank 0 makes or finds the run directory, locks it while `held` lasts, and tells the others; all raise what went wrong there."""
     answer: tuple[str | None, str | None] = (None, None)
     if group.rank == 0:
         try:
             chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
             if reasons := chosen.check(job, cluster, group.size):
                 raise PlanError("\n".join(reasons))
-            record = _record(job, cluster, chosen, run=run, before=_to_resume(job, run) if resume else None)
+            before = _to_resume(job, run) if resume else None
+            say = partial(print, file=sys.stderr, flush=True)
+            path = before.path if before else Path(run) if run is not None else _new_directory(job)
+            held.enter_context(RunLock(path, say, on_lost=fail) if before else _new_run(path, say, on_lost=fail))
+            record = _record(job, cluster, chosen, path, before)
             answer = (str(record.path.resolve()), None)
         except Exception as error:
             answer = (None, f"{type(error).__name__}: {error}")

@@ -1,0 +1,241 @@
+"""One training at a time in a run directory: a file that says who has it, held by a kernel lock and kept fresh by a heartbeat.
+
+On one host the kernel knows whether a holder lives: the file is locked (flock) by the launcher and, through the descriptor that they
+inherit, by its ranks, so a launcher that was killed still has the run until its last rank has ended. Other hosts may share the directory
+over a file system that does not carry such locks: they see the file's content and whether its time of change moves on.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.errors import RunError
+from paceline.files import PRIVATE_FILE
+
+LOCK = "lock"
+BEAT_S = 5.0
+STALE_S = 30.0  # without a heartbeat, another host's holder is taken for dead
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that trains in a run directory.
+
+    Attributes:
+        started: when the process began, in the kernel's clock ticks: a number that was given to a new process is not the same one.
+        machine: the boot of the kernel that it runs under.
+        since: Unix seconds when it took the run.
+        token: of this one acquisition.
+    """
+
+    host: str
+    pid: int
+    started: int
+    machine: str
+    since: float
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """Of a new acquisition by this process."""
+        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()) or 0, _boot(), round(time.time(), 3), secrets.token_hex(8))
+
+    @classmethod
+    def parse(cls, content: bytes) -> Holder | None:
+        """What the file says; None where nobody has the run, or a crash or another program left something else there."""
+        try:
+            holder = cls(**json.loads(content))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        right = all(isinstance(getattr(holder, name), kind) for name, kind in _TYPES.items())
+        return holder if right else None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it is a process of this host that lives; False also where this process cannot see it."""
+        return self.machine == _boot() and _started(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {"host": str, "pid": int, "started": int, "machine": str, "since": (int, float), "token": str}
+
+
+class RunLock:
+    """The right of this process, and of the ranks that it starts, to train in a run directory; as a context, given back at the end.
+
+    Args:
+        run: the directory, which exists.
+        say: told, in words, when a run is waited for or taken over.
+        on_lost: called, in another thread, when the run was taken over because this process showed no sign of life; the text says by
+            whom. None: `check` tells.
+
+    Raises:
+        RunError: somebody else trains in it; names who.
+    """
+
+    def __init__(
+        self, run: Path, say: Callable[[str], object] = lambda line: None, on_lost: Callable[[RunError], object] | None = None
+    ) -> None:
+        self.run, self.path, self.say, self.on_lost = run, run / LOCK, say, on_lost
+        self.own = Holder.this_process()
+        self.lost: RunError | None = None
+        self._ended = threading.Event()
+        self._beat: threading.Thread | None = None
+        try:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        except OSError as error:
+            text = f"the run cannot be kept in {run}: {error.strerror}. Name a directory that can be written with --run."
+            raise RunError(text) from error
+        try:
+            self._acquire()
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._beat = threading.Thread(target=self._keep_alive, name="run-lock", daemon=True)
+        self._beat.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check(self) -> None:
+        """Raise RunError where the run was taken over."""
+        if self.lost is not None:
+            raise self.lost
+
+    def release(self) -> None:
+        """Give the run back."""
+        if self._beat is None:
+            return
+        self._ended.set()
+        self._beat.join()
+        self._beat = None
+        with suppress(OSError):  # a disk that is gone: the kernel's lock goes with the descriptor
+            if self._is_ours():
+                os.ftruncate(self.fd, 0)
+        os.close(self.fd)
+
+    def _acquire(self) -> None:
+        seen = self._content()
+        alone = self._lock()
+        holder = Holder.parse(seen)
+        if not alone:
+            raise self._refused(holder)
+        if holder is not None and self._without_locks and holder.runs_here:
+            raise self._refused(holder)
+        if holder is not None and (holder.machine != _boot() or self._without_locks):
+            holder = self._await_sign_of_life(holder)
+        if holder is not None:
+            self.say(f"the run was held by {holder}, which is no more: it is taken over")
+        self._write()
+
+    def _lock(self) -> bool:
+        """Take the kernel's lock; False where a living process has it."""
+        self._without_locks = False
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise RunError(f"{self.path} cannot be locked: {error.strerror}") from error
+            self._without_locks = True
+        return True
+
+    def _await_sign_of_life(self, holder: Holder) -> Holder | None:
+        """Wait until another host's holder is known to be dead; None where it gave the run back meanwhile.
+
+        The file's time of change is compared with itself, not with a clock: hosts' clocks differ.
+
+        Raises:
+            RunError: it lives.
+        """
+        before, until = self._stamp(), time.monotonic() + STALE_S
+        self.say(f"the run is held by {holder}; waiting up to {STALE_S:g} s for a sign of life from there")
+        while time.monotonic() < until:
+            time.sleep(min(0.5, STALE_S / 10))
+            if Holder.parse(self._content()) is None:
+                return None
+            if self._stamp() != before:
+                raise self._refused(holder)
+        return holder
+
+    def _refused(self, holder: Holder | None) -> RunError:
+        who = str(holder) if holder is not None else "a process that is just starting"
+        orphans = holder is not None and holder.machine == _boot() and not holder.runs_here
+        more = " That process is dead, but ranks that it started still save and end: try again in half a minute." if orphans else ""
+        return RunError(f"{self.run} is being trained by {who}.{more or ' Wait for its end, stop it there, or name another run.'}")
+
+    def _keep_alive(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with suppress(OSError):  # a full or read-only disk: told by whoever writes there
+                if not self._is_ours():
+                    self.lost = RunError(
+                        f"{self.run} was taken over by {Holder.parse(self._content()) or 'somebody else'}, as nothing was heard of this "
+                        f"process for {STALE_S:g} s; it ends here, and what it saved stays"
+                    )
+                    if self.on_lost is not None:
+                        self.on_lost(self.lost)
+                    return
+                os.utime(self.fd)
+
+    def _is_ours(self) -> bool:
+        holder = Holder.parse(self._content())
+        return holder is not None and holder.token == self.own.token
+
+    def _write(self) -> None:
+        try:
+            text = json.dumps(asdict(self.own)).encode() + b"\n"
+            os.pwrite(self.fd, text, 0)
+            os.ftruncate(self.fd, len(text))
+            os.fsync(self.fd)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then try again.") from error
+
+    def _content(self) -> bytes:
+        """What is in the file now; opened anew, because NFS looks at the server only then."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.read(fd, 4096)
+        finally:
+            os.close(fd)
+
+    def _stamp(self) -> int:
+        self._content()
+        return os.stat(self.path).st_mtime_ns
+
+
+def _started(pid: int) -> int | None:
+    """When a process began, in clock ticks after the boot; None where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _boot() -> str:
+    """The boot of this kernel: hosts may have one name, and containers of one host have names of their own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
