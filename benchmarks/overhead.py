@@ -27,7 +27,7 @@ import time
 from collections.abc import Generator, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from measure import environment_line, our_steps
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.job.job import Job
+from paceline.job.partition import Partition
 from paceline.launch.local import ALLOCATOR
 from paceline.plan.plan import Plan
 from paceline.stats import median_interval
@@ -186,7 +187,7 @@ def beside_checkpoints(loop: Loop, steps: Generator[float, None, None]) -> dict[
 
 def plain_steps(loop: Loop) -> Generator[float, None, None]:
     """The loop that one would write by hand, over the batches of `loop`; yields the loss of each step."""
-    dataset, partition = loop.data.train, loop.engine.loader.partition
+    dataset, partition = loop.data.train, cast(Partition, loop.engine.loader.partition)
     model = loop.engine.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     for epoch in count():

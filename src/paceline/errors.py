@@ -6,9 +6,11 @@ class PacelineError(Exception):
 
     Attributes:
         from_users_code: it was raised from an error in the user's own code, so that one's traceback belongs under the message.
+        may_pass: the same may well work when it is tried again, so a restart is worth its time.
     """
 
     from_users_code = False
+    may_pass = False
 
 
 class JobError(PacelineError):
@@ -17,6 +19,12 @@ class JobError(PacelineError):
 
 class DataError(JobError):
     """The data is missing, empty, malformed, out of range, or changed while it was used."""
+
+
+class LoaderProcessError(DataError):
+    """A DataLoader worker process was killed, ended or did not answer in time."""
+
+    may_pass = True
 
 
 class ClusterError(PacelineError):

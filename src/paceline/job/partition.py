@@ -105,6 +105,11 @@ class Partition:
         return self._deal.batches(epoch, start_step)
 
 
+def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
+    """So many samples cut into nearly equal parts, one for each replica."""
+    return tuple(np.diff(_cuts(_bounds(np.ones(replicas)), samples)).tolist())
+
+
 class _Deal(Protocol):
     """One way of dealing: what `Partition` hands its two questions to."""
 

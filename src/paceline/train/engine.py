@@ -351,19 +351,11 @@ class Engine:
         if self._channels_last:
             _to_channels_last(self.model)
         if settings.batch_norm == "sync" and has_batch_norm(self.model):
-            self._every_rank_must_have_samples("batch_norm: sync")
+            self.loader.fill_every_rank("batch_norm: sync")
         if getattr(self.loss, "whole_batch", False):
-            self._every_rank_must_have_samples("a loss over the whole batch")
+            self.loader.fill_every_rank("a loss over the whole batch")
             if plan.microbatches > 1:
                 raise PlanError("a loss over the whole batch cannot be accumulated over microbatches; use microbatches=1")
-
-    def _every_rank_must_have_samples(self, what: str) -> None:
-        shares = self.loader.partition.shares(self.loader.partition.steps_per_epoch - 1)
-        if len(shares) > 1 and 0 in shares:
-            raise PlanError(
-                f"{what} needs a sample on every replica, but the last batch of an epoch holds {sum(shares)} samples for {len(shares)} "
-                "replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
-            )
 
     def _position(self, batch: Batch | None) -> Position:
         """Where in the data the batch stands, and how much of the global batch it is."""

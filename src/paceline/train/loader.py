@@ -1,21 +1,26 @@
-"""The batches of one replica: a partition's indices, read through torchdata's `StatefulDataLoader` and resumable at any step."""
+"""The batches of one replica: its part of each global batch, read through torchdata's `StatefulDataLoader` and resumable at any step."""
 
 from __future__ import annotations
 
 import math
+import signal
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch._C import _remove_worker_pids, _set_worker_pids
+from torch.utils.data import Dataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from paceline.errors import DataError
+from paceline.errors import DataError, LoaderProcessError, PlanError
 from paceline.job.partition import Partition
 from paceline.train.samples import Collate, Failure, Request, Samples
+from paceline.train.stream import Stream
+from paceline.train.whole import Flow, Piece
 
 
 class Position(NamedTuple):
@@ -27,15 +32,36 @@ class Position(NamedTuple):
     total: int
 
 
+@dataclass(frozen=True)
+class Workers:
+    """The loader processes of each rank, with the arguments that `DataLoader` has for them.
+
+    Not `persistent`, they end with each epoch, and the next ones get the dataset as it is then.
+    """
+
+    count: int = 0
+    prefetch_factor: int | None = None
+    persistent: bool = True
+    timeout_s: float = 0.0
+    init: Callable[[int], Any] | None = None
+    context: Any = None  # multiprocessing's
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are asked for before the first of them is needed."""
+        return self.count * (2 if self.prefetch_factor is None else self.prefetch_factor)
+
+
 class Loader:
     """Iterating runs one epoch, or what is left of it, and yields a batch for each step; the next iteration begins the next epoch.
 
     A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose `__getitems__`
-    returns a tuple of tensors has collated already; its batches pass unchanged. A step without a sample on this replica yields None.
+    returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass unchanged. A step without a sample
+    on this replica yields None.
 
-    With `num_workers` > 0, so many loader processes read ahead. They live from epoch to epoch, and end when an iteration is broken off, by
-    `close`, or with the loader. Each batch there starts from random states of its own (torch, NumPy, Python), so that random augmentation
-    repeats after a resume. Without loader processes it draws from the states of the rank.
+    With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`, or with the loader.
+    Each batch there starts from random states of its own (torch, NumPy, Python), so that random augmentation repeats after a resume.
+    Without loader processes it draws from the states of the rank.
 
     Attributes:
         position: of the batch yielded last; None before the first.
@@ -43,25 +69,35 @@ class Loader:
 
     Raises (while iterating):
         DataError: the dataset no longer has the length that the partition was made for, a sample raised, samples do not fit into one
-            batch, or a loader process ended.
+            batch, or the ranks read something else.
+        LoaderProcessError: a loader process was killed, ended, or did not answer in time.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
-        partition: Partition,
+        partition: Partition | Stream | Flow,
         *,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        workers: Workers | None = None,
+        samples: Samples | None = None,
+        rank: int | None = None,
     ) -> None:
-        self.partition, self.num_workers, self.pin_memory = partition, num_workers, pin_memory
+        """`workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors."""
+        self.partition, self.workers, self.pin_memory = partition, workers or Workers(num_workers), pin_memory
+        self.num_workers = self.workers.count
         self.position: Position | None = None
-        self.indices: list[int] = []
+        self.indices: list[Any] = []
         self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
-        self._samples = Samples(dataset, collate_fn, partition.replica, partition.seed)
+        self._rank = partition.replica if rank is None else rank
+        self._samples = samples or Samples(dataset, collate_fn, partition.replica, partition.seed)
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
-        self._read_by = [partition.replica, partition.replicas, num_workers]
+        self._read_by = [partition.replica, partition.replicas, self.num_workers]
+        self._needs_samples = ""
+        self._next: tuple[int, int]  # epoch and step of the batch to come
+        self._turn = 0  # pieces of a `Flow` that were asked for, with those that were its end
         self._open((0, 0), None)
 
     def __len__(self) -> int:
@@ -70,50 +106,84 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self._batches is not None:  # an iteration that was left, but is still referred to
             self.close()
-        epoch, start = self._next
+        epoch, start = self._begin(*self._next)
         self._samples.begin_epoch(epoch)
-        self._samples.check_length(self.partition.held_samples)
+        self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
+        batches: Any = self._start(epoch, start)
+        self._batches = batches
         try:
-            batches = self._batches = iter(self._loader)
-        except RuntimeError as error:
-            if self.num_workers:
-                raise self._failed_processes(error) from error
-            raise
-        try:
-            for step in range(start, len(self)):
-                try:
-                    batch = next(batches)
-                except RuntimeError as error:
-                    if self.num_workers:
-                        raise self._failed_processes(error) from error
-                    raise
-                yield self._receive(batch, epoch, step)
+            step = start
+            while self._has(epoch, step):
+                received = self._receive(self._read(batches), epoch, step)
+                if received is None:  # nothing but the end of one loader process's stream
+                    continue
+                step += 1
+                yield received[0]
                 if self._batches is not batches:  # a state was loaded, or another iteration took over
                     return
+            self._next, self._turn = (epoch + 1, 0), 0
             self._resume_from, self._batches = self._reader_state(), None
+            if not self.workers.persistent:
+                self.close()
         finally:
             if self._batches is batches:
                 self.close()
+        if start and step == start:  # a stream had ended just where its position was saved
+            yield from self
 
     def example(self, count: int) -> Any:
         """A batch of the first `count` samples (the same one again where there are fewer): what a model will be given, for a look at it."""
-        return self._samples.read([i % self.partition.held_samples for i in range(count)])
+        if isinstance(self.partition, Partition):
+            return self._samples.read([i % self.partition.held_samples for i in range(count)])
+        return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, Stream) else [])
+
+    def fill_every_rank(self, what: str) -> None:
+        """Have every batch hold a sample for each replica, which `what` needs; a batch too small is an error when it is dealt.
+
+        Raises:
+            PlanError: the last batch of an epoch is known to be too small.
+        """
+        self._needs_samples = what
+        if isinstance(self.partition, Partition):
+            self._check_filled(self.partition.steps_per_epoch - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the batch to come, as JSON-able values.
+        """The position of the batch to come, as JSON-able values, the same on every rank but for `reader`.
 
         A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as well.
         """
         epoch, step = self._next
-        return {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
+        state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
+        if isinstance(self.partition, Stream):
+            state["stream"] = self.partition.state_dict(epoch, step)
+        if isinstance(self.partition, Flow):
+            state["flow"] = {"turn": self._turn, "workers": self.num_workers, **self.partition.state_dict(self._turn)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes. Ends an iteration that runs.
 
         A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the same.
+
+        Raises:
+            DataError: the state is of another kind of loader, or of a stream that other numbers of loader processes read differently.
         """
+        if ("stream" in state, "flow" in state) != (isinstance(self.partition, Stream), isinstance(self.partition, Flow)):
+            raise DataError(
+                "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it was saved with"
+            )
+        if isinstance(self.partition, Flow) and state["flow"]["workers"] != self.num_workers and (state["epoch"] or state["step"]):
+            raise DataError(
+                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal its stream among them; resume "
+                f"with num_workers={state['flow']['workers']} in place of {self.num_workers}"
+            )
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
+        if isinstance(self.partition, Stream):
+            self.partition.load_state_dict(state["stream"])
+        if isinstance(self.partition, Flow):
+            self._turn = state["flow"]["turn"]
+            self.partition.load_state_dict(state["flow"])
         self.position, self.indices = None, []
 
     def close(self) -> None:
@@ -127,14 +197,20 @@ class Loader:
         self._next, self._resume_from = start, reader
         self._batches = None
         self._requests: deque[Request] = deque()  # asked for, and not yielded yet
+        self._steps = _Steps(self.partition, start, self._requests)
+        workers = self.workers
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
-                batch_sampler=_Steps(self.partition, start, self._requests),
+                batch_sampler=self._steps,
                 collate_fn=_unchanged,  # `Samples` collates
-                num_workers=self.num_workers,
-                persistent_workers=self.num_workers > 0,
+                num_workers=workers.count,
+                prefetch_factor=workers.prefetch_factor,
+                persistent_workers=workers.count > 0,
+                timeout=workers.timeout_s,
+                worker_init_fn=_Begin(workers.init) if workers.count else None,
+                multiprocessing_context=workers.context,
                 pin_memory=self.pin_memory,
                 snapshot_every_n_steps=int(self._samples.stateful),  # a dataset's own state, sent with each batch
                 generator=torch.Generator(),  # otherwise each epoch draws a number from the rank's own random state
@@ -142,24 +218,110 @@ class Loader:
         if reader is not None:
             self._loader.load_state_dict(reader)
 
-    def _receive(self, batch: Any, epoch: int, step: int) -> Any:
-        """Take note of a batch that is to be yielded."""
+    # An iteration
+
+    def _begin(self, epoch: int, start: int) -> tuple[int, int]:
+        """Where the iteration begins: in the next epoch, where that of a loaded state turns out to have ended."""
+        if isinstance(self.partition, Stream):
+            return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
+        if isinstance(self.partition, Flow):
+            self._turn = self.partition.begin(self._turn, again=self.num_workers > 0)
+        return epoch, start
+
+    def _has(self, epoch: int, step: int) -> bool:
+        """Whether the epoch has that step. All ranks ask together."""
+        if isinstance(self.partition, Partition):
+            return step < self.partition.steps_per_epoch
+        if isinstance(self.partition, Stream):
+            self.partition.prepare(epoch, step + self.workers.ahead + 1)
+            return self.partition.has(step)
+        return not self.partition.ended
+
+    def _start(self, epoch: int, start: int) -> Any:
+        """torchdata's iterator; with loader processes whose death interrupts nobody but the one who waits for them."""
+        self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
+        try:
+            batches: Any = iter(self._loader)
+        except RuntimeError as error:
+            if self.num_workers:
+                raise self._failed_processes(error) from error
+            raise
+        if self.num_workers and batches._worker_pids_set:
+            # torch has SIGCHLD raise in whatever the main thread does then, a wait for other ranks as well.
+            _remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+        return batches
+
+    def _read(self, batches: Any) -> Any:
+        """What a loader process, or this one, made of the next request."""
+        if not self.num_workers:
+            return next(batches)
+        if any(worker.exitcode is not None for worker in batches._workers):
+            raise self._failed_processes(None)
+        _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            raise self._failed_processes(error) from error
+        finally:
+            _remove_worker_pids(id(batches))
+
+    def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
+        """Take note of a batch that is to be yielded; None where there is none in what was read."""
         if isinstance(batch, Failure):
             explained = DataError(batch.message)
             explained.from_users_code = True
             raise explained from batch.cause
+        if isinstance(batch, Piece):
+            if isinstance(self.partition, Flow):
+                taken = self.partition.take(self._turn, batch)
+                self._turn += 1
+                if not taken:
+                    self._requests.popleft()
+                    return None
+            self.partition.found(step, batch.samples)  # type: ignore[union-attr]
+            batch = batch.filler if batch.batch is None and self.fills_empty else batch.batch
+        elif isinstance(self.partition, Stream):
+            self.partition.found(step, self.partition.size(step))
         self.indices = self._requests.popleft().indices
-        self.position = Position(epoch, step, len(self.indices), self.partition.size(step))
-        self._next = _following(self.partition, epoch, step)
-        return self.example(1) if batch is None and self.fills_empty else batch
+        if self._needs_samples:
+            self._check_filled(step)
+        self.position = Position(epoch, step, self.partition.shares(step)[self.partition.replica], self.partition.size(step))
+        last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
+        self._next = (epoch + 1, 0) if last else (epoch, step + 1)
+        return (self.example(1) if batch is None and self.fills_empty else batch,)
 
-    def _failed_processes(self, error: RuntimeError) -> DataError:
-        """What is raised when loader processes failed; they are ended."""
+    def _check_filled(self, step: int) -> None:
+        shares = self.partition.shares(step)
+        if len(shares) > 1 and 0 in shares:
+            raise PlanError(
+                f"{self._needs_samples} needs a sample on every replica, but batch {step} of an epoch holds {sum(shares)} samples for "
+                f"{len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
+            )
+
+    # Loader processes
+
+    def _failed_processes(self, error: RuntimeError | None) -> DataError:
+        """The error of loader processes that failed; they are ended."""
         epoch, step = self._next
+        where = f"rank {self._rank}, before step {step} of epoch {epoch}"
+        workers = getattr(self._loader._iterator, "_workers", ())
+        dead = [(worker.pid, worker.exitcode) for worker in workers if worker.exitcode is not None]
         self.close()
-        return DataError(
-            f"replica {self.partition.replica}: its {self.num_workers} loader processes failed at step {step} of epoch {epoch}: "
-            f"{error}. Those that were killed often lacked memory: try a smaller num_workers"
+        if dead:
+            pid, code = dead[0]
+            more = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
+            advice = "" if code >= 0 else ". Those that were killed often lacked memory: try a smaller num_workers"
+            return LoaderProcessError(f"{where}: a DataLoader worker process (pid {pid}){more} {_end_of(code)}{advice}")
+        said = str(error).strip()
+        if "timed out" in said:
+            return LoaderProcessError(
+                f"{where}: no batch came from the {self.num_workers} DataLoader worker processes within their timeout of "
+                f"{self.workers.timeout_s:g} s. If reading is only slow, raise timeout or num_workers"
+            )
+        return LoaderProcessError(
+            f"{where}: the {self.num_workers} DataLoader worker processes failed: {said}. Those that were killed often lacked memory: "
+            "try a smaller num_workers"
         )
 
     def _reader_state(self) -> dict[str, Any] | None:
@@ -209,14 +371,13 @@ def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
 class _Steps:
     """The batch sampler: a replica's requests from `next` = (epoch, step) to the end of that epoch."""
 
-    def __init__(self, partition: Partition, start: tuple[int, int], requests: deque[Request]) -> None:
+    def __init__(self, partition: Partition | Stream | Flow, start: tuple[int, int], requests: deque[Request]) -> None:
         self.partition, self.next, self.requests = partition, start, requests
 
     def __iter__(self) -> Iterator[Request]:
         epoch, start = self.next
         for step, indices in enumerate(self.partition.batches(epoch, start), start):
             request = Request(epoch, step, indices)
-            self.next = _following(self.partition, epoch, step)
             self.requests.append(request)
             yield request
 
@@ -228,8 +389,29 @@ class _Steps:
         """Nothing, as `state_dict`."""
 
 
-def _following(partition: Partition, epoch: int, step: int) -> tuple[int, int]:
-    return (epoch, step + 1) if step + 1 < partition.steps_per_epoch else (epoch + 1, 0)
+class _Begin:
+    """The `worker_init_fn` of loader processes: shows them the user's dataset, as a DataLoader would, and calls the user's function."""
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        samples: Any = info.dataset
+        object.__setattr__(info, "dataset", samples.dataset)  # the class refuses plain assignments
+        if self.init is not None:
+            self.init(worker)
+
+
+def _end_of(code: int) -> str:
+    """How a process with that exit code ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
 
 
 def _unchanged(batch: Any) -> Any:

@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -301,7 +301,7 @@ class Loop:
         }
         details |= {
             "transport": self.group.transport,
-            "samples_per_epoch": self.engine.loader.partition.samples,
+            "samples_per_epoch": cast(Partition, self.engine.loader.partition).samples,
             "steps_per_epoch": self.epoch_steps,
             "total_steps": self.total_steps,
         }

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import pickle
-import random
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError
+from paceline.train.own_random import seed_from
 
 Collate = Callable[[list[Any]], Any]
 
@@ -26,15 +24,17 @@ class Request(NamedTuple):
 
     epoch: int
     step: int
-    indices: list[int]
+    indices: list[Any]
 
 
 class Samples(Dataset[Any]):
     """The user's dataset as `StatefulDataLoader` sees it: its item is the whole batch of a `Request`, also in loader processes."""
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int) -> None:
-        self.dataset, self.replica, self.seed = dataset, replica, seed
+    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False) -> None:
+        """`bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and `batch_size=None`)."""
+        self.dataset, self.replica, self.seed, self.bulk = dataset, replica, seed, bulk
         self.collate = collate_fn or default_collate
+        self.has_own_collate = collate_fn not in (None, default_collate)
         self.read_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.epoch: int | None = None
         self.stateful = isinstance(dataset, Stateful)
@@ -48,7 +48,10 @@ class Samples(Dataset[Any]):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
 
-    def check_length(self, expected: int) -> None:
+    def check_length(self, expected: int | None) -> None:
+        """Refuse a dataset whose length is not the one that its samples were dealt by; None where nothing depends on it."""
+        if expected is None:
+            return
         length = len(self.dataset)  # type: ignore[arg-type]
         if length != expected:
             raise DataError(
@@ -59,25 +62,30 @@ class Samples(Dataset[Any]):
     def __getitems__(self, request: Request) -> Any:
         self.begin_epoch(request.epoch)
         if get_worker_info() is None:
-            return self.read(request.indices)
-        _seed_all(self.seed, request.epoch, request.step, self.replica)
+            return self._read(request)
+        seed_from(self.seed, request.epoch, request.step, self.replica)
         try:
-            return self.read(request.indices)
+            return self._read(request)
         except DataError as error:
             return Failure(str(error), _portable(error.__cause__ or error))
+
+    def _read(self, request: Request) -> Any:
+        return self.read(request.indices)
 
     def read(self, indices: list[int]) -> Any:
         """The collated batch of these samples, None where there are none."""
         if not indices:
             return None
-        if self.read_many is None:
+        if self.bulk:
+            samples = self._read_one(indices)
+        elif self.read_many is None:
             samples = [self._read_one(index) for index in indices]
         else:
             try:
                 samples = self.read_many(indices)
             except Exception as error:
                 raise self._error(self._culprit(indices), error) from error
-            if isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):
+            if not self.has_own_collate and isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):
                 return samples
         try:
             return self.collate(samples)
@@ -87,11 +95,15 @@ class Samples(Dataset[Any]):
                 f"{type(error).__name__}: {error}. Samples of a batch need the same structure, shapes and types, or a collate_fn"
             ) from error
 
-    def _read_one(self, index: int) -> Any:
+    def example(self, count: int, indices: list[Any]) -> Any:
+        """A batch of `count` samples for a look at the data, with these indices where it has any."""
+        return self.read(indices)
+
+    def _read_one(self, index: Any) -> Any:
         try:
             return self.dataset[index]
         except Exception as error:
-            raise self._error([index], error) from error
+            raise self._error(index if self.bulk else [index], error) from error
 
     def _culprit(self, indices: list[int]) -> list[int]:
         """The first sample that raises when read alone; all of them where none does."""
@@ -129,13 +141,6 @@ class Failure:
 
     message: str
     cause: BaseException
-
-
-def _seed_all(*key: int) -> None:
-    torch_seed, other = np.random.SeedSequence(key).generate_state(2, np.uint64).tolist()
-    torch.manual_seed(torch_seed)
-    random.seed(other)
-    np.random.seed(other % 2**32)
 
 
 def _portable(error: BaseException) -> BaseException:
