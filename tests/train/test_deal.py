@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import json
@@ -38,6 +39,13 @@ from paceline.train.engine import Engine
 from ranks import RankError, Ranks
 
 SAMPLES, BATCH = 50, 8
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_process_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 def numbered(samples: int = SAMPLES) -> TensorDataset:
@@ -492,7 +500,7 @@ class Slow(Dataset[Any]):
 
 
 def test_a_loader_process_that_does_not_answer_within_timeout_is_an_error() -> None:
-    engine = engine_of(DataLoader(Slow(), BATCH, num_workers=1, timeout=0.1))
+    engine = engine_of(DataLoader(Slow(), 1, num_workers=1, timeout=0.1))
     with pytest.raises(LoaderProcessError, match=r"rank 0, before step 0 of epoch 0: no batch came .* within their timeout of 0\.1 s"):
         next(iter(engine.loader))
 
