@@ -54,7 +54,8 @@ PLANS = {
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 OUTCOMES = ("agree", "cannot_tell", "refused_before_start", "refused_late", "crashed", "wrong")
 STEPS = 2
-_IMPORTS = (  # what ranks would otherwise each import
+_IMPORTS = (  # what ranks would otherwise each import; our own first, which sees to what torchvision lacks
+    "models_libraries",
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"),
     *("numpy", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils"),
     *("transformers.generation.utils", "transformers.modeling_layers", "transformers.loss.loss_utils"),

@@ -35,7 +35,8 @@ class RankFailure(LaunchError):
 
 
 def start_server(imports: Sequence[str]) -> None:
-    """Start the process that ranks are forked from, with these modules in it."""
+    """Start the process that ranks are forked from, with these modules in it; it finds them where this process does."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     _fork.set_forkserver_preload(list(imports))
     forkserver.ensure_running()
 

@@ -57,3 +57,7 @@ def _declare(namespace: str, operator: str) -> None:
     library = Library(namespace, "FRAGMENT")
     library.define(f"{operator}(Tensor input) -> Tensor")
     _DECLARED.append(library)
+
+
+if installed("torchvision"):  # transformers imports it wherever it is there, and fails where its operators are missing
+    _imported("torchvision")
