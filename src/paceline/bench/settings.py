@@ -13,6 +13,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
+from paceline.launch.preflight import refuse_what_cannot_divide
 from paceline.plan.case import DEGREES
 from paceline.plan.plan import Plan
 
@@ -91,6 +92,8 @@ def settings_for(
         ]
     if reasons := list(dict.fromkeys(_reasons_against(chosen, job, cluster))):
         raise PlanError("\n".join(reasons))
+    for setting in chosen:
+        refuse_what_cannot_divide(setting.job(job), setting.plan, cluster)
     return chosen
 
 

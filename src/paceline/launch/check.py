@@ -17,10 +17,10 @@ from paceline.errors import PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.auto import choose
-from paceline.launch.look import launch_to_look
+from paceline.launch.look import Launch, launch_to_look
+from paceline.launch.preflight import refuse_what_cannot_divide
 from paceline.plan.plan import Plan
 
-Launch = Callable[[list[str], Job, Cluster, Plan], None]  # starts the ranks of a plan and waits for their end, as `launch_to_look` does
 Verdict = Literal["holds", "differs", "cannot tell"]
 
 
@@ -192,6 +192,7 @@ class Checks:
         """
         if reasons := plan.check(self.job, self.cluster):
             raise PlanError("\n".join(reasons))
+        refuse_what_cannot_divide(self.job, plan, self.cluster, launch=self._launch)
         (microbatches, readers), precision = self._parts(plan), plan.precision_for(self.job)
         reference = self._reference(microbatches, readers)
         if precision != "fp64" and (reference, precision) not in self._roundings:

@@ -43,6 +43,7 @@ def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration
 def run_rank(arguments: list[str]) -> None:
     """Predict for the folder `arguments[0]`, and leave `forecasts.json` there."""
     from paceline.plan.calibrate import Calibration
+    from paceline.train.preflight import LOOK_S, refused_of
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     folder = Path(arguments[0])
@@ -50,6 +51,8 @@ def run_rank(arguments: list[str]) -> None:
     file = folder / "calibration.json"
     calibration = Calibration.from_json(file.read_text()) if file.is_file() else None
     found = predicted(job, cluster, Plan.parse((folder / "default.txt").read_text()), calibration)
+    refused = refused_of(job, [Plan.parse(row.plan) for row in found], LOOK_S)  # here, where torch and the model's code are already
+    found = [row for row in found if Plan.parse(row.plan) not in refused]
     (folder / "forecasts.json").write_text(json.dumps([asdict(row) for row in found]))
 
 

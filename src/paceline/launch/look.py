@@ -12,6 +12,8 @@ from paceline.launch.local import launch
 from paceline.launch.place import places_on
 from paceline.plan.plan import Plan
 
+Launch = Callable[[list[str], Job, Cluster, Plan], None]  # starts the ranks of a plan and waits for their end, as `launch_to_look` does
+
 
 def launch_to_look(module_args: list[str], job: Job, cluster: Cluster, plan: Plan, *, on_tick: Callable[[], None] | None = None) -> None:
     """Run the function of `module_args` (see `launch`) on the ranks of a plan on the cluster, and wait for their end.

@@ -24,6 +24,7 @@ from paceline.job.job import Job
 from paceline.launch.auto import Choice, Say, choose, remember_run
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
+from paceline.launch.preflight import refuse_what_cannot_divide
 from paceline.launch.torchrun import fail
 from paceline.plan.plan import Plan, cores_of
 from paceline.train.progress import LiveProgress
@@ -83,6 +84,7 @@ def train(
         # From here to the end the directory is this process's; of a new run, once it is known where.
         lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
         choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+        refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
             lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))
         record = _record(job, cluster, choice.plan, lock.run, before)
@@ -215,6 +217,7 @@ def _agreed_run(
             chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
             if reasons := chosen.check(job, cluster, group.size):
                 raise PlanError("\n".join(reasons))
+            refuse_what_cannot_divide(job, chosen, cluster, group.size)
             before = _to_resume(job, run) if resume else None
             say = partial(print, file=sys.stderr, flush=True)
             path = before.path if before else Path(run) if run is not None else _new_directory(job)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.job.nearest import closest
-from paceline.plan.case import DEGREES, READERS, Case
+from paceline.plan.case import DEGREES, READERS, Case, Check
 from paceline.plan.check import CHECKS
 from paceline.plan.split_check import MEMORY
 
@@ -36,7 +36,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> Plan | None:
+def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()) -> Plan | None:
     """The plan that passes every check and differs least from `plan`: in the fewest keys, and among those in the degrees by least.
 
     No degree that is 1 in `plan` is raised, but for `dp` and, where the state is beyond the memory, `fsdp`. It needs no more ranks than
@@ -44,6 +44,7 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
 
     Args:
         world: the number of ranks that were started already; the plan then needs exactly these.
+        further: checks that are held against plans which pass all others, as what only dividing the model shows.
 
     Returns:
         None where none was found; `plan` itself where it works.
@@ -51,11 +52,12 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
     Raises:
         JobError: a plan divides the model, and that cannot be built.
     """
+    checks = (*CHECKS, *further)
     asked = Case(plan, job, cluster, world)
     asked = replace(asked, weighed=asked.divides)  # a whole model may be too large as well
-    if (found := _others_repaired(asked, 0)) is not None:
+    if (found := _others_repaired(asked, 0, checks)) is not None:
         return found
-    failed = {check.keys for check in CHECKS if check.reason(asked)}
+    failed = {check.keys for check in checks if check.reason(asked)}
     ranks = asked.devices if DEGREES in failed else max(plan.ranks, asked.devices)
     ranks = ranks if world is None else world
     crowded = MEMORY in failed  # then sharing out the state is what helps
@@ -65,11 +67,11 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
     for changes in range(1, _MOST_CHANGES + 1):
         for in_degrees in range(min(changes, len(varied)) + 1):
             for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
-                if (found := _others_repaired(case, changes - in_degrees)) is not None:
+                if (found := _others_repaired(case, changes - in_degrees, checks)) is not None:
                     return found
     for in_degrees in range(len(varied) + 1):  # far off: as many of the other keys as it takes, the first value that helps of each
         for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
-            if (found := _others_repaired(case, None)) is not None:
+            if (found := _others_repaired(case, None, checks)) is not None:
                 return found
     return None
 
@@ -115,9 +117,9 @@ def _values(case: Case, key: str, most: int) -> list[int]:
     return [n for n, changed in cases if not any(check.reason(changed) for check in alone)]
 
 
-def _others_repaired(case: Case, changes: int | None, fixed: frozenset[str] = frozenset(DEGREES)) -> Plan | None:
+def _others_repaired(case: Case, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)) -> Plan | None:
     """The plan with exactly so many keys beside the degrees changed (None: any number), each for a check that asks for it; else None."""
-    failed = next((check for check in CHECKS if check.reason(case)), None)
+    failed = next((check for check in checks if check.reason(case)), None)
     if failed is None:
         return None if changes else case.plan
     if changes == 0:
@@ -127,7 +129,7 @@ def _others_repaired(case: Case, changes: int | None, fixed: frozenset[str] = fr
             changed = replace(case, plan=replace(case.plan, **{key: value}))
             if failed.reason(changed):
                 continue
-            if (found := _others_repaired(changed, changes and changes - 1, fixed | {key})) is not None:
+            if (found := _others_repaired(changed, changes and changes - 1, checks, fixed | {key})) is not None:
                 return found
     return None
 

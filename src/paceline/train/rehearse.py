@@ -22,13 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.comm import Group
-from paceline.errors import PacelineError, PlanError
+from paceline.errors import DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plan.blocks import find_blocks
 from paceline.plan.case import STAGES_PER_RANK
 from paceline.plan.plan import Plan
+from paceline.split.apply import Split
 from paceline.split.expert import mixtures
 from paceline.split.initialise import Recorded, record
 from paceline.split.memory import StateBytes, predicted_bytes
@@ -45,6 +46,10 @@ from paceline.train.watch import Watch
 DEVICES_PER_HOST = 8
 _BEYOND_ANY = 2**60  # bytes: how much memory the devices have, nobody said
 _WITHOUT_VALUES = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
+
+
+class StepFailed(PlanError):
+    """A step without memory failed in code that raised no error of ours: the divided model's, or only that of tensors without values."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +111,12 @@ def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehear
         raise PlanError("\n".join(reasons))
     found = Rehearsal(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    rehearsed = _as_rehearsed(job, plan, found.notes)
-    job = _with_data_at_hand(job)
+    rehearsed = as_rehearsed(job, plan, found.notes)
+    job = with_data_at_hand(job)
     with torch.random.fork_rng(devices=[]):
         for stage in range(plan.pp):
             say(f"rehearsing stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "rehearsing a step")
-            found.roles.append(_role(job, rehearsed, data, stage))
+            found.roles.append(rehearsed_role(job, rehearsed, data, stage))
     found.seconds = time.monotonic() - started
     found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     return found
@@ -128,8 +133,8 @@ def _cluster_for(plan: Plan) -> Cluster:
     return Cluster(name=f"a cluster of {plan.ranks} devices", hosts=tuple(hosts))
 
 
-def _as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
-    """The plan without what takes values or time to find out; `notes` says what that is."""
+def as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
+    """A plan without what takes values or time to find out; `notes` says what that is."""
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is not rehearsed: blocks run as they are written")
     model = _recorded(job).model
@@ -146,13 +151,18 @@ def _as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
     return replace(plan, compile="off", threads=0)
 
 
-def _with_data_at_hand(job: Job) -> Job:
-    """Without other hosts' files, and without processes that read ahead."""
+def with_data_at_hand(job: Job) -> Job:
+    """A job without other hosts' files, and without processes that read ahead."""
     partition, data = job.partition.model_copy(update={"host_files": False}), job.data.model_copy(update={"num_workers": 0})
     return job.model_copy(update={"partition": partition, "data": data})
 
 
-def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
+def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
+    """One step of the first rank of a pipeline stage, under a plan from `as_rehearsed`.
+
+    Raises:
+        PlanError: the plan cannot divide the model, or (`StepFailed`) the step fails.
+    """
     rank = stage * (plan.ranks // plan.dp // plan.pp)
     with _as_rank(rank, plan.ranks) as world:
         mesh = Mesh.of(plan, world)
@@ -161,7 +171,7 @@ def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
         recorded = _recorded(job)
         loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
         experts = {name for name, _ in mixtures(recorded.model)}
-        split = without_memory(recorded, plan, mesh, loader, loss, settings)
+        split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
         watch = Watch()
         with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(Recorded(recorded.model, None, _nothing))
@@ -175,6 +185,22 @@ def _role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
     return Role(stage, rank, [*split.report, *engine.replica.said], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+
+
+def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
+    """The divided model; whatever keeps the ranks from dividing it, or the first batch, is a reason against the plan."""
+    try:
+        split = divide()
+        if split.context is not None and batch is not None:
+            split.context.shard(batch)
+    except DataError as error:
+        raise PlanError(f"plan {plan}: {error}") from error
+    except PacelineError:
+        raise
+    except Exception as error:
+        what = next(iter(str(error).splitlines()), "")
+        raise PlanError(f"plan {plan}: this model cannot be divided so: {type(error).__name__}: {what}") from error
+    return split
 
 
 def _recorded(job: Job) -> Recorded:
@@ -247,7 +273,7 @@ def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) 
         where = _module_of(error.__traceback__, modules)
         if isinstance(error, _WITHOUT_VALUES):
             return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
-        raise PlanError(f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}") from error
+        raise StepFailed(f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}") from error
     return None
 
 

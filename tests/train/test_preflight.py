@@ -1,0 +1,123 @@
+"""What keeps ranks from dividing a model is told before they start, with a plan that works; shapes that cannot tell refuse nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster.discover import discover
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.job.zoo.gpt import GPT
+from paceline.launch.look import launch_to_look
+from paceline.launch.preflight import refuse_what_cannot_divide
+from paceline.launch.train import train
+from paceline.plan.plan import Plan
+from paceline.train.preflight import Preflight, refused_of
+
+VOCAB, TOKENS = 32, 16
+
+
+class Summing(GPT):
+    """Adds up its tokens before it attends, so no rank can do with a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab=VOCAB, context=TOKENS, layers=2, hidden=16, heads=2)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Any:
+        return super().forward(tokens.cumsum(1) % VOCAB, position_ids=position_ids)
+
+
+class OfWholeRows(nn.Module):
+    """Insists on the length of its input, which cp changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = GPT(vocab=VOCAB, context=TOKENS, layers=2, hidden=16, heads=2)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Any:
+        if not tokens.is_meta and tokens.shape[1] != TOKENS:
+            raise RuntimeError(f"expected {TOKENS} tokens")
+        return self.inner(tokens, position_ids=position_ids)
+
+
+class OfValues(nn.Module):
+    """Decides by values how it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Embedding(VOCAB, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, VOCAB))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(tokens)
+        torch.from_numpy(x.detach().numpy())  # as code that logs or plots does
+        y: Tensor = self.blocks(x)
+        return y
+
+
+def job(model: str) -> Job:
+    return Job(
+        name="small",
+        model={"factory": f"{__file__}:{model}"},
+        data={"kind": "synthetic", "samples": 32, "shape": [TOKENS], "vocab": VOCAB, "held_out": 0},
+        loss="cross_entropy",
+        optimizer="adamw",
+        global_batch=8,
+        stop={"steps": 1},
+    )
+
+
+def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_that_works() -> None:
+    assert Plan.parse("dp=2 cp=2").check(job("Summing"), discover()) == [], "else it is known without dividing the model"
+    *reasons, nearest = Preflight(job("Summing")).refusal(Plan.parse("dp=2 cp=2"), discover())
+    assert "cumsum along the tokens" in reasons[0]
+    assert nearest == "Nearest plan that works: dp=2."
+
+
+def test_a_plan_that_is_proposed_was_itself_divided() -> None:
+    preflight = Preflight(job("Summing"))
+    *_, nearest = preflight.refusal(Plan.parse("cp=2 tp=2"), discover())
+    assert nearest == "Nearest plan that works: tp=2."
+    assert preflight._known[Plan.parse("tp=2")] == []
+
+
+def test_a_step_that_fails_only_where_the_model_is_divided_is_refused() -> None:
+    [reason, _] = Preflight(job("OfWholeRows")).refusal(Plan.parse("cp=2"), discover())
+    assert f"expected {TOKENS} tokens" in reason
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "fsdp=2", "remat=block"])
+def test_code_that_needs_values_is_left_to_the_ranks(plan: str) -> None:
+    found = Preflight(job("OfValues")).reasons(Plan.parse(plan))
+    assert found == [] or "no repeated blocks" in found[0]
+
+
+def test_of_several_plans_those_are_named_that_cannot_divide_the_model() -> None:
+    cp, tp = Plan.parse("cp=2"), Plan.parse("tp=2")
+    assert refused_of(job("Summing"), [Plan(dp=2), cp, tp], 60) == {cp}
+    assert refused_of(job("Summing"), [cp], 0) == set(), "there was no time to ask"
+
+
+def test_training_is_refused_before_there_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(PlanError, match=r"(?s)cumsum along the tokens.*Nearest plan that works: dp=1\."):
+        train(job("Summing"), plan="cp=2", run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists(), "a refusal is not kept: code that the job does not name may be mended"
+
+
+def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: list[str] = []
+
+    def launch(arguments: list[str], *others: Any) -> None:
+        asked.append(arguments[0])
+        launch_to_look(arguments, *others)
+
+    for plan in ("tp=2", "tp=2", "dp=2"):
+        refuse_what_cannot_divide(job("Summing"), Plan.parse(plan), discover(), launch=launch)
+    assert len(asked) == 1
