@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.sync.batchnorm import GlobalBatchNorm, has_batch_norm, synchronise
+from paceline.errors import PlanError
+from paceline.sync.batchnorm import has_batch_norm, is_synchronised, synchronise, unsynchronise
 from ranks import Ranks
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -59,7 +60,7 @@ def passed(model: nn.Module, dimensions: int, part: slice) -> dict[str, Any]:
 def as_rank(dimensions: int, settings: dict[str, Any]) -> dict[str, Any]:
     with joined(deadline_s=30) as group:
         model = synchronise(layer(dimensions, **settings), group)
-        assert isinstance(model, GlobalBatchNorm)
+        assert is_synchronised(model)
         first = sum(SHARES[: group.rank])
         return passed(model, dimensions, slice(first, first + SHARES[group.rank]))
 
@@ -93,21 +94,129 @@ def test_an_evaluation_waits_for_no_other_replica(ranks: Ranks) -> None:
     torch.testing.assert_close(measured, layer(1, track_running_stats=False)(whole_batch(1, 0)[0]).detach())
 
 
-def converted() -> tuple[list[str], bool, list[bool]]:
+def converted() -> tuple[bool, bool, list[bool], list[bool]]:
     with joined(deadline_s=30) as group:
-        model: nn.Module = nn.Sequential(nn.Linear(4, CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)), nn.BatchNorm1d(CHANNELS).eval())
-        before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        model = synchronise(model, group)
-        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        model = nn.Sequential(nn.Linear(4, CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)), nn.BatchNorm1d(CHANNELS).eval())
+        before = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
+        kinds = [type(m) for m in model.modules()]
+        synchronise(model, group)
+        after = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
         same = before.keys() == after.keys() and all(before[name] is after[name] for name in before)
-        return [type(m).__name__ for m in model.modules()], same, [m.training for m in model.modules()]
+        changed = [type(m) is not kind for m, kind in zip(model.modules(), kinds, strict=True)]
+        training = [m.training for m in model.modules()]
+        unsynchronise(model)
+        return same, [type(m) for m in model.modules()] == kinds, changed, training
 
 
-def test_only_batch_norm_layers_are_replaced_and_their_tensors_stay(ranks: Ranks) -> None:
-    for kinds, same, training in ranks(2, converted):
-        assert kinds == ["Sequential", "Linear", "Sequential", "GlobalBatchNorm", "GlobalBatchNorm"]
+def test_only_batch_norm_layers_change_and_all_objects_stay(ranks: Ranks) -> None:
+    for same, undone, changed, training in ranks(2, converted):
+        assert changed == [False, False, False, True, True]
         assert same
+        assert undone
         assert training == [True, True, True, True, False]
+
+
+class WithActivation(nn.BatchNorm2d):
+    """Writes its own forward pass, with an activation behind, as timm's BatchNormAct2d does."""
+
+    def __init__(self, channels: int, **settings: Any) -> None:
+        super().__init__(channels, **settings)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.2, self.eps)
+        activated: Tensor = self.act(y)
+        return activated
+
+
+class Scaled(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 1.5
+
+
+def unusual(kind: str) -> nn.Module:
+    """Batch norms as people extend, share, hook, patch and parametrise them, around a convolution."""
+    torch.manual_seed(2)
+    norm: BatchNorm = WithActivation(CHANNELS) if kind == "subclass" else nn.BatchNorm2d(CHANNELS)
+    if kind == "converted by torch":
+        norm = nn.SyncBatchNorm(CHANNELS)
+    layers: list[nn.Module] = [norm, nn.Conv2d(CHANNELS, CHANNELS, 1), norm if kind == "twice" else nn.Identity()]
+    if kind == "hooked":
+        norm.register_forward_hook(lambda module, args, output: output.tanh())
+    if kind == "patched":
+        plain = norm.forward
+        setattr(norm, "forward", lambda x: plain(x).sigmoid())  # noqa: B010 - as people patch one layer
+    if kind == "parametrised":
+        torch.nn.utils.parametrize.register_parametrization(norm, "weight", Scaled())
+    if kind == "instance norm":
+        layers.append(nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True))
+    return nn.Sequential(*layers).double()
+
+
+def unusual_as_rank(kind: str) -> dict[str, Any]:
+    with joined(deadline_s=30) as group:
+        first = sum(SHARES[: group.rank])
+        return passed(synchronise(unusual(kind), group), 2, slice(first, first + SHARES[group.rank]))
+
+
+@pytest.mark.parametrize("kind", ["subclass", "twice", "hooked", "patched", "parametrised", "converted by torch", "instance norm"])
+def test_layers_keep_what_they_do_besides(ranks: Ranks, kind: str) -> None:
+    one = passed(unusual(kind), 2, slice(None))
+    many = ranks(len(SHARES), unusual_as_rank, kind)
+    for key in ("outputs", "gradients"):
+        for i, expected in enumerate(one[key]):
+            if kind == "instance norm" and (key, i) == ("outputs", 2):
+                continue  # its running statistics are over samples, so each replica has its own
+            torch.testing.assert_close(torch.cat([result[key][i] for result in many]), expected, rtol=1e-8, atol=1e-10)
+    for name, expected in one["parameters"].items():
+        torch.testing.assert_close(sum(result["parameters"][name] for result in many), expected, rtol=1e-8, atol=1e-10)
+
+
+class ByHand(nn.BatchNorm1d):
+    """Computes its statistics by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (input - input.mean(0)) / input.std(0)
+
+
+def refused(layer: nn.Module) -> str:
+    with joined(deadline_s=30) as group:
+        try:
+            synchronise(nn.Sequential(layer), group)(torch.randn(4, CHANNELS))
+        except PlanError as error:
+            return str(error)
+    return ""
+
+
+class OwnSync(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (ByHand(CHANNELS), "ByHand extends BatchNorm and computes without torch.nn.functional.batch_norm"),
+        (nn.LazyBatchNorm1d(), '"0" is a LazyBatchNorm1d that has not seen its first batch'),
+        (OwnSync(CHANNELS), '"0" is a OwnSync, which extends torch\'s SyncBatchNorm'),
+    ],
+)
+def test_a_layer_whose_statistics_cannot_be_global_is_refused(ranks: Ranks, layer: nn.Module, why: str) -> None:
+    assert all(why in text for text in ranks(2, refused, layer))
+
+
+def copied() -> bool:
+    with joined(deadline_s=30) as group:
+        model = synchronise(nn.BatchNorm1d(CHANNELS), group)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)
+        return is_synchronised(average) and average.module.weight is not model.weight
+
+
+def test_a_model_can_be_copied_to_average_its_weights(ranks: Ranks) -> None:
+    assert all(ranks(2, copied))
 
 
 def half_precision() -> tuple[torch.dtype, bool]:

@@ -71,7 +71,7 @@ class Pipeline:
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._busy = Busy(device)
         self._count = pp.size * STAGES_PER_RANK[plan.schedule]
-        self._by_export, self._cuts = self._choose(example, plan)
+        self.by_export, self._cuts = self._choose(example, plan)
         self._own = [i for i in range(self._count) if self._rank_of(i) == pp.rank]
         extents = self._extents_of(example)
         owners = self._owners(extents)
@@ -88,7 +88,7 @@ class Pipeline:
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks on this rank, in order; none where `torch.export` traced the model, as its graph does not call them."""
         found: list[nn.Module] = []
-        if self._by_export:
+        if self.by_export:
             return found
         for stage in self.stages:
             modules = dict(stage.named_modules())
@@ -259,7 +259,7 @@ class Pipeline:
     def _described(self, extents: Sequence[Extent | Piece]) -> list[str]:
         shapes = [" + ".join(str(list(shape.size)) for shape in extent.received) for extent in extents[1:]]
         crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in zip(self._cuts, shapes, strict=True))
-        how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self._by_export else ""
+        how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self.by_export else ""
         tied = [f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed" for name, ranks in self._shared.items()]
         return [f"pp: {self._count} stages on {self._pp.size} ranks,{how} schedule {self._schedule_name}; cut before {crossing}", *tied]
 
@@ -278,9 +278,9 @@ class Pipeline:
     def _extents_of(self, batch: Batch) -> Sequence[Extent | Piece]:
         """What every stage does with batches of this shape; watched once for each shape."""
         training = self.stages[0].training if self.stages else self._model.training
-        key = (_shapes_of(batch, self._device), training and self._by_export)
+        key = (_shapes_of(batch, self._device), training and self.by_export)
         if key not in self._extents:
-            if self._by_export:
+            if self.by_export:
                 self._model.train(training)
                 self._extents[key] = self._pieces(batch, self._cuts)
             else:

@@ -2,87 +2,195 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler when it is first called, not here
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from paceline.comm import Group
+from paceline.errors import PlanError
+
+Forward = Callable[..., Any]
 
 
 def synchronise(model: nn.Module, dp: Group) -> nn.Module:
-    """Make every batch-norm layer of `model` use the statistics of all replicas.
+    """Make every batch-norm layer of `model` use the statistics of all replicas; returns the model.
 
-    On CUDA with torch's fused `SyncBatchNorm`; on the CPU, which that does not support, with `GlobalBatchNorm`.
-    Parameters and buffers keep their names and identity, so optimizers and checkpoints do not notice.
+    The layers stay the objects that they are, with their hooks, names and tensors. Their class becomes a subclass of its own, in whose
+    forward `torch.nn.functional.batch_norm` is computed over the replicas. So a layer that extends BatchNorm keeps what it does besides.
+
+    Raises:
+        PlanError: a layer whose statistics cannot be taken over the replicas; names it.
     """
-    if dp.size == 1:
-        return model
-    if dp.device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, dp.backend)
-        return converted
-    if isinstance(model, nn.modules.batchnorm._BatchNorm):
-        return GlobalBatchNorm(model, dp)
-    for name, child in model.named_children():
-        setattr(model, name, synchronise(child, dp))
+    classes: dict[type, type] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm) or isinstance(layer, _Global):
+            continue
+        if isinstance(layer, SyncBatchNorm) and dp.device.type == "cuda":
+            layer.process_group = dp.backend
+        elif dp.size > 1 or isinstance(layer, SyncBatchNorm):
+            _refuse(name, layer)
+            cls = type(layer)
+            layer.__class__ = classes.setdefault(cls, _global_class(cls, dp))
+            if (own := layer.__dict__.get("forward")) is not None:  # set on the instance, so it hides that of the class
+                layer.__dict__["forward"] = partial(_computed, own, dp)
     return model
+
+
+def unsynchronise(model: nn.Module) -> None:
+    """Give the layers that `synchronise` changed their own classes back."""
+    for layer in model.modules():
+        if isinstance(layer, _Global):
+            layer.__class__ = layer.plain
+            own = layer.__dict__.get("forward")
+            if isinstance(own, partial) and own.func is _computed:
+                layer.__dict__["forward"] = own.args[0]
 
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether any layer normalises over the batch."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
-class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Drop-in for BatchNorm1d/2d/3d: (N, C, …) to the same shape, mean and variance over the N of all replicas.
+def is_synchronised(model: nn.Module) -> bool:
+    """Whether any layer of `model` uses the statistics of all replicas."""
+    return any(isinstance(m, _Global) for m in model.modules())
 
-    Two differentiable all-reduces per forward pass (counts with sums, then squared deviations), so the variance does not
-    lose digits to cancellation and autograd derives the exact backward pass.
+
+if TYPE_CHECKING:
+    _Layer = _BatchNorm
+else:
+    _Layer = object
+
+
+class _Global(_Layer):
+    """Mixed into the class of a batch-norm layer: its statistics are those of all replicas while it trains.
+
+    Attributes:
+        dp: the replicas. On the class, so that a copy of the model (an average of its weights) does not copy connections.
+        plain: the class of the layer before.
     """
 
-    def __init__(self, layer: nn.modules.batchnorm._BatchNorm, dp: Group) -> None:
-        super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        self.weight, self.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers(recurse=False):
-            setattr(self, name, buffer)
-        self.train(layer.training)
-        self.dp = dp
+    dp: ClassVar[Group]
+    plain: ClassVar[type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:  # replicas may measure different numbers of batches, so nothing is exchanged
-            own_statistics = self.running_mean is None
-            return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, own_statistics, 0.0, self.eps)
-        axes = [d for d in range(x.dim()) if d != 1]
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        sums = torch.cat([wide.sum(axes), wide.new_full((1,), x.numel() / x.shape[1])])
-        sums = _SumOverReplicas.apply(sums, self.dp)
-        count = sums[-1].detach()
-        mean = sums[:-1] / count
-        centred = wide - self._broadcastable(mean, x)
-        variance = _SumOverReplicas.apply(centred.square().sum(axes), self.dp) / count
-        self._track(mean.detach(), variance.detach(), count)
-        y = centred * self._broadcastable(torch.rsqrt(variance + self.eps), x)
-        if self.affine:
-            y = y * self._broadcastable(self.weight, x) + self._broadcastable(self.bias, x)
-        return y.to(x.dtype)
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        # torch's SyncBatchNorm refuses CPUs, and is otherwise what every batch norm is.
+        forward: Forward = partial(_BatchNorm.forward, self) if self.plain is SyncBatchNorm else super().forward
+        return _computed(forward, self.dp, *args, **keywords) if self.training else forward(*args, **keywords)
 
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        if not self.track_running_stats:
-            return
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(self.running_var.dtype), share)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Any (N, C, …) is accepted, as the replaced layer checked its own."""
+def _global_class(cls: type, dp: Group) -> type:
+    """`cls` with the statistics of all replicas, under the same name."""
+    return type(cls.__name__, (_Global, cls), {"dp": dp, "plain": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
-    @staticmethod
-    def _broadcastable(vector: Tensor, x: Tensor) -> Tensor:
-        return vector.view(1, -1, *([1] * (x.dim() - 2)))
+
+def _refuse(name: str, layer: _BatchNorm) -> None:
+    cls = type(layer)
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+        raise PlanError(
+            f'batch_norm: sync: "{name}" is a {cls.__name__} that has not seen its first batch, so its size is not known. '
+            "Give the number of channels, or run one batch through the model before."
+        )
+    if isinstance(layer, SyncBatchNorm) and cls.forward is not SyncBatchNorm.forward:
+        raise PlanError(
+            f'batch_norm: sync: "{name}" is a {cls.__name__}, which extends torch\'s SyncBatchNorm, and that computes on GPUs only. '
+            "Use the class that extends BatchNorm in the model; batch_norm: sync makes its statistics global."
+        )
+
+
+@_not_compiled  # a compiler cannot trace what replicas tell each other
+def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
+    """A layer's own forward pass, in which batch norms are over the replicas.
+
+    Raises:
+        PlanError: it computed no batch norm that torch knows, so its statistics may be its own.
+    """
+    with _OverReplicas(dp) as mode:
+        output = forward(*args, **keywords)
+    if not mode.used:
+        layer = getattr(getattr(forward, "__self__", None), "__class__", None)
+        raise PlanError(
+            f"batch_norm: sync: {getattr(layer, '__name__', 'a layer')} extends BatchNorm and computes without "
+            "torch.nn.functional.batch_norm, so its statistics stay those of a replica. Call that function in its forward, "
+            "or use batch_norm: local."
+        )
+    return output
+
+
+class _OverReplicas(TorchFunctionMode):
+    """Within, `torch.nn.functional.batch_norm` takes the statistics of a training batch over all replicas.
+
+    Attributes:
+        used: whether that function was called.
+    """
+
+    def __init__(self, dp: Group) -> None:
+        super().__init__()
+        self.dp, self.used = dp, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.batch_norm:
+            return function(*args, **kwargs)
+        self.used = True
+        return _batch_norm(self.dp, *args, **kwargs)
+
+
+def _batch_norm(
+    dp: Group,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As `torch.nn.functional.batch_norm`, where `training` with the mean and variance of all replicas.
+
+    On the CPU with two differentiable all-reduces (counts with sums, then squared deviations), so the variance does not lose digits to
+    cancellation and autograd derives the exact backward pass; on GPUs with torch's fused kernels.
+    """
+    traced = input.is_meta or isinstance(input, torch._subclasses.FakeTensor)  # in shapes only, so there is nothing to agree on
+    single = input.numel() == input.shape[1]  # one value is enough where other replicas have more; torch refuses it
+    if not training or dp.size == 1 or (traced and not single):
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if input.is_cuda:
+        fused = torch.nn.modules._functions.SyncBatchNorm.apply
+        normalised: Tensor = fused(input, weight, bias, running_mean, running_var, eps, momentum, dp.backend, dp.size)
+        return normalised
+    total: Callable[[Tensor], Tensor] = (lambda x: x) if traced else (lambda x: _SumOverReplicas.apply(x, dp))
+    axes = [d for d in range(input.dim()) if d != 1]
+    wide = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    sums = torch.cat([wide.sum(axes), wide.new_full((1,), input.numel() / input.shape[1])])
+    sums = total(sums)
+    count = sums[-1].detach()
+    mean = sums[:-1] / count
+    centred = wide - _broadcastable(mean, input)
+    variance = total(centred.square().sum(axes)) / count
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((variance.detach() * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
+    y = centred * _broadcastable(torch.rsqrt(variance + eps), input)
+    if weight is not None:
+        y = y * _broadcastable(weight, input)
+    if bias is not None:
+        y = y + _broadcastable(bias, input)
+    return y.to(input.dtype)
+
+
+def _broadcastable(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.view(1, -1, *([1] * (x.dim() - 2)))
 
 
 class _SumOverReplicas(torch.autograd.Function):

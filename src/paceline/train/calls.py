@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from paceline.comm import Group
+from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss
 from paceline.job.zoo.losses import ModelsOwn
-from paceline.sync.batchnorm import has_batch_norm, synchronise
+from paceline.sync.batchnorm import synchronise
 
 
 def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
@@ -30,4 +31,12 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, readers: Group) 
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:
             choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
-    return synchronise(model, readers) if batch_norm == "sync" and has_batch_norm(model) else model
+    synchronised = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    if batch_norm == "sync" or readers.size == 1:
+        return synchronise(model, readers)
+    if synchronised is not None:
+        raise JobError(
+            f'"{synchronised}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says batch_norm: local. '
+            "Set batch_norm: sync, or use BatchNorm in the model."
+        )
+    return model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split, target_of
 from paceline.job.loss import Loss
 from paceline.job.zoo.losses import CrossEntropy
@@ -17,6 +18,7 @@ from paceline.split.apply import Split
 from paceline.split.initialise import Recorded, recorded_from
 from paceline.split.mesh import READERS, Mesh
 from paceline.split.vocabulary import ParallelLoss
+from paceline.sync.batchnorm import is_synchronised
 from paceline.train.calls import call, prepared
 from paceline.train.loader import Loader, Position
 
@@ -40,7 +42,13 @@ def without_memory(recorded: Recorded, plan: Plan, mesh: Mesh, loader: Loader, l
     example = loader.example(max(1, smallest // plan.microbatches))
     wide = torch.float64 if precision == "fp64" else None
     example = place(example, torch.device("cpu"), dtype=wide, channels_last=False)
-    return Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
+    made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
+    if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
+        raise PlanError(
+            f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell each other, so "
+            "batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local"
+        )
+    return made
 
 
 class Divided:

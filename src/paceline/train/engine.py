@@ -23,7 +23,7 @@ from paceline.split.compile_cache import keep_compiled_code_private
 from paceline.split.mesh import READERS, REPLICA
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, attach, build_rule
-from paceline.sync.batchnorm import has_batch_norm
+from paceline.sync.batchnorm import has_batch_norm, unsynchronise
 from paceline.train.agreement import Apart, Together
 from paceline.train.calls import call, prepared
 from paceline.train.deal import deal
@@ -222,6 +222,7 @@ class Engine:
         self.rule.detach()
         if self.split is not None:
             self.split.close()
+        unsynchronise(self.model)
 
     @property
     def parts(self) -> dict[str, Part] | None:
