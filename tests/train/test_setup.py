@@ -108,7 +108,7 @@ class NotFused(torch.optim.SGD):
         ({"model": lambda x: x}, JobError, "setup needs an nn.Module as model, got function"),
         ({"nonfinite": "rewind"}, JobError, "can stop or skip; rewind needs checkpoints, see paceline.train"),
         ({"nonfinite": "ignore"}, JobError, "nonfinite='ignore'"),
-        ({"precision": "fp16"}, JobError, "precision='fp16': there are fp32, bf16, fp64"),
+        ({"precision": "fp8"}, JobError, "precision='fp8': there are fp32, bf16, fp64, fp16"),
         ({"batch_norm": "global"}, JobError, "batch_norm='global': there are local"),
         ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient is more than 0"),
         ({"optimizer": other_parameters()}, JobError, "holds none of the model's parameters; make it from model.parameters()"),

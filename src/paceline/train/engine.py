@@ -28,6 +28,7 @@ from paceline.train.agreement import Apart, Together
 from paceline.train.calls import call, prepared
 from paceline.train.deal import deal
 from paceline.train.loader import Loader, Position
+from paceline.train.loss_scale import LossScale
 from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
 from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
 from paceline.train.status import Phase, StatusBoard
@@ -152,6 +153,8 @@ class Engine:
             self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
         self.on_phase("sync", step)
         agreed = self._agreement.agree()
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.replica.gradients)
         norm = self._agreement.gradient_norm()
         self.on_phase("optimizer", step)
         loss = agreed.loss if agreed.own_loss is None else agreed.own_loss
@@ -159,6 +162,10 @@ class Engine:
         if _is_finite(loss) and _is_finite(norm):
             self._update(step, norm)
             self._skipped_in_a_row = 0
+            if self.loss_scale is not None:
+                self.loss_scale.grow()
+        elif self.loss_scale is not None and _is_finite(loss):
+            problem = self.loss_scale.shrink()
         else:
             problem = self._refuse(batch, backup, step=step, loss=loss, norm=norm)
         if self.apart:
@@ -184,23 +191,35 @@ class Engine:
         averaged over the readers.
         """
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
+        with self.measuring():
+            for i, batch in enumerate(batches):
+                self.begin_measure(i)
+                sums += self._measured(batch, metrics)
+        sums = sums.to(self.device)
+        self.group.all_reduce(sums)
+        self.meter.restart()
+        return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within, the model is the one to be measured: in eval mode, its parameters and statistics those that all replicas agree on."""
         training = [module for module in self.model.modules() if module.training]  # a user may keep some layers in eval mode
         self.model.eval()
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         # FSDP2 keeps what it gathers from one pass to the next, and what inference mode makes cannot be trained on.
         without_gradients = torch.inference_mode() if self.split is None else torch.no_grad()
-        # Agreement comes first: what a transport allocates in inference mode could not be used after it.
-        with self.rule.in_agreement(), self._averaged_buffers(), torch.random.fork_rng(devices), without_gradients, self._autocast():
-            for i, batch in enumerate(batches):
-                torch.manual_seed(self.settings.seed + i * self.readers.size + self.readers.rank)  # by batch, where they are dealt in turn
-                self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
-                sums += self._measured(batch, metrics)
-        for module in training:
-            module.training = True
-        sums = sums.to(self.device)
-        self.group.all_reduce(sums)
-        self.meter.restart()
-        return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
+        try:
+            # Agreement comes first: what a transport allocates in inference mode could not be used after it.
+            with self.rule.in_agreement(), self._averaged_buffers(), torch.random.fork_rng(devices), without_gradients, self._autocast():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def begin_measure(self, number: int) -> None:
+        """Called before a held-out batch is computed: its random numbers are its own, where batches are dealt in turn."""
+        torch.manual_seed(self.settings.seed + number * self.readers.size + self.readers.rank)
+        self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> Tensor:
         """(metrics, 2): what every metric adds up and counts in a batch; zeros where that is for another rank to tell."""
@@ -342,6 +361,7 @@ class Engine:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         self.precision = plan.precision or settings.precision
+        self.loss_scale = LossScale() if self.precision == "fp16" else None
         self._channels_last = plan.memory_format == "channels_last"
         if self.split is None:
             self.model = prepared(self.model, settings.batch_norm, self.precision, self.group)
@@ -396,7 +416,7 @@ class Engine:
                     self._check_target(output, batch, self._here(), self.loader.indices)
                 loss, items = self.weighed_loss(output, part, batch, position)
             scaled = loss if items == 1.0 else loss * items
-            scaled.backward()
+            (scaled if self.loss_scale is None else self.loss_scale.scale(scaled)).backward()
             self.notes.add_loss(scaled.detach(), items)
 
     def microbatches(self, placed: Batch) -> list[Batch]:
@@ -483,7 +503,8 @@ class Engine:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         casts = self.split is not None and self.split.fully is not None and self.split.fully.casts
-        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" and not casts else _AS_IT_IS
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        return torch.autocast(self.device.type, narrow) if narrow is not None and not casts else _AS_IT_IS
 
     # Update
 

@@ -6,9 +6,10 @@ After `backward`, `.grad` is the gradient of the global batch on every rank, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 from weakref import WeakSet
 
 import torch
@@ -21,14 +22,16 @@ from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.errors import DataError, JobError, PlanError, SyncError
 from paceline.job.batch import Batch
-from paceline.job.loss import Loss
+from paceline.job.loss import Loss, Metric
 from paceline.plan.plan import Plan
 from paceline.plan.sync import RULES, SyncSpec
 from paceline.sync.rule import not_by_the_engine
+from paceline.train import own_state
 from paceline.train.engine import Engine, Settings, StepResult
 from paceline.train.loader import Loader
 from paceline.train.nonfinite import PATIENCE, explain, gave_up, stop
 from paceline.train.optimizers import Optimizers
+from paceline.train.own_evaluate import Measure, evaluate
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
 
@@ -64,7 +67,9 @@ class OwnLoop(Engine):
         self.models: Any = model
         self.on_step: list[OnStep] = []
         self.is_main = group.rank == 0
-        self._has_loss = loss is not None
+        self.has_loss = loss is not None
+        self.counts_measures = split is None or split.counts  # of ranks that compute the same, one counts
+        self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
         for dealt in self.loaders:
             dealt.fills_empty = loss is None
         self._agreed: set[int] = set()  # the optimizers whose gradients are of the global batch now
@@ -120,7 +125,8 @@ class OwnLoop(Engine):
         self.replica.only = set(parameters) if parameters is not None else None
         self.replica.last_backward = last
         with self._gradients("collected" if sync else "kept"), self._in_backward():
-            torch.autograd.backward(loss * share, retain_graph=retain_graph, inputs=parameters)
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
             if sync:
                 self._agree()
         self._kept = self._kept - targets if sync else self._kept | targets
@@ -147,6 +153,8 @@ class OwnLoop(Engine):
         if not self._agreed & stepped:
             raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
         parameters = self._parameters_of(stepped)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
         if clip_value is not None:
             nn.utils.clip_grad_value_(parameters, clip_value)
         norm, loss, step = self._norm(parameters), float(self._newest_loss), self.step_count + 1
@@ -154,6 +162,10 @@ class OwnLoop(Engine):
         if math.isfinite(norm) and math.isfinite(loss):
             self._skipped_in_a_row = 0
             self._step_optimizers(stepped, parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
+            if self.loss_scale is not None:
+                self.loss_scale.grow()
+        elif self.loss_scale is not None and math.isfinite(loss):
+            problem = self.loss_scale.shrink()
         else:
             problem = self._leave_out(step, loss, norm)
         self._end_update(stepped, step)
@@ -164,7 +176,7 @@ class OwnLoop(Engine):
 
     def step(self, batch: Batch | None) -> StepResult:
         """As `Engine.step`; then tells `on_step`."""
-        if not self._has_loss:
+        if not self.has_loss:
             raise JobError("step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward and engine.update")
         self._updating = True
         try:
@@ -216,6 +228,70 @@ class OwnLoop(Engine):
         """Let an optimizer step on parameters that every rank trains by itself, such as a probe for a measurement."""
         self._ignored.add(id(optimizer))
 
+    @overload
+    def evaluate(self, data: DataLoader[Any] | Iterable[Any], metrics: Measure | None = None) -> dict[str, float]: ...
+
+    @overload
+    def evaluate(self, data: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]: ...
+
+    def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
+        """Measure the model on a held-out set: the mean over all samples, the same on any number of ranks. Every rank calls it.
+
+        The model is in eval mode without gradients meanwhile, and in `setup`'s precision. Replicas that train apart take the parameters
+        that they agree on, and batch-norm statistics are averaged.
+
+        Args:
+            data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
+            metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean over the batch's samples, or
+                a 1-D tensor with one value per sample, or a pair (sum, count). None: the loss given to `setup`. (A list of paceline's own
+                metrics: `data` are this rank's batches.)
+        """
+        if isinstance(metrics, list):
+            return super().evaluate(data, metrics)
+        return evaluate(self, data, metrics)
+
+    def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
+        """Write a checkpoint of this moment into `folder`, from which any plan and number of ranks goes on. Every rank calls it.
+
+        It holds models, optimizers, the position in the data, random states, and `objects`: anything with a `state_dict` (schedulers,
+        averages, samplers) and plain values. safetensors and JSON; nothing is pickled.
+
+        Args:
+            folder: the same for all ranks, on storage that they share.
+            keep: how many of the newest checkpoints stay in it.
+        """
+        return own_state.save(self, Path(folder), objects, keep)
+
+    def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
+        """Go on from the newest whole checkpoint in `folder`; None where there is none. Every rank calls it, before the first step.
+
+        The next iteration of the loaders continues behind the last batch. `objects` get their state by `load_state_dict`; what else was
+        saved by name is returned.
+        """
+        return own_state.load(self, Path(folder), objects)
+
+    def export(self, path: str | Path) -> None:
+        """Write the model that `evaluate` measures as one safetensors file, for `model.load_state_dict(load_file(path))`."""
+        own_state.export(self, Path(path))
+
+    def clear(self) -> None:
+        """Forget gradients that were not stepped by."""
+        self._clear_gradients()
+        self._agreed.clear()
+        self._kept.clear()
+        self._left.clear()
+
+    def loop_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the model, the optimizers and the data."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
+
+    def load_loop_state(self, state: Mapping[str, Any]) -> None:
+        """Take over `loop_state`."""
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.settings.nonfinite == "skip":
+            self._saved_buffers = self._buffers()
+
     def close(self) -> None:
         """Let go of the model and the optimizers: no hooks of paceline remain."""
         for handle in (*self._hooks, *self._guards):
@@ -234,8 +310,10 @@ class OwnLoop(Engine):
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
         casts = self.split is not None and self.split.fully is not None and self.split.fully.casts
-        if self.precision == "bf16" and not self._casting and not casts:
-            raise JobError("precision=bf16: compute the model and the loss within `with engine.autocast():`, else they stay in fp32")
+        if self.precision in ("bf16", "fp16") and not self._casting and not casts:
+            raise JobError(
+                f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, else they stay in fp32"
+            )
         plan = self.plan
         if self.apart and self.split is not None:
             raise PlanError(f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone")
@@ -403,6 +481,8 @@ class OwnLoop(Engine):
             self._refuse_closure(optimizer)
             return (optimizer, self._agreed_loss_of(closure), *args[2:]), {k: v for k, v in keywords.items() if k != "closure"}
         self._check_own_step(number)
+        if self.loss_scale is not None:
+            raise JobError("precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()")
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self.before_update()
@@ -446,8 +526,7 @@ class OwnLoop(Engine):
         if self.apart:
             self._refuse_some_apart({number})
             self.rule.after_step(self.step_count + 1)
-        if number == 0:
-            self.step_count += 1
+        self.step_count += 1
         self._casting = False
 
     @contextmanager

@@ -20,7 +20,7 @@ from paceline.train.deal import deal
 from paceline.train.engine import Settings
 from paceline.train.loader import Loader
 from paceline.train.nonfinite import Policy
-from paceline.train.own_loop import OwnLoop
+from paceline.train.own_loop import OnStep, OwnLoop
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -43,6 +43,7 @@ def setup(
     batch_norm: str = "local",
     seed: int = 0,
     deadline_s: float = 300.0,
+    on_step: Sequence[OnStep] = (),
 ) -> OwnLoop:
     """Prepare a training loop of one's own for any number of ranks; alone it trains in this process, under torchrun on all ranks.
 
@@ -58,12 +59,13 @@ def setup(
             replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order. None: every rank brings
             its own data, and all ranks' losses count alike.
         plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
-        precision: `fp32`, `bf16` (autocast; weights stay fp32) or `fp64`.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that adapts itself) or `fp64`.
         clip_norm: largest L2 norm of the gradient.
         nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use `paceline.train`.)
         batch_norm: `local` statistics per replica, or `sync` over the global batch.
         seed: of the order of the data and the dropout masks.
         deadline_s: the longest that a rank may keep the others waiting, in seconds.
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank (see `paceline.train.trackers`).
 
     Raises:
         JobError, DataError, PlanError: an argument that cannot work, with what to do.
@@ -89,6 +91,7 @@ def setup(
     else:
         made = _divided(module, optimizers, cast(Loss, loss), dealt, chosen, group, mesh, settings, extra)
     made.models = model
+    made.on_step += on_step
     return made
 
 
@@ -104,6 +107,8 @@ def _divided(
     extra: dict[str, Tensor],
 ) -> OwnLoop:
     """The engine of a model that the plan divides."""
+    if settings.precision == "fp16":
+        raise PlanError(f"precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or dp={group.size}")
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(f"plan {plan} divides one model, and setup was given {len(model)}; use dp={group.size}")
     trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
@@ -148,8 +153,9 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
 def _check_choices(precision: str, clip_norm: float | None, nonfinite: str, batch_norm: str) -> None:
     if nonfinite not in ("stop", "skip"):
         raise JobError(f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see paceline.train")
-    if precision not in get_args(Precision):
-        raise JobError(f"precision={precision!r}: there are {', '.join(get_args(Precision))}")
+    known = (*get_args(Precision), "fp16")
+    if precision not in known:
+        raise JobError(f"precision={precision!r}: there are {', '.join(known)}")
     if batch_norm not in ("local", "sync"):
         raise JobError(f"batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)")
     if clip_norm is not None and clip_norm <= 0:
