@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 class Loss(Protocol):
     """What the engine calls. A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
 
-    Optional attributes tell the engine how to weigh parts of a batch exactly, and whether the labels fit:
-    - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored); without it, the samples.
-    - `whole_batch: bool`: the loss couples the samples of a batch (contrastive losses), so it needs the outputs of all replicas.
+    A batch is computed in parts, by ranks and microbatches. Before the first update the engine holds the loss of a few samples against
+    those of their parts, and refuses a loss that is something else than it says. Optional attributes say what it is:
+    - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored, or the sum of their weights);
+      without it, the samples. torch's own losses need none.
+    - `reduction = "sum"`: the loss is a sum over the samples, not a mean.
+    - `whole_batch = True`: the loss compares samples of a batch with each other (contrastive losses), so it is computed from the outputs
+      of all data-parallel ranks.
     - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with the output;
       called before the loss where that is computed on a GPU, which would end the process.
     """

@@ -11,15 +11,16 @@ from paceline.comm import Group
 from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss
+from paceline.job.zoo.items import reads_models_loss
 from paceline.job.zoo.losses import ModelsOwn
 from paceline.sync.batchnorm import synchronise
 
 
 def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
-    """The model's output: a tuple's inputs go to it in their order, a mapping's by name, with the labels where it makes the loss itself."""
+    """The model's output: a tuple's inputs go to it in their order, a mapping's by name, with the labels where the loss is the model's."""
     if isinstance(batch, (tuple, list)):
         return model(*batch[:-1])
-    if isinstance(loss, ModelsOwn):
+    if isinstance(loss, ModelsOwn) or reads_models_loss(loss):
         return model(**batch)
     return model(**{k: v for k, v in batch.items() if k != "labels"})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-from paceline.job.batch import Batch, place, split, target_of
+from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.plan.plan import Plan
@@ -102,12 +102,13 @@ class Divided:
     def _loss(self, output: Any, part: Batch, batch: Batch | None, position: Position) -> Tensor:
         """This part's addend of the global mean loss; it is noted where this rank is the one that counts it."""
         if batch is None:
-            return self.engine.step_loss(output, target_of(part)) * 0.0
+            return self.engine.step_loss(output, self.engine.weighing.target(part)) * 0.0
         loss, items = self.engine.weighed_loss(output, part, batch, position)
         share = 1.0
-        if self.split.context is not None and not hasattr(self.engine.loss, "items"):
+        if self.split.context is not None and not self.engine.weighing.counts:
             items = items / self.split.context.group.size  # a sample counts once, and each rank has some of its tokens
-            share = self.split.context.group.size if self.split.context.own_loss else 1.0  # then the ranks' losses add up to the mean
+            adds_up = self.split.context.own_loss or self.engine.weighing.adds_up
+            share = self.split.context.group.size if adds_up else 1.0  # then the ranks' losses add up to the mean
         scaled = loss * (items * share)
         if self.split.counts:
             self.engine.notes.add_loss(scaled.detach(), items)

@@ -33,6 +33,7 @@ from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Met
 from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
 from paceline.train.status import Phase, StatusBoard
 from paceline.train.votes import Notes
+from paceline.train.weighing import Weighing
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -108,6 +109,7 @@ class Engine:
         self.split, self.model = split, model
         self.extra = dict(extra or {})  # parameters and buffers outside of the model that are trained with it
         self.optimizer, self.loss, self.loader = optimizer, loss, loader
+        self.weighing = Weighing(self)
         self.step_loss = loss  # what a step minimises; in another form where the logits of a step stay divided
         self.plan, self.group, self.settings = plan, group, settings
         self.readers = split.mesh.group(*READERS) if split else group
@@ -142,6 +144,7 @@ class Engine:
         position = self._position(batch)
         self.meter.mark(DATA)
         self.on_phase("compute", step)
+        self.weighing.prepare()
         if self.items_per_sample is None:
             self.items_per_sample = self._agree_on_items(batch)
         backup = self._buffers() if self.settings.nonfinite != "stop" else []
@@ -203,6 +206,7 @@ class Engine:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Within, the model is the one to be measured: in eval mode, its parameters and statistics those that all replicas agree on."""
+        self.weighing.prepare()
         training = [module for module in self.model.modules() if module.training]  # a user may keep some layers in eval mode
         self.model.eval()
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
@@ -233,7 +237,7 @@ class Engine:
             return torch.zeros(len(metrics), 2, dtype=torch.float64)
         output, placed = found
         self._check_target(output, batch, "in the held-out set")
-        target = target_of(placed)
+        target = self.weighing.target(placed)
         return torch.tensor([metric(output, target) for metric in metrics], dtype=torch.float64).reshape(-1, 2)
 
     def close(self) -> None:
@@ -442,8 +446,8 @@ class Engine:
         if part is None:
             weigh_balance(self.model, 0.0)
             return
-        items = torch.tensor([float(self._items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=self.device)
-        if self.split is not None and self.split.context is not None and hasattr(self.loss, "items"):
+        items = torch.tensor([float(self.weighing.items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=self.device)
+        if self.split is not None and self.split.context is not None and self.weighing.counts:
             self.split.context.group.all_reduce(items)  # of the whole sequences
         if self._is_whole_batch:
             weights = items / items.sum().clamp(min=1)
@@ -462,12 +466,12 @@ class Engine:
 
     def _check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None) -> None:
         """Have the loss look at the batch's target, which is still on the host, while a GPU computes the output."""
-        check, target = getattr(loss or self.loss, "check", None), target_of(batch)
-        if check is not None and not target.is_cuda:
+        check = getattr(loss or self.loss, "check", None)
+        if check is not None and not (target := target_of(batch)).is_cuda:
             check(output, target, where, samples)
 
     def _loss(self, output: Any, part: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
-        target = target_of(part)
+        target = self.weighing.target(part)
         if getattr(self.loss, "whole_batch", False):
             counts = self.loader.partition.shares(position.step)
             outputs = gather(self.readers, _tensor(output), counts)
@@ -476,20 +480,12 @@ class Engine:
         loss = self.step_loss(output, target)
         if self._is_whole_batch:
             return loss, 1.0
-        assert self.items_per_sample is not None
-        return loss, self._items(part) / (position.total * self.items_per_sample)
-
-    def _items(self, batch: Batch) -> float | Tensor:
-        """What the loss's mean over this batch is taken over: the items that the loss counts, else the samples."""
-        target, count = target_of(batch), getattr(self.loss, "items", None)
-        if count is None:
-            return float(rows(batch))
-        items = count(target)
-        return items.double() if isinstance(items, Tensor) and items.is_cuda else float(items)
+        self.weighing.look(output, target, self.step_count + 1, position)
+        return self.weighing.weighed(loss, part, position)
 
     def _agree_on_items(self, batch: Batch | None) -> float:
         """Items per sample, at most, in the first batch: the unit in which every replica weighs its part from then on."""
-        local = float(self._items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
+        local = float(self.weighing.items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
         unit = torch.tensor([local], dtype=torch.float64, device=self.device)
         self.group.all_reduce(unit, "max")
         return float(unit.item()) or 1.0

@@ -308,6 +308,7 @@ class Loop:
         details |= {"parameters": self.engine.parameter_count, "synthetic": self.data.synthetic}
         details |= {"predicted_state_bytes": self._predicted_state_bytes()}
         self._event("resume" if loaded is not None else "start", details)
+        self.engine.weighing.prepare()
         self._tell_of_the_rule()
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
@@ -318,6 +319,8 @@ class Loop:
         if len(said) > self._told:
             self._event("sync", {"said": said[self._told :]})
             self._told = len(said)
+        if news := self.engine.weighing.news():
+            self._event("loss", {"said": news})
 
     def _predicted_state_bytes(self) -> int:
         """Of rank 0's parameters, gradients and optimizer state, from their shapes; its lines tell what it holds (`state_bytes`)."""

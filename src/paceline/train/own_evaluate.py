@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.comm import Group
 from paceline.errors import JobError, PlanError
-from paceline.job.batch import Batch, rows, target_of
+from paceline.job.batch import Batch, rows
+from paceline.job.zoo.metrics import LossMetric
 from paceline.train.loader import padded
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
     if computed is None or batch is None:
         return {}
     output, placed = computed
-    items = float(engine._items(placed))
-    return {"loss": (float(engine.loss(output, target_of(placed))) * items, items)}
+    return {"loss": LossMetric(engine.loss)(output, engine.weighing.target(placed))}
 
 
 def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:

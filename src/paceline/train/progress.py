@@ -171,7 +171,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "transport":
             return f"the ranks talk over {event['transport']}: {event['reason']}"
-        case "sync":
+        case "sync" | "loss":
             return "; ".join(event["said"])
         case "resume":
             return f"resumed at step {event['step']}"

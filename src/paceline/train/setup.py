@@ -14,6 +14,8 @@ from paceline.comm import Group
 from paceline.comm.backend import join, leave
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.loss import Loss
+from paceline.job.zoo.items import hands_on_models_loss
+from paceline.job.zoo.losses import ModelsOwn
 from paceline.plan.plan import Plan, Precision
 from paceline.split.mesh import READERS, Mesh
 from paceline.train.deal import deal
@@ -71,6 +73,7 @@ def setup(
         JobError, DataError, PlanError: an argument that cannot work, with what to do.
         LaunchError: the other ranks cannot be met.
     """
+    loss = ModelsOwn() if hands_on_models_loss(loss) else loss
     module, optimizers = _one_module(model), _listed(optimizer, torch.optim.Optimizer, "optimizer")
     _check_choices(precision, clip_norm, nonfinite, batch_norm)
     _check_optimizers(module, optimizers)

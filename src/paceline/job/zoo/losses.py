@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -12,6 +13,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from paceline.errors import DataError, JobError
+from paceline.job.batch import rows
 from paceline.job.imports import load_object
 from paceline.job.loss import Loss, LossSpec
 from paceline.job.nearest import nearest
@@ -125,11 +127,31 @@ class Contrastive:
 
 
 class ModelsOwn:
-    """The loss that the model computed itself: `output.loss` or `output["loss"]`. It counts as a mean over the samples."""
+    """The loss that the model computed itself: `output.loss` or `output["loss"]`.
+
+    Attributes:
+        terms: what it is the mean over, by the parts of a batch; none: the samples. The engine finds out (`paceline.train.model_loss`).
+    """
+
+    def __init__(self) -> None:
+        self.terms: tuple[Term, ...] = ()
+
+    def items_in(self, batch: Any) -> float | Tensor:
+        """What the loss of a batch is the mean over; the batch as the model takes it, or its labels alone."""
+        if isinstance(batch, Mapping) and "num_items_in_batch" in batch:  # whole sequences, of whose tokens this rank has some
+            items: Tensor = batch["num_items_in_batch"].sum()
+            return items
+        if self.terms and isinstance(batch, Mapping):
+            return self.terms[0].count(batch)
+        if self.terms and self.terms[0].key == "labels" and not self.terms[0].masked:
+            return self.terms[0].count({"labels": batch})
+        return float(rows(batch) if isinstance(batch, (Mapping, tuple, list)) else len(batch))
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """The loss as a 0-dimensional tensor. Raises JobError where the output has none."""
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
+            loss = output[0]
         if not isinstance(loss, Tensor):
             keys = f" with {', '.join(output)}" if isinstance(output, Mapping) else ""
             raise JobError(
@@ -137,6 +159,30 @@ class ModelsOwn:
                 "A Hugging Face model computes one when the sample has labels; other models need a loss of their own, e.g. cross_entropy"
             )
         return loss
+
+
+@dataclass(frozen=True)
+class Term:
+    """The items that a part of a model's loss is the mean over: the labels in a batch's `key` that are not ignored.
+
+    Attributes:
+        shifted: each token is to predict the next one, so that the first label of a sequence is for none.
+        ignored: this label is left out; None: labels from the number of tokens of `input_ids` on (positions of answers).
+        masked: labels where the batch's `attention_mask` is 0 are left out as well.
+    """
+
+    key: str
+    shifted: bool
+    ignored: int | None
+    masked: bool = False
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        """The number of items in a batch."""
+        labels: Tensor = batch[self.key]
+        counted = labels < batch["input_ids"].shape[1] if self.ignored is None else labels != self.ignored
+        if self.masked:
+            counted = counted & (batch["attention_mask"] == 1)
+        return (counted[..., 1:] if self.shifted else counted).sum()
 
 
 _LOSSES: dict[str, Callable[..., Loss]] = {

@@ -15,7 +15,8 @@ from paceline.job.imports import load_object
 from paceline.job.loss import Loss, Metric
 from paceline.job.nearest import nearest
 from paceline.job.zoo.arguments import check_call
-from paceline.job.zoo.losses import IGNORED, classes_on_dim_1, logits_of, same_shape, view_similarity
+from paceline.job.zoo.items import adds_up, items_of
+from paceline.job.zoo.losses import IGNORED, ModelsOwn, classes_on_dim_1, logits_of, same_shape, view_similarity
 
 
 def build_metric(name: str) -> Metric:
@@ -62,9 +63,15 @@ class LossMetric:
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
         """`(total, count)` of one batch; the count is the loss's items, or the samples where it has none."""
-        items = getattr(self._loss, "items", None)
-        count = float(items(target) if items else len(target if isinstance(target, Tensor) else logits_of(output)))
-        return float(self._loss(output, target)) * count, count
+        if isinstance(self._loss, ModelsOwn):
+            count = float(self._loss.items_in(target))
+        else:
+            items = items_of(self._loss)
+            count = float(items(target) if items else len(target if isinstance(target, Tensor) else logits_of(output)))
+        if not count:
+            return 0.0, 0.0
+        loss = float(self._loss(output, target))
+        return (loss if adds_up(self._loss) else loss * count), count
 
     def result(self, total: float, count: float) -> float:
         """The mean loss; NaN where nothing was counted."""
