@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def gradients_agree(
         losses = []
         for model, optimizer in zip((full, own), optimizers, strict=True):
             optimizer.zero_grad()
+            torch.manual_seed(7)  # of what the model draws
             found = loss(model, batch)
             found.backward()
             losses.append(found.detach())
@@ -92,4 +94,9 @@ def compare_gradients(own: nn.Module, full: nn.Module, parts: dict[str, Part], g
         if p.grad is not None and wanted is not None:
             if "tp" in parts[name].summed:
                 group.all_reduce(p.grad)
-            torch.testing.assert_close(p.grad, parts[name].layout.take(wanted), rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+            part = parts[name].layout.take(wanted)
+            torch.testing.assert_close(p.grad, part, rtol=1e-7, atol=1e-10, msg=partial(_named, name))
+
+
+def _named(name: str, message: str) -> str:
+    return f"{name}: {message}"

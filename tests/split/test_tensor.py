@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.job.batch import Batch
 from paceline.job.zoo.gpt import GPT
 from paceline.job.zoo.vision import mlp
 from paceline.split import tensor_lone
-from paceline.split.parts import Part, whole_parts
+from paceline.split.parts import whole_parts
 from paceline.split.tensor import shard_tensors
 from paceline.split.tensor_proof import prove
 from ranks import Ranks
+from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded
 
 transformers = pytest.importorskip("transformers")
-Made = tuple[nn.Module, Batch]
 STEPS = 3
 VOCAB, HIDDEN, HEADS, TOKENS = 32, 32, 4, 8
 TRUNK = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "max_position_embeddings": 16}
@@ -197,29 +194,6 @@ def odd() -> Made:
     return Odd(), (words(), words(seed=2))
 
 
-def call(model: nn.Module, batch: Batch) -> Any:
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch[:-1])
-
-
-def output_of(model: nn.Module, batch: Batch) -> Tensor:
-    found = call(model, batch)
-    return found if isinstance(found, Tensor) else found.logits
-
-
-def seeded(make: Callable[[], Made]) -> Made:
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    model, batch = make()
-    torch.set_default_dtype(torch.float32)
-    for p in model.parameters():  # so that biases and norms take part
-        nn.init.normal_(p, std=0.2)
-    return model.double(), batch
-
-
-def own_group() -> Group:
-    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-
-
 def trained(make: Callable[[], Made], large: int, sequence: bool) -> dict[str, str]:
     """Train the whole model and its divided copy side by side; what was done to the layers."""
     tensor_lone.LARGE = large
@@ -239,22 +213,12 @@ def trained(make: Callable[[], Made], large: int, sequence: bool) -> dict[str, s
             loss.backward()
             losses.append(loss.detach())
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
-        expected = dict(full.named_parameters())
-        for name, p in own.named_parameters():
-            compare_gradients(name, p.grad, expected[name].grad, parts[name], group)
+        compare_gradients(own, full, parts, group)
         for optimizer in optimizers:
             optimizer.step()
     for name, p in own.named_parameters():
         torch.testing.assert_close(p, parts[name].layout.take(dict(full.named_parameters())[name]), rtol=1e-6, atol=1e-8)
     return {path: what.split(",")[0].split(":")[0] for path, what in report.done.items()}
-
-
-def compare_gradients(name: str, own: Tensor | None, full: Tensor | None, part: Part, group: Group) -> None:
-    assert (own is None) == (full is None), name
-    if own is not None and full is not None:
-        if "tp" in part.summed:
-            group.all_reduce(own)
-        torch.testing.assert_close(own, part.layout.take(full), rtol=1e-7, atol=1e-10, msg=lambda m: f"{name}: {m}")
 
 
 def all_trained(cases: list[tuple[Callable[[], Made], int, bool]]) -> list[dict[str, str]]:
@@ -435,9 +399,7 @@ def compiled(sequence: bool) -> int:
     for model in (full, torch.compile(own, backend="aot_eager")):
         assert isinstance(model, nn.Module)
         output_of(model, batch).square().mean().backward()
-    expected = dict(full.named_parameters())
-    for name, p in own.named_parameters():
-        compare_gradients(name, p.grad, expected[name].grad, parts[name], group)
+    compare_gradients(own, full, parts, group)
     return len(counters["graph_break"])
 
 

@@ -26,7 +26,7 @@ Change = tuple[Site, str, int]  # (where, "sizes" | "split" | "slice", which of 
 Edits = dict[str, set[Change]]  # module -> changes
 _PART = "_paceline_part"
 _OF_TENSOR = {"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"}
-_NEW = {"zeros", "ones", "empty", "full", "rand", "randn"}
+_NEW = {"zeros", "ones", "empty", "full"}
 
 
 class Correction:

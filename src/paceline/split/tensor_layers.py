@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from paceline.comm import Group
 from paceline.errors import PlanError
@@ -79,21 +78,24 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():  # a gradient of gradients: every backward pass is one of these functions again
+            return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None, None
         own = grad.contiguous() if ctx.fresh else grad.clone(memory_format=torch.contiguous_format)
         return _summed(own, ctx.group), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         if torch.compiler.is_compiling() or _only_traced(x, group):
             return _summed(x, group)
         ctx.mark_dirty(x)
         return _summed(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return copy(grad, ctx.group) if torch.is_grad_enabled() else grad, None
 
 
 class _Gather(torch.autograd.Function):
@@ -104,7 +106,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _own(grad, ctx.group, ctx.dim), None, None
+        return take(grad, ctx.group, ctx.dim), None, None
 
 
 class _Take(torch.autograd.Function):
@@ -115,7 +117,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
+        return gather(grad, ctx.group, ctx.dim), None, None
 
 
 class _GatherAddends(torch.autograd.Function):
@@ -126,7 +128,7 @@ class _GatherAddends(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _scattered(grad, ctx.group, ctx.dim), None, None
+        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -137,7 +139,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.group, ctx.dim), None, None
+        return gather_addends(grad, ctx.group, ctx.dim), None, None
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:

@@ -81,7 +81,7 @@ def _not_lone(proof: Proof, owners: Owners, name: str, reading: list[str], reade
     if rows % ranks:
         return f"its {rows} rows are no multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
     if graph is None:
-        return None if len(owners[name]) == 1 else "it is tied, and the model cannot be traced"
+        return "the model cannot be traced, so other code may read it"
     if len({is_transposed(module) for module in readers}) > 1:
         return "it is tied to a layer that holds it transposed"
     if not _uses(graph, name):

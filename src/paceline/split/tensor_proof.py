@@ -50,7 +50,7 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
         graph = trace(model, example, call)
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
         text = " ".join(str(error).split())[:200]
-        return Proof(None, notes=[f"the model cannot be traced without data ({text}): only large lone layers are divided"])
+        return Proof(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
     proof = Proof(graph, hints=_hints(model))
     found = find_regions(graph, proof.hints)
     proof.why_whole = found.why_whole

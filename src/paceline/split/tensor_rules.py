@@ -99,6 +99,8 @@ def _ties(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     rule = _TIES.get(node.name)
     if rule is not None:
         return rule(node, shapes)
+    if not isinstance(node.op, str) and torch.Tag.nondeterministic_seeded in node.op.tags and "dropout" not in node.name:
+        raise Unfollowable(f"{_where(node)} draws other random numbers for a part than for the whole")
     if not isinstance(node.op, str) and (torch.Tag.pointwise in node.op.tags or node.name in _POINTWISE):
         return _broadcast(shapes, len(node.inputs))
     if node.name in CREATIONS:
@@ -323,10 +325,10 @@ def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label
 
 _POINTWISE = {
     *("dropout", "dropout_", "native_dropout", "alpha_dropout", "to", "_to_copy", "contiguous", "clone", "alias", "detach", "detach_"),
-    *("type_as", "lift_fresh", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "expand", "expand_as"),
-    *("bernoulli", "bernoulli_", "where", "masked_fill", "masked_fill_", "square", "clip", "clamp", "float_power", "silu_", "relu6"),
+    *("type_as", "lift_fresh", "zeros_like", "ones_like", "full_like", "empty_like", "expand", "expand_as"),
+    *("where", "masked_fill", "masked_fill_", "square", "clip", "clamp", "float_power", "silu_", "relu6"),
 }
-CREATIONS = {"zeros", "ones", "empty", "full", "rand", "randn", "new_zeros", "new_ones", "new_empty", "new_full"}
+CREATIONS = {"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"}
 _TIES: dict[str, Callable[[Node, list[tuple[int, ...]]], list[Tie]]] = {
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes", "swapdims"), _permuted),
     **dict.fromkeys(

@@ -8,10 +8,12 @@ noted as one opaque operation, whose output is taken to have the shape of its fi
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,9 +21,11 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from paceline.job.batch import Batch
 
@@ -29,7 +33,9 @@ Call = Callable[[nn.Module, Batch], Any]
 Kind = Literal["parameter", "input", "constant", "result"]
 Shapes = Mapping[str, tuple[int, ...]]
 _DEVICE = Tensor.device.__get__
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 UNSEEN_GRADIENT = ("hook", "function")  # operations of a trace whose backward pass is the model's own code
+_OF_MODULES = set(nn.Module().__dict__)  # what torch itself keeps in a module
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -53,6 +59,7 @@ class Value:
     floating: bool
     name: str = ""
     producer: int = -1
+    requires_grad: bool = False
     uses: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -144,17 +151,21 @@ def trace(
         Exception: what the model's own code raises outside of any submodule.
     """
     recorder = _Recorder(opaque, correct)
+    before = {id(x) for module in model.modules() for x in tensors_of(module.__dict__)}
     with ExitStack() as stack:
         stack.callback(_current.reset, _current.set(recorder))
+        stack.enter_context(_restored(model))
         stack.enter_context(_training(model))
         stack.enter_context(_stand_ins(model, recorder, shapes or {}))
         stack.enter_context(_watched(model, recorder))
         batch = _placed(example, recorder)
-        stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        stack.enter_context(_own_functions(recorder))
         stack.enter_context(_Functions(recorder))
         stack.enter_context(_Operations(recorder))
         result = call(model, batch)
-    recorder.finish(result)
+        with _silence(recorder):
+            recorder.finish(result, _kept(model, before))
     return recorder.graph
 
 
@@ -188,6 +199,19 @@ class Weighted(Protocol):
 def weighted(module: nn.Module) -> Weighted:
     """The module, known to hold a weight and perhaps a bias."""
     return cast("Weighted", module)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers, mappings and data classes; not those of a key-value cache, which only generation reads."""
+    found = []
+    for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += [x for f in fields(leaf) for x in tensors_of(getattr(leaf, f.name, None))]
+        elif isinstance(leaf, Mapping):
+            found += [x for value in leaf.values() for x in tensors_of(value)]
+    return found
 
 
 def _has_gradients(tensor: Tensor) -> bool:
@@ -235,7 +259,15 @@ class _Recorder:
         for slot, value in enumerate(inputs):
             graph.values[value].uses.append((number, slot))
         outputs = [self.see(x, "result", producer=number) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        learns = any(graph.values[v].requires_grad for v in inputs)
+        for v in outputs:
+            graph.values[v].requires_grad |= learns and graph.values[v].floating
         graph.nodes.append(Node(op, args, kwargs, inputs, outputs, self.paths[-1]))
+
+    def hook(self, tree: Any) -> None:
+        """Write down that code of the model sees the gradients of the tensors of `tree`, and may change them."""
+        for tensor in tensors_of(tree):
+            self.add("hook", (tensor,), {}, None)
 
     def forget(self, nodes: int, entries: int) -> None:
         """Take back all nodes and entries from these numbers on."""
@@ -244,10 +276,9 @@ class _Recorder:
                 self.graph.values[value].uses = [use for use in self.graph.values[value].uses if use[0] < nodes]
         del self.graph.nodes[nodes:], self.graph.entries[entries:]
 
-    def finish(self, result: Any) -> None:
-        """Note the model's outputs."""
-        tensors = [x for x in tree_leaves(dict(result) if isinstance(result, Mapping) else result) if isinstance(x, Tensor)]
-        self.graph.outputs = [self.see(x) for x in tensors]
+    def finish(self, result: Any, kept: list[Tensor]) -> None:
+        """Note the model's outputs, and with them what its modules keep for somebody to read."""
+        self.graph.outputs = [self.see(x) for x in (*tensors_of(result), *kept)]
         first = result if isinstance(result, Tensor) else getattr(result, "logits", None)
         self.graph.logits = self.see(first) if isinstance(first, Tensor) else None
 
@@ -263,8 +294,13 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if func == _DEVICE and not recorder.quiet:  # masks and positions made for a tensor on meta are real, too
             return recorder.device
+        if func == _REQUIRES_GRAD and not recorder.quiet:
+            return recorder.graph.values[recorder.see(args[0])].requires_grad
         if recorder.quiet or name in {"__get__", "__set__"}:
             return func(*args, **kwargs)
+        if name in {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}:
+            recorder.add("hook", (args[0],), {}, None)
+            return RemovableHandle(OrderedDict())
         if recorder.correct is not None:
             args, kwargs = recorder.correct(len(recorder.graph.calls), name, args, kwargs)
         args, kwargs = self._on_one_device(args, kwargs)
@@ -296,7 +332,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Records ATen operations. In inference mode torch does not take composite ones apart, so that these are few and of a high level."""
+    """Records ATen operations. Below autograd torch does not take composite ones apart, so that these are few and of a high level."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -331,6 +367,50 @@ def _silence(recorder: _Recorder) -> Iterator[None]:
         recorder.quiet -= 1
 
 
+def _kept(model: nn.Module, before: set[int]) -> list[Tensor]:
+    """The results that the model's modules have put into attributes of theirs."""
+    own = [{k: v for k, v in module.__dict__.items() if k not in _OF_MODULES} for module in model.modules()]
+    return [x for x in tensors_of(own) if id(x) not in before]
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards, modules have the attributes that they had, and no function of their code has cached a result without data."""
+    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, held in contents.items():
+                _refill(attributes[name], held)
+        for clear in _caches(model):
+            clear()
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    return {k: copy(v) for k, v in module.__dict__.items() if type(v) in (dict, list, set) and k not in _OF_MODULES}
+
+
+def _refill(container: Any, held: Any) -> None:
+    container.clear()
+    container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """What clears the caches (functools) of the methods of a model's classes, and of the functions of the files that define these."""
+    classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")}
+    files = {name: sys.modules.get(name) for name in {cls.__module__ for cls in classes}}
+    functions = [f for name, file in files.items() for f in vars(file or object).values() if getattr(f, "__module__", "") == name]
+    for function in (*functions, *(f for cls in classes for f in vars(cls).values())):
+        plain = getattr(function, "__func__", function)  # of a static or class method
+        for cached in (plain, *(getattr(plain, "__closure__", None) or ())):  # a decorator may hold the cache
+            clear = getattr(getattr(cached, "cell_contents", cached), "cache_clear", None)
+            if callable(clear):
+                yield clear
+
+
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
     """A model in evaluation mode trains; one that trains keeps the modes of its modules."""
@@ -357,7 +437,10 @@ def _stand_ins(model: nn.Module, recorder: _Recorder, shapes: Shapes) -> Iterato
                     if id(p) not in made:
                         shape = shapes.get(names[id(p)], p.shape)
                         made[id(p)] = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=False)
-                        recorder.see(made[id(p)], "parameter", names[id(p)])
+                        number = recorder.see(made[id(p)], "parameter", names[id(p)])
+                        recorder.graph.values[number].requires_grad = p.requires_grad
+                        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                            recorder.add("hook", (made[id(p)],), {}, None)
                     module._parameters[name] = made[id(p)]  # type: ignore[assignment]
             for name, b in buffers.items():
                 if b is not None:
@@ -415,8 +498,11 @@ def _watch(path: str, module: nn.Module, recorder: _Recorder) -> Callable[..., A
         with _silence(recorder):
             entry = Entry(path, {k: recorder.see(v) for k, v in places.items() if isinstance(v, Tensor)}, nodes)
         graph.entries.append(entry)
+        hooked = bool(module._backward_hooks or module._backward_pre_hooks)
         recorder.paths.append(path)
         try:
+            if hooked:
+                recorder.hook((args, kwargs))
             result = _leaf(leaf, module, recorder, args[0] if args else kwargs["input"]) if leaf else forward(*args, **kwargs)
         except Unfollowable:
             raise
@@ -429,7 +515,9 @@ def _watch(path: str, module: nn.Module, recorder: _Recorder) -> Callable[..., A
             recorder.paths.pop()
         entry.stop = len(graph.nodes)
         with _silence(recorder):
-            entry.results = [recorder.see(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+            entry.results = [recorder.see(x) for x in tensors_of(result)]
+        if hooked:
+            recorder.hook(result)
         return result
 
     return watched
@@ -450,6 +538,30 @@ def _opaque(module: nn.Module, recorder: _Recorder, since: tuple[int, int], give
         result = torch.empty_like(first, device="meta")
         recorder.add("opaque", (*tree_leaves(given), *module.parameters()), {}, result)
     return result
+
+
+@contextmanager
+def _own_functions(recorder: _Recorder) -> Iterator[None]:
+    """Record each autograd function of the model as one operation: what its backward pass does is not known."""
+    apply = Function.__dict__["apply"]
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = recorder.quiet or cls.__module__.startswith(("torch.", "paceline."))
+        nodes, entries = len(recorder.graph.nodes), len(recorder.graph.entries)
+        result = apply.__get__(None, cls)(*args, **kwargs)
+        if not seen:
+            with _silence(recorder):
+                recorder.forget(nodes, entries)
+                recorder.add("function", args, kwargs, result)
+                for number in recorder.graph.nodes[-1].outputs:
+                    recorder.graph.values[number].producer = nodes
+        return result
+
+    setattr(Function, "apply", classmethod(applied))  # noqa: B010 - mypy forbids to assign to a method
+    try:
+        yield
+    finally:
+        setattr(Function, "apply", apply)  # noqa: B010
 
 
 def _leaf(kind: str, module: nn.Module, recorder: _Recorder, x: Tensor) -> Tensor:

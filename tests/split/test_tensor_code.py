@@ -1,0 +1,207 @@
+"""Code of the model's own that a division could break: hooks, autograd functions, caches, kept results, noise, gradients of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.job.batch import Batch
+from ranks import Ranks
+from tensor_parity import Made, gradients_agree, loss_of, output_of
+
+WIDTH, INNER = 8, 16
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, x
+
+
+class Layers(nn.Module):
+    """Two layers that can be divided, whose work between them a subclass says, and two more behind them that always can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.plain = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, 4))
+
+    def between(self, y: Tensor) -> Tensor:
+        return torch.tanh(y)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.plain(self.down(self.between(self.up(x))))
+
+
+def hooked_parameters() -> Made:
+    """Each hook needs the whole gradient."""
+    model = Layers()
+    model.up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    model.down.bias.register_hook(lambda gradient: gradient * 0.5)
+    model.down.weight.register_post_accumulate_grad_hook(_halve)
+    return model, batch()
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad /= parameter.grad.norm()
+
+
+def hooked_modules() -> Made:
+    model = Layers()
+    model.down.register_full_backward_hook(lambda _, gradients, __: (gradients[0] / gradients[0].norm(),))
+    return model, batch()
+
+
+class HookedActivation(Layers):
+    def between(self, y: Tensor) -> Tensor:
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / gradient.norm())
+        return torch.tanh(y)
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / gradient.norm()
+
+
+class OwnFunction(Layers):
+    def between(self, y: Tensor) -> Tensor:
+        result: Tensor = Normalised.apply(y)
+        return result
+
+
+class Complex(Layers):
+    """A whole parameter of complex numbers takes part in the divided work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+
+    def between(self, y: Tensor) -> Tensor:
+        waves = torch.complex(y, y)
+        return (waves * self.turn[0]).real + (waves * self.turn[1]).imag
+
+
+class Noisy(Layers):
+    def between(self, y: Tensor) -> Tensor:
+        return torch.tanh(y) + torch.randn(y.shape, dtype=y.dtype) + torch.randn_like(y)
+
+
+@dataclass
+class Result:
+    """A result that is no container of torch's."""
+
+    inner: Tensor
+    logits: Tensor
+
+
+class ReturnsInner(Layers):
+    def forward(self, x: Tensor) -> Result:
+        y = torch.tanh(self.up(x))
+        return Result(y, self.plain(self.down(y)))
+
+
+class KeepsInner(Layers):
+    """Somebody's loss reads what the model has kept."""
+
+    def between(self, y: Tensor) -> Tensor:
+        self.kept = torch.tanh(y)
+        return self.kept
+
+
+@cache
+def ramp(size: int) -> Tensor:
+    return torch.arange(size) / size
+
+
+class Caches(Layers):
+    """Keeps what it has computed once: in an attribute, a dict, and a function of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+        self.known: dict[int, Tensor] = {}
+
+    def between(self, y: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.ones(y.shape[-1], dtype=y.dtype)
+        known = self.known.setdefault(y.shape[-1], torch.zeros_like(y[0]))
+        return y * self.scale + known
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * ramp(x.shape[-1]))
+
+
+class Untraceable(Layers):
+    """Looks at values, and reads a layer's weight elsewhere: large ones were divided all the same."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.plain(self.down(self.between(self.up(x))))
+        return y * self.up.weight.sum() if y.abs().max() > 0 else y
+
+
+def in_inner(model: nn.Module, of: Batch) -> Tensor:
+    """The loss with what lies inside the divided layers."""
+    result = model(of[0])  # type: ignore[index]
+    inner = result.inner if isinstance(result, Result) else model.kept
+    return loss_of(model, of) + inner.square().mean()
+
+
+def with_penalty(model: nn.Module, of: Batch) -> Tensor:
+    """The loss and the square of its gradient by the input, as gradient penalties and physics-informed losses have it."""
+    x = of[0].detach().requires_grad_()  # type: ignore[index]
+    out = output_of(model, (x, x))
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return loss_of(model, of) + 0.01 * slope.square().mean()
+
+
+Case = tuple[Callable[[], Made], Callable[[nn.Module, Batch], Tensor]]
+MODELS = (HookedActivation, OwnFunction, Complex, Noisy, ReturnsInner, KeepsInner, Caches, Untraceable)
+
+
+def made(kind: type[Layers]) -> Made:
+    return kind(), batch()
+
+
+def all_agree() -> dict[str, set[str]]:
+    cases: dict[str, Case] = {kind.__name__: (lambda kind=kind: made(kind), loss_of) for kind in MODELS}  # type: ignore[misc]
+    cases |= {make.__name__: (make, loss_of) for make in (hooked_parameters, hooked_modules)}
+    cases |= {kind.__name__: (lambda kind=kind: made(kind), in_inner) for kind in (ReturnsInner, KeepsInner)}  # type: ignore[misc]
+    cases["penalty"] = (lambda: made(Layers), with_penalty)
+    cases["penalty of functional code"] = (lambda: made(FunctionalInput), with_penalty)
+    divided, wrong = {}, []
+    for name, (make, loss) in cases.items():
+        try:
+            divided[name] = set(gradients_agree(make, loss).done)
+        except Exception as error:  # noqa: BLE001 - all that are wrong are told of
+            wrong.append(f"{name}: {error}")
+    assert not wrong, "\n".join(wrong)
+    return divided
+
+
+class FunctionalInput(Layers):
+    """The input takes part in divided work outside of any layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.up(x) * x.sum(-1, keepdim=True)
+        return self.plain(self.down(F.gelu(y)))
+
+
+def test_layers_whose_own_code_needs_whole_tensors_stay_whole_and_all_learn_as_in_one_process(ranks: Ranks) -> None:
+    divided = ranks(2, all_agree)[0]
+    whole = {"HookedActivation", "OwnFunction", "Noisy", "ReturnsInner", "KeepsInner", "Untraceable"}
+    whole |= {"Caches", "Complex", "hooked_parameters", "hooked_modules", "penalty of functional code"}
+    for name, layers in divided.items():
+        assert ("up" in layers) == (name not in whole), name
+        assert layers or name == "Untraceable", name
