@@ -38,8 +38,7 @@ def without_memory(recorded: Recorded, plan: Plan, mesh: Mesh, loader: Loader, l
     """The same in shapes only, until `Split.allocate`."""
     precision = plan.precision or settings.precision
     recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*READERS))
-    smallest = min(share for share in loader.partition.shares(0))
-    example = loader.example(max(1, smallest // plan.microbatches))
+    example = loader.example(max(1, loader.smallest_share() // plan.microbatches))
     wide = torch.float64 if precision == "fp64" else None
     example = place(example, torch.device("cpu"), dtype=wide, channels_last=False)
     made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)

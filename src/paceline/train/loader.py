@@ -101,7 +101,13 @@ class Loader:
         self._open((0, 0), None)
 
     def __len__(self) -> int:
-        return self.partition.steps_per_epoch
+        try:
+            return self.partition.steps_per_epoch
+        except DataError as error:
+            raise TypeError(str(error)) from None  # which `list` takes for a length that nobody knows
+
+    def __bool__(self) -> bool:
+        return True  # also without a length
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is not None:  # an iteration that was left, but is still referred to
@@ -136,6 +142,15 @@ class Loader:
         if isinstance(self.partition, Partition):
             return self._samples.read([i % self.partition.held_samples for i in range(count)])
         return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, Stream) else [])
+
+    def smallest_share(self) -> int:
+        """Samples of the replica that has the fewest in the first batch; 1 where that is known only when it was read."""
+        if isinstance(self.partition, Stream):
+            self.partition.first(1)  # draws it
+        try:
+            return min(self.partition.shares(0))
+        except DataError:
+            return 1
 
     def fill_every_rank(self, what: str) -> None:
         """Have every batch hold a sample for each replica, which `what` needs; a batch too small is an error when it is dealt.

@@ -205,7 +205,8 @@ class Flow:
         self._ended: set[int] = set()
         self._chain = 0  # digest of all pieces that this process has read
         self._last: int | None = None  # digest of the piece before the one to come
-        self._expected: int | None = None  # the same in a position that was loaded
+        self._expected: int | None = None  # the same in a position that is found again
+        self._known = 0  # pieces before this turn were trained on
 
     @property
     def steps_per_epoch(self) -> int:
@@ -239,13 +240,15 @@ class Flow:
         return len(self._ended) == max(self.workers, 1)
 
     def begin(self, turn: int, *, again: bool) -> int:
-        """The turn to begin with. Where what was read is read `again`, that is one earlier, to see that it is the same."""
+        """The turn to begin with. Where what was read is read `again`, that is an earlier one, to see that it is the same."""
         if turn == 0:
             self._ended, self._digests, self._last = set(), {}, None
         if not turn or not (again or self._expected is not None):
             return turn
         self._expected = self._last if self._expected is None else self._expected
-        return turn - 1
+        self._known = turn
+        each = max(self.workers, 1)
+        return (turn - 1) // each * each  # the first request goes to the first loader process
 
     def state_dict(self, turn: int) -> dict[str, Any]:
         """What `load_state_dict` needs besides the number of the turn."""
@@ -265,15 +268,10 @@ class Flow:
         """
         self._chain = zlib.crc32(f"{self._chain} {piece.digest} {piece.samples}".encode())
         self._compare_ranks(turn)
-        self._last = piece.digest
-        if self._expected is not None:
-            expected, self._expected = self._expected, None
-            if piece.digest != expected:
-                raise DataError(
-                    f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on there. "
-                    "Have iter() begin the same stream anew in each process, and draw random numbers from a generator with a seed"
-                )
+        if turn < self._known:
+            self._check_known(turn, piece)
             return False
+        self._last = piece.digest
         if not piece.samples:
             self._ended.add(piece.worker)
             return None if len(self._ended) == max(self.workers, 1) else False
@@ -289,6 +287,17 @@ class Flow:
     def found(self, step: int, samples: int) -> None:
         """Note the samples of a step."""
         self._totals = {step: samples}
+
+    def _check_known(self, turn: int, piece: Piece) -> None:
+        """Refuse a stream whose last piece before the saved position is another one now."""
+        if turn + 1 < self._known:
+            return
+        expected, self._expected, self._last, self._known = self._expected, None, piece.digest, 0
+        if piece.digest != expected:
+            raise DataError(
+                f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on there. "
+                "Have iter() begin the same stream anew in each process, and draw random numbers from a generator with a seed"
+            )
 
     def _compare_ranks(self, turn: int) -> None:
         if self.world.size == 1:
