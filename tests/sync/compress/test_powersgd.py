@@ -76,3 +76,25 @@ def after_nothing() -> list[float]:
 def test_a_gradient_of_zeros_does_not_silence_the_next_ones(ranks: Ranks) -> None:
     """The next power iteration starts from its Q, which is zero."""
     assert ranks(2, after_nothing)[0] == pytest.approx([0.0, 128.0, 128.0], rel=1e-3)
+
+
+def given_and_applied(codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What this rank gave over a few sums, what came out of them, and what this rank remembers for the next one."""
+    with joined(deadline_s=30) as group:
+        random = torch.Generator().manual_seed(group.rank)
+        compressor = Compressor(codec, group, Traffic(), seed=3)
+        given, applied = torch.zeros(64 * 48), torch.zeros(64 * 48)
+        for _ in range(4):
+            flat = torch.randn(64 * 48, generator=random)
+            given += flat
+            compressor.sum("a", flat, [flat.view(64, 48)])
+            applied += flat
+        return given, applied, compressor.state_dict()["a/error"]
+
+
+@pytest.mark.parametrize("codec", ["powersgd:4", "powersgd:4+bf16", "powersgd:4+int8"])
+def test_what_was_applied_and_what_is_remembered_make_up_what_was_given(ranks: Ranks, codec: str) -> None:
+    """Also what coding the sum of the factors lost, which no rank's own factors show."""
+    found = ranks(3, given_and_applied, codec)
+    given, remembered = sum(rank[0] for rank in found), sum(rank[2] for rank in found)
+    torch.testing.assert_close(found[0][1] + remembered, given, rtol=0, atol=2e-3)

@@ -1,7 +1,7 @@
 """Matrices as products of two thin ones, which are cheap to sum: PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
 
 One step of power iteration per sum, started where the last one ended: P = sum of M Q, made orthonormal; Q = sum of M^T P; the sum of M is
-then about P Q^T. What a rank's own M has outside of P's columns is added to its next one.
+then about P Q^T. What a rank's own M has outside of P's columns, and what coding left out of Q and of its sum, is added to the next one.
 """
 
 from __future__ import annotations
@@ -100,15 +100,17 @@ class PowerSGD:
         return p
 
     def _sum_q(self, matrices: Tensor, p: Tensor) -> bool:
-        """Replace the matrices by P times the sum of the Q, and keep what this rank's own lost; False if something is not finite."""
+        """Replace the matrices by P times the sum of the Q, and keep what the sum left out; False if something is not finite."""
         q = self.scratch.filled("q", self.q_phases.numel, p[:0])
         for batch in self.batches:
             torch.bmm(batch.of_p(p), batch.of_matrices(matrices), out=batch.of_q(q))
         own, lost = q.clone(), torch.empty_like(q)
-        if not self.q_phases.sum(self._rows(q), self._rows(q[:0]), error=self._rows(lost)):
+        lost_of_sum = torch.zeros(self.q_phases.chunk, device=q.device)
+        if not self.q_phases.sum(self._rows(q), self._rows(q[:0]), error=self._rows(lost), sum_error=lost_of_sum):
             return False
         self.q_phases.read(q)
         own.sub_(lost)
+        self._rows(own)[self.group.rank].sub_(lost_of_sum)  # the rank that coded the sum remembers what that left out
         for batch in self.batches:
             thin, matrix = batch.of_p(p).mT, batch.of_matrices(matrices)
             torch.baddbmm(matrix, thin, batch.of_q(own), alpha=-1, out=batch.of_matrices(self.error))
