@@ -21,6 +21,8 @@ from paceline.train import convert
 from paceline.train.checkpoint import Snapshot
 from paceline.train.convert import export, export_hf, fitted, load_weights, weights_from
 from paceline.train.division import Seat
+from ranks import Ranks
+from small_jobs import new_run, points, small_job, train_as_rank
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -206,3 +208,20 @@ def test_a_model_that_is_none_of_transformers_has_no_such_layout(tmp_path: Path)
     (tmp_path / "exported").mkdir()
     with pytest.raises(RunError, match="exists already"):
         export_hf(tmp_path, tmp_path / "exported")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 sync=local:3"])
+def test_the_exported_model_is_the_one_that_the_run_evaluated(tmp_path: Path, ranks: Ranks, plan: str) -> None:
+    """Each replica has batch-norm statistics of its own; an evaluation averages them, and so must an export."""
+    job = small_job(model={"factory": "small_jobs:with_dropout"}, data=points(held_out=0.3, samples=100), stop={"steps": 10})
+    run = new_run(tmp_path / "run", job, plan)
+    ranks(2, train_as_rank, run.path)
+    export(run.path, tmp_path / "model.safetensors")
+    model = job.model.build().eval()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    held_out = job.data.build(input_shape=None, seed=job.seed).held_out
+    assert held_out is not None
+    inputs, labels = torch.utils.data.default_collate([held_out[i] for i in range(len(held_out))])  # type: ignore[arg-type]
+    with torch.inference_mode():
+        loss = nn.functional.cross_entropy(model(inputs), labels).item()
+    assert loss == pytest.approx(run.metrics["loss"], rel=1e-6)

@@ -126,10 +126,29 @@ class Loaded:
     def own_of(self, seat: Seat) -> dict[str, Tensor]:
         """The buffers and random states for the rank at `seat`: on the same mesh, those that it saved.
 
-        On another, those of the rank that read the same share of the data, or of the first share where there are now more or fewer; of
-        the ranks of that share each has the buffers of its pipeline stage.
+        On another, those of the rank that read the same share of the data; where there are now more or fewer shares, those of the first
+        one, with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its pipeline stage.
         """
-        return dict(Pieces(self.own_entries(seat), self.shared.files))
+        own = dict(Pieces(self.own_entries(seat), self.shared.files))
+        if self.readers != seat.readers:
+            own |= {name: buffer for name, buffer in self.averaged_buffers().items() if name in own}
+        return own
+
+    def averaged_buffers(self) -> dict[str, Tensor]:
+        """The floating-point buffers as evaluations take them: their mean over the ranks that read different samples."""
+        found: dict[str, dict[int, TensorEntry]] = {}
+        for rank, shard in enumerate(self.shards):
+            for name, entry in self._entries_of(rank):
+                if name.startswith("buffer/"):
+                    found.setdefault(name, {}).setdefault(shard.reader, entry)
+        averaged = {}
+        for name, entries in found.items():
+            same = len({(entry.dtype, tuple(entry.shape)) for entry in entries.values()}) == 1
+            dtype = DTYPES[next(iter(entries.values())).dtype]
+            if len(entries) > 1 and same and dtype.is_floating_point:
+                read = Pieces({str(reader): entry for reader, entry in entries.items()}, self.shared.files)
+                averaged[name] = torch.stack([read[key].double() for key in read]).mean(dim=0).to(dtype)
+        return averaged
 
     def own_entries(self, seat: Seat) -> dict[str, TensorEntry]:
         """What `own_of` gives: dtypes, shapes, and the shards that hold them."""

@@ -31,6 +31,7 @@ _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 def export(run_or_folder: Path, out: Path) -> None:
     """Write the model of the newest whole checkpoint as one safetensors file for `model.load_state_dict(load_file(out))`.
 
+    It is the model that the run evaluates: floating-point buffers (statistics of batch norms) are averaged over the ranks.
     `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under each of their names. No more
     than one tensor is in memory at a time. A damaged newer checkpoint is passed over with a warning.
 
@@ -41,7 +42,7 @@ def export(run_or_folder: Path, out: Path) -> None:
     if out.exists():
         raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another file.")
     loaded = _newest(run_or_folder)
-    _write(Pieces(_entries(loaded, tied=True), loaded.shared.files), out)
+    _write(loaded, out, tied=True)
 
 
 def export_hf(run: Path, out: Path) -> None:
@@ -63,7 +64,7 @@ def export_hf(run: Path, out: Path) -> None:
     try:
         temporary = _new_folder_beside(out)
         weights = temporary / "all-weights"
-        _write(Pieces(_entries(loaded, tied=False), loaded.shared.files), weights)
+        _write(loaded, weights, tied=False)
         with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         for alias, name in loaded.aliases.items():  # the same tensors: transformers keeps the name that it reads
@@ -100,12 +101,16 @@ def _bare(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _write(tensors: Pieces, out: Path) -> None:
+def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
+    tensors = Pieces(_entries(loaded, tied=tied), loaded.shared.files)
+    averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
+    if tied:
+        averaged |= {_bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged}
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
     folder: Path | None = None
     try:
         folder = _new_folder_beside(out)
-        write_one_by_one(folder / "weights", described, tensors.__getitem__)
+        write_one_by_one(folder / "weights", described, lambda name: averaged[name] if name in averaged else tensors[name])
         os.replace(folder / "weights", out)
         sync_folder(out.parent)
     except OSError as error:
