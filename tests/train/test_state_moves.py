@@ -85,6 +85,7 @@ def rank_of(mesh: Mesh, *, seed: int = 0, shapes: set[str] | None = None, optimi
         items_per_sample=None,
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),
         parts=parts,
+        extra={},
         named_parameters=lambda: dict(model.named_parameters()),
         named_buffers=lambda: dict(model.named_buffers()),
     )
