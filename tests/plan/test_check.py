@@ -1,5 +1,6 @@
 """Every reason why a plan cannot run is said before a rank starts, with the value that would work; else jobs fail late."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,3 +204,17 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
         assert Plan.parse(proposal).check(work, cluster) == []
     else:
         assert weights
+
+
+def test_a_loss_that_compares_samples_is_refused_in_parts_whoever_computes_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\n\nclass Pairs(nn.Linear):\n    def forward(self, x, labels=None, return_loss=None): ...\n\n\n"
+        "def triplets(output, target): ...\n\n\ntriplets.whole_batch = True\n"
+    )
+    own = job(model={"factory": f"{tmp_path}/own.py:Pairs", "args": {"in_features": 2, "out_features": 2}}, loss="model")
+    assert "dp=2 computes a batch in 2 parts, but the model's own loss compares" in reasons_against(Plan(dp=2), own, LAPTOP)[0]
+    assert reasons_against(Plan(), own, LAPTOP) == []
+    own = job(loss=f"{tmp_path}/own.py:triplets")
+    assert reasons_against(Plan(dp=2), own, LAPTOP) == []
+    (reason,) = reasons_against(Plan(dp=2, microbatches=2), own, LAPTOP)
+    assert "the triplets loss compares all samples of a batch with each other: microbatches=1." in reason

@@ -267,14 +267,18 @@ def gpt2() -> nn.Module:
 def bert_for(task: str) -> nn.Module:
     import transformers
 
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.BertConfig(
-        **sizes,
-        max_position_embeddings=16,
-        num_labels=2 if task == "QuestionAnswering" else VOCAB,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+        "num_labels": 2 if task == "QuestionAnswering" else VOCAB,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    config = transformers.BertConfig(**sizes)
     model: nn.Module = getattr(transformers, f"BertFor{task}")(config)
     return model
 
@@ -282,8 +286,18 @@ def bert_for(task: str) -> nn.Module:
 def t5() -> nn.Module:
     import transformers
 
-    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
-    model: nn.Module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_decoder_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+    }
+    model: nn.Module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     return model
 
 

@@ -58,6 +58,11 @@ class LossSpec(Spec):
     def _resolve_file(cls, value: str, info: ValidationInfo) -> str:
         return resolve_import_path(value, info.context) if ":" in value else value
 
+    @property
+    def is_over_whole_batch(self) -> bool:
+        """Whether the loss compares the samples of a batch with each other: `contrastive`, and those that have `whole_batch = True`."""
+        return self.name == "contrastive" or (":" in self.name and bool(getattr(self.build(), "whole_batch", False)))
+
     def build(self) -> Loss:
         """The loss as a callable.
 

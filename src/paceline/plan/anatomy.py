@@ -62,6 +62,7 @@ class Anatomy:
         batch_norms: the names of the modules that keep running statistics of batches.
         takes_positions: whether `forward` takes `position_ids`.
         normalises_batches: whether it has batch norms, with running statistics or without.
+        compares_samples: whether the loss that it computes compares the samples of a batch (CLIP and its kind take `return_loss`).
     """
 
     modules: tuple[str, ...]
@@ -75,6 +76,7 @@ class Anatomy:
     batch_norms: tuple[str, ...]
     takes_positions: bool
     normalises_batches: bool = False
+    compares_samples: bool = False
 
     @property
     def numel(self) -> int:
@@ -131,6 +133,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         experts=_distinct(_expert_counts(model)),
         batch_norms=tuple(n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
         takes_positions="position_ids" in inspect.signature(model.forward).parameters,
+        compares_samples="return_loss" in inspect.signature(model.forward).parameters,
         normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
     )
 

@@ -108,10 +108,22 @@ def _share_too_small(case: Case) -> str | None:
 
 def _loss_over_the_whole_batch(case: Case) -> str | None:
     plan = case.plan
-    if plan.microbatches == 1 or case.job.loss.name != "contrastive":
+    if plan.microbatches == 1 or not case.job.loss.is_over_whole_batch:
         return None
-    why = "the contrastive loss compares all samples of a batch with each other"
+    why = f"the {case.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other"
     return f"plan {plan} computes a share in {plan.microbatches} parts, but {why}: microbatches=1."
+
+
+def _models_loss_over_the_whole_batch(case: Case) -> str | None:
+    """A loss that a model computes over the samples that it sees cannot be put together from those of parts."""
+    plan = case.plan
+    if plan.microbatches * plan.readers == 1 or case.job.loss.name != "model" or not case.anatomy.compares_samples:
+        return None
+    return (
+        f"plan {plan} computes a batch in {plan.microbatches * plan.readers} parts, but the model's own loss compares all samples of a "
+        f"batch with each other: {' '.join(f'{key}=1' for key in ('microbatches', *READERS) if getattr(plan, key) > 1)}. Or compute the "
+        "loss from the model's outputs by a function of your own that has whole_batch = True."
+    )
 
 
 def _no_fused_step(case: Case) -> str | None:
@@ -168,6 +180,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_other_weights, READERS),
     Check(_share_too_small, ("microbatches", *READERS)),
     Check(_loss_over_the_whole_batch, ("microbatches",)),
+    Check(_models_loss_over_the_whole_batch, ("microbatches", *READERS)),
     Check(_no_fused_step, ("fused",)),
     Check(_no_images, ("memory_format",)),
     Check(_no_cuda_graphs, ("compile",)),

@@ -144,12 +144,12 @@ def _rest_of_tokens(case: Case, key: str, parts: int) -> str | None:
 def _loss_over_stages(case: Case) -> str | None:
     plan = case.plan
     divided = [key for key in ("pp", "cp") if getattr(plan, key) > 1]
-    if case.job.loss.name != "contrastive" or not divided:
+    if not divided or not case.job.loss.is_over_whole_batch:
         return None
     ones = " ".join(f"{key}=1" for key in divided)
     return (
-        f"plan {plan} never has all outputs of a batch on one rank ({', '.join(divided)}), and the contrastive loss compares "
-        f"all samples of a batch with each other: {ones}."
+        f"plan {plan} never has all outputs of a batch on one rank ({', '.join(divided)}), and the "
+        f"{case.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other: {ones}."
     )
 
 

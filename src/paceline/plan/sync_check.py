@@ -43,8 +43,9 @@ def _batch_over_all_replicas(case: Case) -> str | None:
     plan, job = case.plan, case.job
     if plan.dp == 1 or SyncSpec.parse(plan.sync).agrees_every_step:
         return None
-    if job.loss.name == "contrastive":
-        return f"plan {plan} lets replicas train apart, and the contrastive loss compares the samples of all of them: sync=allreduce."
+    if job.loss.is_over_whole_batch:
+        name = job.loss.name.rpartition(":")[2]
+        return f"plan {plan} lets replicas train apart, and the {name} loss compares the samples of all of them: sync=allreduce."
     if job.batch_norm == "sync":
         return (
             f"plan {plan} lets replicas train apart, and batch_norm: sync joins them in every layer: batch_norm: local, or sync=allreduce."
