@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.split.layout import Layout
-from paceline.train.division import Seat, divide
+from paceline.train.division import Seat, divide, uncovered
 from paceline.train.manifest import MANIFEST, Manifest, Piece, ShardEntry, TensorEntry, checkpoints, shard_name
 from paceline.train.shard import DTYPES
 
@@ -222,13 +222,13 @@ def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
 
 def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -> Loaded:
     """The checkpoint, after a look at every byte of the shards in `share`."""
+    if wrong := next(_contradictions(manifest), None):
+        raise CheckpointError(f"{path / MANIFEST} contradicts itself: {wrong}")
     expected: dict[int, dict[str, tuple[str, list[int]]]] = {
         rank: {name: (entry.dtype, entry.shape) for name, entry in manifest.shards[rank].own.items()} for rank in share
     }
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
-            if not 0 <= piece.shard < len(manifest.shards):
-                raise CheckpointError(f"{path / MANIFEST} names shard {piece.shard}, and there are {len(manifest.shards)}")
             if piece.shard in expected:
                 expected[piece.shard][piece.key] = (entry.dtype, piece.shape)
     files = [path / shard_name(rank) for rank in range(len(manifest.shards))]
@@ -247,6 +247,39 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -
         manifest.readers,
         manifest.shards,
     )
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What in a manifest no checkpoint of ours says: from such a one, tensors would be filled in part, twice, or not at all."""
+    shards = len(manifest.shards)
+    if manifest.step < 0 or shards != manifest.world or not all(n >= 1 for n in (manifest.readers, *manifest.mesh.values())):
+        yield f"step {manifest.step}, {shards} shards of {manifest.world} ranks, mesh {manifest.mesh}, {manifest.readers} readers"
+    taken: set[tuple[int, str]] = set()
+    for rank, shard in enumerate(manifest.shards):
+        if shard.bytes < 0 or not 0 <= shard.reader < manifest.readers:
+            yield f"shard {rank} has {shard.bytes} bytes and reader {shard.reader} of {manifest.readers}"
+        for name, own in shard.own.items():
+            taken.add((rank, name))
+            if own.dtype not in DTYPES or any(n < 0 for n in own.shape):
+                yield f"{name} of shard {rank} is {own.dtype} {own.shape}"
+    for name, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPES or any(n < 0 for n in entry.shape):
+            yield f"{name} is {entry.dtype} {entry.shape}"
+            continue
+        for piece in entry.pieces:
+            if not 0 <= piece.shard < shards:
+                yield f"{name} has a piece in shard {piece.shard}, and there are {shards}"
+            if len(piece.offset) != len(entry.shape) or len(piece.shape) != len(entry.shape) or any(n < 0 for n in piece.shape):
+                yield f"{name} has the shape {entry.shape}, and a piece of the shape {piece.shape} at {piece.offset}"
+                return
+            if (piece.shard, piece.key) in taken:
+                yield f"{piece.key} of shard {piece.shard} stands for two pieces"
+            taken.add((piece.shard, piece.key))
+        if wrong := uncovered(entry.shape, entry.pieces):
+            yield f"the pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}"
+    for alias, name in manifest.aliases.items():
+        if name not in manifest.tensors:
+            yield f"{alias} is another name of {name}, which is not there"
 
 
 def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list[int]]]) -> None:

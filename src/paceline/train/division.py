@@ -19,6 +19,8 @@ from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
 from paceline.train.manifest import Piece, Receipt, TensorEntry
 
+_MOST_CELLS = 10**8
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -110,7 +112,7 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
                 )
             full.pieces += [piece for piece in entry.pieces if not _written_whole(full, piece)]
     for name, entry in merged.items():
-        if wrong := _uncovered(entry.shape, entry.pieces):
+        if wrong := uncovered(entry.shape, entry.pieces):
             raise CheckpointError(f"the ranks' pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}")
     return merged
 
@@ -135,7 +137,7 @@ def _written_whole(full: TensorEntry, piece: Piece) -> bool:
     return piece.shape == full.shape and any(there.shape == full.shape for there in full.pieces)
 
 
-def _uncovered(shape: Sequence[int], pieces: Iterable[Piece]) -> str | None:
+def uncovered(shape: Sequence[int], pieces: Iterable[Piece]) -> str | None:
     """What is wrong with the pieces of a tensor, which should hold every element once.
 
     The cuts of all pieces divide the tensor into cells; each cell should lie in one piece.
@@ -143,6 +145,8 @@ def _uncovered(shape: Sequence[int], pieces: Iterable[Piece]) -> str | None:
     begins = [piece.offset for piece in pieces]
     ends = [[a + n for a, n in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]
     cuts = [sorted({0, n, *(b[d] for b in begins), *(e[d] for e in ends)}) for d, n in enumerate(shape)]
+    if prod(len(along) for along in cuts) > _MOST_CELLS:
+        return "they cut it into more cells than any mesh would"
     place = [{cut: i for i, cut in enumerate(along)} for along in cuts]
     if any(along[0] < 0 or along[-1] > n for along, n in zip(cuts, shape, strict=True)):
         return "a piece lies outside of it"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.errors import ClusterError, DataError, NonFiniteError
+from paceline.errors import CheckpointError, ClusterError, DataError, NonFiniteError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -288,9 +288,13 @@ class Loop:
         """Go on from the newest whole checkpoint, if there is any."""
         loaded = self._newest_checkpoint()
         if loaded is not None:
-            values = restore(self.engine, loaded, self._event)
-            self.stop.load_state_dict(values["stop"])
-            self.rejected = values["rejected"]
+            try:
+                values = restore(self.engine, loaded, self._event)
+                self.stop.load_state_dict(values["stop"])
+                self.rejected = values["rejected"]
+            except (LookupError, TypeError, AttributeError, ValueError) as error:  # whole, but not as any version of ours writes it
+                text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
+                raise CheckpointError(f"{text}. Remove that folder to go on from the checkpoint before.") from error
             self.saved_at = loaded.step
             self._saved_clock_s = self.stop.elapsed_s
         details = {

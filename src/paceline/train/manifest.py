@@ -24,12 +24,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.errors import CheckpointError
-from paceline.files import write_whole
+from paceline.files import read_text, write_whole
 
 MANIFEST = "manifest.json"
 PARTIAL = ".step-*.partial"
 REPLACED = ".replaced"
 
+_MOST_BYTES = 2**30  # of a manifest
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
@@ -118,16 +119,18 @@ class Manifest(BaseModel):
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(read_text(path, _MOST_BYTES))
             claimed = content.pop("sha256")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a checkpoint's manifest: truncated or damaged") from error
         if claimed != _digest(content):
             raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 that it names")
         try:
             return cls.model_validate(_from_format_1(content) if content.get("format") == 1 else content)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{path} is not of the format that it names: {error!r}") from error
         except ValidationError as error:
             where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise CheckpointError(f"{path} is not of the format that this version of paceline reads ({where})") from error
