@@ -27,11 +27,15 @@ class EvaluateSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """When the run is saved, and how many of the newest checkpoints are kept. Always at the end, on SIGINT and on SIGTERM."""
+    """When the run is saved, and how many of the newest checkpoints are kept. Always at the end, on SIGINT and on SIGTERM.
+
+    `every_steps` and `every_seconds` say how much may be lost: one that takes long to write is begun earlier.
+    """
 
     every_steps: int | None = Field(None, ge=1)
     every_seconds: float = Field(300.0, gt=0)  # counts where `every_steps` is not given
     keep: int = Field(3, ge=1)
+    max_failures: int = Field(3, ge=1)  # the run goes on without a checkpoint that cannot be written, until so many failed in a row
 
 
 class Job(Spec):

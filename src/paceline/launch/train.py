@@ -241,7 +241,7 @@ def _note_links(events: Lines, carried: dict[str, LinkBytes]) -> None:
 
 @contextmanager
 def _events(run: Run) -> Iterator[Lines]:
-    lines = Lines(run.path / "events.jsonl")
+    lines = Lines(run.path / "events.jsonl", lossy=True)
     try:
         yield lines
     finally:

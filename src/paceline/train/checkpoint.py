@@ -90,6 +90,10 @@ class Checkpointer:
         deadline_s: how long rank 0 waits for the others while not one byte arrives.
         report: told of `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing thread.
 
+    Attributes:
+        completed: the step of the newest checkpoint of which all is written that is this rank's to write; on rank 0, all of it.
+        write_s: how long that took beside the training.
+
     Raises:
         CheckpointError: the folder cannot be written.
     """
@@ -104,6 +108,8 @@ class Checkpointer:
         self._copied = threading.Event()
         self._hurry = threading.Event()  # someone waits until all is written
         self._copying = False
+        self.completed = 0
+        self.write_s = 0.0
         self._claim_folder()
 
     def save(self, step: int, snapshot: Snapshot) -> None:
@@ -151,6 +157,17 @@ class Checkpointer:
     def busy(self) -> bool:
         """Whether a checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint was begun and not finished by `complete`, `close` or the next one."""
+        return self._thread is not None
+
+    def complete(self) -> float:
+        """Write the rest of the checkpoint under way now, on this thread; returns the seconds that took. `poll` tells whether it failed."""
+        started = time.perf_counter()
+        self._finish()
+        return time.perf_counter() - started
 
     def poll(self) -> None:
         """Raise what went wrong in the background, once.
@@ -223,6 +240,7 @@ class Checkpointer:
                 yield from self._publish(partial, manifest)
                 facts = {"bytes": sum(s.bytes for s in manifest.shards), "write_s": time.perf_counter() - started}
                 self.report("checkpoint_saved", {"step": manifest.step, "path": step_name(manifest.step), **facts})
+            self.completed, self.write_s = manifest.step, time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again by poll, on the training thread
             if self.rank != 0 and isinstance(error, FileNotFoundError) and self.folder.exists() and not partial.exists():
                 return  # rank 0 has given up and removed it, and raises why
@@ -284,7 +302,7 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{names} of {self.world} delivered nothing for {deadline_s:g} s. See what held them up, or raise deadline_s"
                 )
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_LOOK_EVERY_S if not self._hurry.is_set() else _LOOK_EVERY_S / 10)
             yield
 
     def _remove_old(self, step: int) -> None:

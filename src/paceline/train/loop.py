@@ -37,6 +37,7 @@ from paceline.train.meter import CHECKPOINT
 from paceline.train.progress import PlainProgress
 from paceline.train.record import Recorder
 from paceline.train.run import Lines, Run
+from paceline.train.saving import Saving
 from paceline.train.state import restore, snapshot
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Loop:
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)
         self.total_steps = self.job.stop.total_steps(self.epoch_steps)
-        self.events = Lines(run.path / "events.jsonl") if group.rank == 0 else None
+        self.events = Lines(run.path / "events.jsonl", lossy=True) if group.rank == 0 else None
         self.checkpointer = Checkpointer(
             run.checkpoints,
             rank=group.rank,
@@ -152,14 +153,14 @@ class Loop:
             deadline_s=self.job.deadline_s,
             report=self._event,
         )
-        engine.before_update = self.checkpointer.release
+        self.saving = Saving(self.checkpointer, self.job.checkpoint, engine.notes, self._event)
+        engine.before_update = lambda: self.saving.before_update(engine.step_count + 1)
         self.recorder = Recorder(run.path, engine, epoch_steps=self.epoch_steps)
         self.progress = PlainProgress(self.total_steps) if group.rank == 0 and "PACELINE_STATUS" not in os.environ else None
         self.rejected: list[int] = []  # steps whose batch a rewind leaves out
         self.rewinds = 0
-        self.evaluated_at = self.saved_at = -1
+        self.evaluated_at = -1
         self.signal: str | None = None
-        self._saved_clock_s = 0.0
         self._told = 0  # how many lines of the rule are in the record
         self._phase = engine.on_phase
 
@@ -172,7 +173,7 @@ class Loop:
         try:
             with self._signals():
                 self._resume()
-                if self.job.nonfinite == "rewind" and self.saved_at < 0:
+                if self.job.nonfinite == "rewind" and self.saving.at < 0:
                     self.save()
                 self.engine.meter.restart()
                 reason = self.stop.ended(self.engine.step_count)
@@ -219,7 +220,8 @@ class Loop:
 
     def after_step(self, result: StepResult) -> str | None:
         """Whether the step ends the run; evaluations and checkpoints that are due are made."""
-        self.checkpointer.poll()
+        self.saving.poll()
+        self._tell_of_lost_lines()
         self._tell_of_the_rule()
         votes = result.votes
         if "interrupted" in votes:
@@ -231,9 +233,7 @@ class Loop:
         every = self.job.evaluate.every_steps
         if reason is None and every and result.step % every == 0:
             reason = self._evaluate()
-        rule = self.job.checkpoint
-        due = result.step % rule.every_steps == 0 if rule.every_steps else "checkpoint" in votes
-        if reason is None and due:
+        if self.saving.due(result.step, votes) and reason is None:
             self.save()
         return reason
 
@@ -243,9 +243,9 @@ class Loop:
         if not interrupted and self.evaluated_at != self.engine.step_count:
             self._evaluate()
         elapsed_s = self.stop.elapsed_s
-        if self.saved_at != self.engine.step_count:
+        if self.saving.at != self.engine.step_count:
             self.save()
-        self.checkpointer.close()
+        self.saving.finish()
         if any(found := self.group.gather_json(self.engine.expert_counts())):
             self._event("experts", {"step": self.engine.step_count, **add_counts(found)})
         reasons = self.group.gather_json(reason)
@@ -278,9 +278,7 @@ class Loop:
         """Begin a checkpoint of this moment; it is written while the next steps run."""
         self._phase("checkpoint", self.engine.step_count)
         values = {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
-        self.checkpointer.save(self.engine.step_count, snapshot(self.engine, values))
-        self.saved_at = self.engine.step_count
-        self._saved_clock_s = self.stop.elapsed_s
+        self.saving.begin(self.engine.step_count, snapshot(self.engine, values), self.stop.elapsed_s)
         self.rewinds = 0
         self.engine.meter.mark(CHECKPOINT)
 
@@ -292,11 +290,12 @@ class Loop:
                 values = restore(self.engine, loaded, self._event)
                 self.stop.load_state_dict(values["stop"])
                 self.rejected = values["rejected"]
+                if self.engine.step_count != loaded.step:
+                    raise ValueError(f"step {self.engine.step_count!r}")
             except (LookupError, TypeError, AttributeError, ValueError) as error:  # whole, but not as any version of ours writes it
                 text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
                 raise CheckpointError(f"{text}. Remove that folder to go on from the checkpoint before.") from error
-            self.saved_at = loaded.step
-            self._saved_clock_s = self.stop.elapsed_s
+            self.saving.resumed(loaded.step, self.stop.elapsed_s)
         details = {
             "step": self.engine.step_count,
             "plan": str(self.run_directory.plan),
@@ -316,6 +315,13 @@ class Loop:
         self._tell_of_the_rule()
         if self.group.transport_note is not None:
             self._event("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
+
+    def _tell_of_lost_lines(self) -> None:
+        """Say in the record what is missing from it, once the disk takes lines again."""
+        for lines in (self.recorder.lines, self.events):
+            if lines is not None and self.events is not None and lines.missing and not self.events.lost:
+                lost, lines.missing = lines.missing, 0
+                self._event("lines_lost", {"file": str(lines.path.relative_to(self.run_directory.path)), "lines": lost})
 
     def _tell_of_the_rule(self) -> None:
         """What the rule has said since the last time: how it sums, and later what it found out while it trained."""
@@ -345,14 +351,16 @@ class Loop:
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
             raise NonFiniteError(f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm.")
-        self.checkpointer.close()
+        self.saving.settle()
         self.group.barrier()  # every rank's part of the checkpoint is written before any rank reads it
         loaded = self._newest_checkpoint()
-        assert loaded is not None, "a run with this policy saves a checkpoint before its first step"
+        if loaded is None:  # that of before the first step could not be written
+            raise NonFiniteError(f"{result.problem}, and there is no checkpoint to go back to.")
         rejected = [*self.rejected, result.step]
         self.stop.rewind(restore(self.engine, loaded)["stop"])
         self.rejected = rejected
-        self.saved_at, self.evaluated_at = loaded.step, -1
+        self.evaluated_at = -1
+        self.saving.resumed(loaded.step, self.stop.elapsed_s)
         self.engine.meter.restart()
         self._event("rewind", {"from_step": result.step, "to_step": loaded.step})
         return True
@@ -372,8 +380,7 @@ class Loop:
         if self.group.rank == 0:
             if self.stop.out_of_time():
                 self.engine.notes.vote("out_of_time")
-            if self.stop.elapsed_s - self._saved_clock_s >= self.job.checkpoint.every_seconds:
-                self.engine.notes.vote("checkpoint")
+            self.saving.ask(self.engine.step_count + 1, self.stop.elapsed_s)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

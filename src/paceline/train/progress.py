@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.train.engine import StepResult
 
 LINE_EVERY_S = 5.0  # where the output is no terminal
-TROUBLE = ("checkpoint_damaged", "nonfinite", "restart")  # events that are shown in colour
+TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart")  # events that are shown in colour
 
 
 @dataclass
@@ -179,6 +179,11 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"step {event['step']}: held-out " + ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items())
         case "checkpoint_damaged":
             return f"{event['reason']}; trying the one before"
+        case "checkpoint_failed":
+            tries = f"{event['failures']} of at most {event['max_failures']} in a row"
+            return f"{event['reason']} Training goes on, and the next checkpoint is tried ({tries})."
+        case "lines_lost":
+            return f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; it can again"
         case "nonfinite" if event["policy"] == "skip":
             return f"{event['problem']}; left out, as the job's policy is to skip"
         case "nonfinite":

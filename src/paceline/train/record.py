@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import psutil
 import torch
 
 from paceline.cluster.energy import Energy, cpu_energy, gpu_energy
+from paceline.errors import RunError
 from paceline.split.memory import held_bytes
 from paceline.sync.traffic import Traffic
 from paceline.train.meter import PARTS, Timing
@@ -36,7 +38,7 @@ class Recorder:
 
     def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
         self.engine = engine
-        self.lines = Lines(run / "steps" / f"rank-{engine.group.rank}.jsonl")
+        self.lines = Lines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
         self.epoch_steps = epoch_steps
         self.use = Use(engine)
         self.board = _tensorboard(run) if engine.group.rank == 0 else None
@@ -62,8 +64,7 @@ class Recorder:
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Held-out metrics for TensorBoard (the run's own record of them is an event)."""
-        if self.board is not None:
-            self.board.scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
+        self._scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
 
     def _write(self, timing: Timing) -> None:
         start = self._waiting.pop(timing.step, None)
@@ -72,13 +73,22 @@ class Recorder:
         self.lines.write("{" + start + _TIMES % (timing.step_s, *timing.parts_s) + self.use.read() + "}")
 
     def _to_tensorboard(self, result: StepResult, lr: float) -> None:
-        assert self.board is not None
         self.use.fresh = False
         values = {"train/loss": result.loss, "train/lr": lr, "train/grad_norm": result.grad_norm}
         if result.timing is not None and result.timing.step_s > 0:
             values["speed/samples_per_s"] = result.samples / result.timing.step_s
             values |= {f"step_s/{name}": seconds for name, seconds in zip(PARTS, result.timing.parts_s, strict=True)}
-        self.board.scalars(result.step, values)
+        self._scalars(result.step, values)
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        """Give values to TensorBoard; a disk that takes no more ends its file, as what follows half a record cannot be read."""
+        if self.board is None:
+            return
+        try:
+            self.board.scalars(step, values)
+        except RunError as error:
+            self.board = None
+            print(f"{error} Training goes on without TensorBoard's file.", file=sys.stderr, flush=True)
 
 
 class Use:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import cached_property
@@ -20,6 +23,7 @@ from paceline.errors import JobError, RunError
 from paceline.files import open_to_append, private_folder, read_text, whole_lines, write_whole
 from paceline.job.job import Job
 from paceline.plan.plan import Plan
+from paceline.printable import printable
 
 # What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and only under a
 # schedule that decays over the whole run.
@@ -161,15 +165,23 @@ class Run:
 
 
 class Lines:
-    """An append-only file of JSON lines. Each line is one write, so a crash at any moment loses at most the last one."""
+    """An append-only file of JSON lines. Each line is one write, so a crash at any moment loses at most the last one.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        lossy: lines that the disk cannot take are counted and said on stderr, instead of an error.
+
+    Attributes:
+        lost: lines that the disk could not take since it last could.
+        missing: lines that were lost before the newest one, until somebody sets it back.
+    """
+
+    def __init__(self, path: Path, *, lossy: bool = False) -> None:
+        self.path, self.lossy, self.lost, self.missing = path, lossy, 0, 0
+        self._writing = threading.Lock()  # the thread that writes a checkpoint tells of it here
         try:
             self._fd = open_to_append(path)
             size = os.fstat(self._fd).st_size
-            if size and os.pread(self._fd, 1, size - 1) != b"\n":  # cut short by a crash
-                os.write(self._fd, b"\n")
+            self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # by a crash
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -177,12 +189,19 @@ class Lines:
         """Append one line of JSON text.
 
         Raises:
-            RunError: the disk is full or gone. What was written before stays readable.
+            RunError: the disk is full or gone, and the lines are not `lossy`. What was written before stays readable.
         """
-        try:
-            os.write(self._fd, line.encode() + b"\n")
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume.") from error
+        with self._writing:
+            try:
+                self._append(line)
+            except OSError as error:
+                if self._fd < 0 or not self.lossy:
+                    text = f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume."
+                    raise RunError(text) from error
+                if not self.lost:
+                    said = f"{self.path} cannot be written: {error.strerror}. Training goes on; its lines are lost until there is room."
+                    print(printable(said), file=sys.stderr, flush=True)
+                self.lost += 1
 
     def event(self, event: str, details: dict[str, Any] | None = None) -> None:
         """Append an event with its wall-clock time (Unix seconds)."""
@@ -192,6 +211,16 @@ class Lines:
         """Close the file."""
         os.close(self._fd)
         self._fd = -1  # a thread that still writes gets an error, never another file that took the number
+
+    def _append(self, line: str) -> None:
+        data = f"{chr(10) if self._cut else ''}{line}\n".encode()
+        written = os.write(self._fd, data)
+        self._cut = data[written - 1 : written] != b"\n"
+        if written < len(data):  # the last bytes of a disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.lost:
+            print(printable(f"{self.path} can be written again; lines lost: {self.lost}"), file=sys.stderr, flush=True)
+            self.missing, self.lost = self.missing + self.lost, 0
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
