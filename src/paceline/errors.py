@@ -1,5 +1,22 @@
 """Errors a user sees: each says what was wrong, where, and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_to_be_told: list[Callable[[BaseException], None]] = []
+
+
+def on_failure(tell: Callable[[BaseException], None]) -> None:
+    """Have `tell` called with the error that ends a rank, before the rank lets go of anything."""
+    _to_be_told.append(tell)
+
+
+def tell_of_failure(error: BaseException) -> None:
+    """Tell who wants to know of the error that ends this rank."""
+    for tell in _to_be_told:
+        tell(error)
+
 
 class PacelineError(Exception):
     """Base of every error that paceline raises on purpose. The message is written for the person at the keyboard.

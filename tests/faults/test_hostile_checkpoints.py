@@ -99,7 +99,6 @@ MANIFESTS: dict[str, Change] = {
     "a negative step": lambda c: c.update(step=-2),
     "more ranks than shards": lambda c: c.update(world=2),
     "a reader that there is not": lambda c: c["shards"][0].update(reader=3),
-    "a name for nothing": lambda c: c.update(aliases={"model/v": "model/nothing"}),
     "format 1 without its parts": lambda c: (c.update(format=1), c.pop("shards")),
 }
 

@@ -1,5 +1,6 @@
 """The rank to blame is found whatever the order in which ranks end."""
 
+import errno
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import DataError, SyncError
+from paceline.errors import CheckpointError, DataError, LoaderProcessError, SyncError
 from paceline.launch.failure import ErrorRecord, RankEnd, hang, root_cause
 from paceline.train.status import Phase, RankStatus
 
@@ -71,6 +72,26 @@ def test_where_every_rank_lost_a_peer_the_first_is_shown() -> None:
 )
 def test_a_kill_is_explained_as_far_as_the_kernel_tells(oom_kills: int | None, words: str) -> None:
     assert words in root_cause([end(0, -signal.SIGKILL)], oom_kills).text
+
+
+@pytest.mark.parametrize(
+    ("cause", "final"),
+    [
+        (OSError(errno.EIO, "Input/output error"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OSError(errno.ESTALE, "Stale file handle"), False),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), False),
+        (FileNotFoundError(errno.ENOENT, "No such file"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (ValueError("label 11"), True),
+        (None, True),
+    ],
+)
+def test_what_may_pass_is_worth_another_attempt_also_where_it_explains_itself(cause: Exception | None, final: bool) -> None:
+    error = CheckpointError("the checkpoint of step 20 was not written")
+    error.__cause__ = cause
+    assert root_cause([end(0, 1, record=ErrorRecord.of(error, 0))], None).final is final
+    assert not root_cause([end(0, 1, record=ErrorRecord.of(LoaderProcessError("rank 0: loader process 3 was killed"), 0))], None).final
 
 
 def test_only_an_error_that_explains_itself_is_final() -> None:

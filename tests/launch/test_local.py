@@ -188,6 +188,12 @@ def test_a_rank_that_ends_well_before_the_others_is_blamed_for_their_lost_connec
     assert "ended with exit code 0 in start-up, before the others: did the job's code call exit()?" in text
 
 
+def test_a_link_that_stays_away_is_named_with_both_hosts_also_where_its_ranks_cannot_leave() -> None:
+    text = failure("fail_and_never_leave", deadline_s=1)
+    assert "(host a0) for rank 1 (host a1): no answer" in text or "(host a1) for rank 0 (host a0): no answer" in text
+    assert "waited for one another" not in text
+
+
 def test_a_killed_rank_is_named_with_the_signal_and_the_step() -> None:
     text = failure("be_killed_on_rank_1")
     assert text.startswith("rank 1 ")

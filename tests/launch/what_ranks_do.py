@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from paceline.errors import JobError
+from paceline.errors import JobError, SyncError, tell_of_failure
 from paceline.train.status import Phase, StatusBoard
 
 RANK = int(os.environ.get("RANK", 0))
@@ -90,6 +90,14 @@ def be_killed_on_rank_1(_: list[str]) -> None:
     StatusBoard.of_this_rank().mark("compute", 37)
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def fail_and_never_leave(_: list[str]) -> None:
+    """Lose the link to the other host, and then wait for it in vain while the groups are left."""
+    StatusBoard.of_this_rank().mark("sync", 37)
+    waiting = f"rank {RANK} (host a{RANK}) for rank {1 - RANK} (host a{1 - RANK}): no answer"
+    tell_of_failure(SyncError(f"all-reduce: timeout after 1.0 s, waiting: {waiting}"))
     time.sleep(60)
 
 

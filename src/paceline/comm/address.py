@@ -32,3 +32,18 @@ def own_interface() -> str | None:
 def own_host() -> str:
     """The name of this host, as errors and reports call it; an emulated host has one of its own."""
     return os.environ.get("PACELINE_HOST") or socket.gethostname()
+
+
+def host_identity() -> str:
+    """Equal for processes that share a kernel and a network namespace, which an emulated host has of its own."""
+    namespace = "/proc/self/ns/net"
+    boot = _first_line("/proc/sys/kernel/random/boot_id")
+    return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot}@{socket.gethostname()}"
+
+
+def _first_line(file: str) -> str:
+    try:
+        with open(file) as lines:
+            return lines.readline().strip()
+    except OSError:
+        return ""

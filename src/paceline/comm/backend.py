@@ -17,10 +17,12 @@ import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 import paceline.comm.tcp  # noqa: F401 - registers the backend, as the group's module does with that over shared memory
-from paceline.comm.address import own_interface
+from paceline.comm.address import host_identity, own_interface
+from paceline.comm.c10d.process_group import abort_all
+from paceline.comm.deadline import register
 from paceline.comm.group import Group
-from paceline.comm.transport import Transport, choose, host_identity
-from paceline.errors import ClusterError, LaunchError
+from paceline.comm.transport import Transport, choose
+from paceline.errors import ClusterError, LaunchError, tell_of_failure
 
 
 @contextmanager
@@ -29,6 +31,10 @@ def joined(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Itera
     group = join(deadline_s=deadline_s, transport=transport)
     try:
         yield group
+    except BaseException as error:
+        tell_of_failure(error)  # before anything that may take long: the others may be gone
+        abort_all()
+        raise
     finally:
         leave(group)
 
@@ -63,6 +69,7 @@ def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
             device_id=device if device.type == "cuda" else None,
         )
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note)
+    register(store, group.rank)
     group.hosts = _hosts(group)
     return group
 

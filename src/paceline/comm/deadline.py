@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.address import host_identity
 from paceline.errors import SyncError
 
 
@@ -22,18 +26,55 @@ def failed_wait(what: str, rank: int, waited_s: float, deadline_s: float, missin
     )
 
 
+def register(store: Store | None, rank: int) -> None:
+    """Tell the others which process this rank is, so that they can see later whether it has died."""
+    if store is not None:
+        store.set(f"process/{rank}", f"{_processes()} {os.getpid()}")
+
+
+def _processes() -> str:
+    """Equal for processes that see one another by their numbers: containers of a host may each count their own."""
+    return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
+
+
 def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
-    """The ranks that do not report their failure number `failure` within `patience_s`; None where there is no store to ask."""
+    """The ranks that do not report their failure number `failure`; None where there is no store to ask, or it does not answer.
+
+    Those of this host that have ended are not waited for, the others for `patience_s`.
+    """
     if store is None:
         return None
+    found: list[list[int]] = []
+    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has just passed.
+    asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
+    asking.start()
+    asking.join(patience_s + 1.0)
+    return found[0] if found else None
+
+
+def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) -> list[int]:
     key = f"waiting/{failure}/"
     missing = [r for r in range(size) if r != rank]
     try:
         store.set(f"{key}{rank}", "here")
         until = time.monotonic() + patience_s
-        while missing and time.monotonic() < until:
+        while True:
             missing = [r for r in missing if not store.check([f"{key}{r}"])]
-            time.sleep(0.05)
+            if all(_has_ended(store, r) for r in missing) or time.monotonic() > until:
+                return missing
+            time.sleep(0.02)
     except RuntimeError:  # the store went down with the rank that served it
         return [0] if rank else []
-    return missing
+
+
+def _has_ended(store: Store, rank: int) -> bool:
+    """Whether a rank is known to be a process of this host that is no more."""
+    if not store.check([f"process/{rank}"]):
+        return False
+    host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
+    if host != _processes():
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"  # dead, and its parent has not looked yet
+    except OSError:
+        return True

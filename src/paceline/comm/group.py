@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.checked import same_call, same_messages
-from paceline.comm.deadline import failed_wait, missing_ranks
+from paceline.comm.deadline import failed_wait, missing_ranks, register
 from paceline.comm.point_to_point import Messages, start_messages
 from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.subgroup import make_process_group
@@ -120,6 +120,7 @@ class Group:
             shared = self.spans_hosts and not made.spans_hosts and self.device.type == "cpu"
             with self._named(f"the start of a group of ranks {ranks}"):
                 made.backend, made.store = make_process_group(self.backend, ranks, self.deadline_s, share_memory=shared)
+                register(made.store, made.rank)
         return made
 
     def copy(self) -> Group:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -12,6 +10,7 @@ from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.address import host_identity as host_identity
 from paceline.comm.shm import futex
 from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
@@ -43,13 +42,6 @@ def choose(store: Store, rank: int, size: int, wanted: Transport, timeout_s: flo
     if wanted == "shm":
         raise ClusterError(f"transport=shm cannot be had: {reason}. With transport=auto the ranks talk over TCP.")
     return ("tcp", None) if reason.startswith(_SEVERAL_HOSTS) else ("gloo", reason)
-
-
-def host_identity() -> str:
-    """Equal for processes that share a kernel and a network namespace, which an emulated host has of its own."""
-    namespace = "/proc/self/ns/net"
-    boot = _first_line("/proc/sys/kernel/random/boot_id")
-    return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot}@{socket.gethostname()}"
 
 
 def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str | None:
@@ -91,11 +83,3 @@ def _tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, v
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         raise LaunchError(f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run") from error
     return [json.loads(store.get(key)) for key in keys]
-
-
-def _first_line(file: str) -> str:
-    try:
-        with open(file) as lines:
-            return lines.readline().strip()
-    except OSError:
-        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -25,6 +26,40 @@ _LOST_PEER = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
 )
+# What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by itself.
+_PASSING = {
+    getattr(errno, name)
+    for name in [
+        "EIO",
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "ESTALE",
+        "ETIMEDOUT",
+        "EAGAIN",
+        "EBUSY",
+        "EINTR",
+        "ENOMEM",
+        "ENFILE",
+        "EMFILE",
+        "ENOLCK",
+        "EREMOTEIO",
+        "ENODEV",
+        "ENXIO",
+        "ENOTCONN",
+        "ECONNRESET",
+        "ECONNABORTED",
+        "ECONNREFUSED",
+        "EPIPE",
+        "EHOSTDOWN",
+        "EHOSTUNREACH",
+        "ENETDOWN",
+        "ENETUNREACH",
+        "ENETRESET",
+        "ENOLINK",
+        "ECOMM",
+    ]
+}
 _STACK_LINES = 60  # shown of each hung rank
 _OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -48,6 +83,7 @@ class ErrorRecord:
 
     `time` is in seconds since the epoch. `secondary`: it only lost a peer, so another rank is to blame.
     `explained`: a PacelineError, whose message is all that a user needs, but for the traceback of code of their own.
+    `may_pass`: what went wrong was outside of the program, such as a disk or a killed process; another attempt may do.
     """
 
     rank: int
@@ -59,6 +95,7 @@ class ErrorRecord:
     traceback: str
     secondary: bool
     explained: bool
+    may_pass: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
@@ -80,6 +117,7 @@ class ErrorRecord:
             lines,
             _only_lost_a_peer(error),
             explained,
+            _may_pass(error),
         )
 
     def text(self, ranks: int) -> str:
@@ -172,7 +210,9 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failu
 def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> Failure:
     rank = end.status.rank
     if end.record:
-        return Failure(end.record.text(ranks), rank, end.record.explained and not end.record.secondary, end.record.type)
+        record = end.record
+        final = record.explained and not record.secondary and not record.may_pass
+        return Failure(record.text(ranks), rank, final, record.type)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)
@@ -235,6 +275,17 @@ def _traceback_of_users_code(error: PacelineError) -> str:
         frames = frames.tb_next
     told_elsewhere = getattr(cause, "__notes__", None)  # a loader process's
     return "".join(traceback.format_exception(type(cause), cause, frames)) if frames or told_elsewhere else ""
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the error, or one that it was raised from, is of a disk, a network or a loader process, and not of the job itself."""
+    while error is not None:
+        if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
+            return True
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:

@@ -205,7 +205,7 @@ class _Attempt:
         while any(rank.code is None for rank in self.ranks):
             self._note_ends(_TICK_S)
             self._obey_signals()
-            if any(rank.code for rank in self.ranks):
+            if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
                 self._note_ends_for(_COLLECT_S)
                 return self._failed()
             if hung := self._hung():

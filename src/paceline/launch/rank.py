@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.emulate import enter_host
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, on_failure
 from paceline.job.imports import load_object
 from paceline.launch.failure import ErrorRecord
 
@@ -36,6 +37,7 @@ def main() -> None:
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
+    on_failure(lambda error: _record(error, record))
     try:
         enter_host()  # before torch, or anything of the user's, starts a thread
         _pin(os.environ.get("PACELINE_CORES"))
@@ -55,6 +57,18 @@ def _end_with_launcher(launcher: int) -> None:
     if os.getppid() != launcher:  # it died before it could have been noticed
         sys.exit(1)
     threading.Thread(target=_kill_when_orphaned, args=(os.pidfd_open(launcher),), name="launcher-watch", daemon=True).start()
+
+
+def _record(error: BaseException, path: Path) -> None:
+    """Leave the error for the launcher, with the time at which it was seen first."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return
+    try:
+        before = ErrorRecord.read(path)
+        now = ErrorRecord.of(error, int(os.environ["RANK"]))
+        (now if before is None else replace(now, time=before.time)).write(path)
+    except OSError:  # the launcher and its folder are gone, or the disk is full: then nobody else shows it
+        traceback.print_exception(error)
 
 
 def _clean_up_for_the_launcher() -> None:
@@ -84,10 +98,7 @@ def _pin(cores: str | None) -> None:
 
 def _leave(error: BaseException, path: Path, code: int) -> None:
     """Record the error and end at once: a thread that still waits for a peer must not keep a failed rank alive."""
-    try:
-        ErrorRecord.of(error, int(os.environ["RANK"])).write(path)
-    except OSError:  # the launcher and its folder are gone, or the disk is full: then nobody else shows it
-        traceback.print_exception(error)
+    _record(error, path)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:

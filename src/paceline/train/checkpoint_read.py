@@ -277,9 +277,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             taken.add((piece.shard, piece.key))
         if wrong := uncovered(entry.shape, entry.pieces):
             yield f"the pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}"
-    for alias, name in manifest.aliases.items():
-        if name not in manifest.tensors:
-            yield f"{alias} is another name of {name}, which is not there"
 
 
 def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list[int]]]) -> None:

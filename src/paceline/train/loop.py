@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.errors import CheckpointError, ClusterError, DataError, NonFiniteError
+from paceline.errors import CheckpointError, ClusterError, DataError, NonFiniteError, tell_of_failure
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -180,6 +180,9 @@ class Loop:
                 while reason is None:
                     reason = self._epoch()
                 self._finish(reason)
+        except BaseException as error:
+            tell_of_failure(error)
+            raise
         finally:
             self.engine.loader.close()
             self.recorder.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -22,6 +24,19 @@ from paceline.errors import SyncError
 Options = Any  # torch's options of a collective; each kind is a class of its own
 
 
+_LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
+
+
+def abort_all() -> None:
+    """End all groups of this process within a second, for a rank that has failed: the others may be gone, and are not waited for."""
+    until = time.monotonic() + _LAST_WORD_S
+    for group in list(_open):
+        group.end_within(max(0.0, until - time.monotonic()))
+
+
+_open: weakref.WeakSet[DrivenProcessGroup] = weakref.WeakSet()
+
+
 class DrivenProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are generators that a `Driver` has go on. CPU tensors of any dtype, contiguous or not.
 
@@ -35,6 +50,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._progress, self._collectives = progress, collectives
         self._lane = Lane()
         self._closed = False
+        _open.add(self)
 
     # Collectives
 
@@ -203,6 +219,10 @@ class DrivenProcessGroup(dist.ProcessGroup):
         operation = Operation(what, steps, self._timeout_s, waits_for)
         start(self._progress, lane, operation, self.getBackendName(), title, result)
         return DrivenWork(self._progress, operation, result)
+
+    def end_within(self, seconds: float) -> None:
+        """End the group of a rank that has failed; what still goes out to the others has so long."""
+        self.abort()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -89,6 +89,10 @@ class TcpProcessGroup(DrivenProcessGroup):
         """Close all connections at once."""
         self._end(0.0)
 
+    def end_within(self, seconds: float) -> None:
+        """Close all connections when word of the failure has gone out, or at the latest after so long."""
+        self._end(seconds)
+
     def _end(self, linger_s: float) -> None:
         if not self._closed:
             self._closed = True
