@@ -14,6 +14,7 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.job.job import Job
 from paceline.plan.check import reasons_against
 from paceline.plan.plan import Plan
+from paceline.plan.space import legal_plans
 from paceline.plan.split_check import microbatches_fit
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(8))
@@ -170,11 +171,10 @@ def test_what_cannot_be_divided_is_told_what_can(plan: str, changes: dict[str, A
     assert said == [f"plan {Plan.parse(plan)} {reason}"]
 
 
-def test_a_model_that_numbers_its_own_tokens_is_not_divided_by_them() -> None:
-    (reason,) = reasons_against(Plan(cp=2), job(model=f"{__file__}:OwnPositions"), SERVERS)
-    assert reason.endswith(
-        "takes no position_ids, so each rank would count its own from 0: cp=1, or an argument position_ids in the model."
-    )
+def test_a_model_that_numbers_its_own_tokens_may_be_divided_but_is_not_proposed_to_be() -> None:
+    numbered = job(model=f"{__file__}:OwnPositions")
+    assert reasons_against(Plan(cp=2), numbered, SERVERS) == []
+    assert Plan(cp=2) not in legal_plans(numbered, SERVERS, 2)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,11 @@ class Anatomy:
     compares_samples: bool = False
 
     @property
+    def takes_parts_of_sequences(self) -> bool:
+        """Whether ranks of `cp` may each hold a part of the tokens, as far as the model's form shows. Only then `cp` is proposed."""
+        return bool(self.heads and self.vocabulary and self.takes_positions)
+
+    @property
     def numel(self) -> int:
         """How many numbers all parameters hold together."""
         return sum(self.total)

@@ -144,6 +144,8 @@ class Space:
         if key == "pp":
             pieces = len(case.anatomy.blocks) or sum(len(shape.sizes) > 1 for shape in case.anatomy.parameters)
             return list(range(1, min(most, max(pieces, 1)) + 1))
+        if key == "cp" and not case.anatomy.takes_parts_of_sequences:
+            return [1]
         numbers: tuple[int, ...] = {
             "tp": (*case.anatomy.heads, *case.anatomy.key_value_heads),
             "cp": (case.tokens or self.trace.tokens,),

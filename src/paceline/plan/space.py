@@ -56,6 +56,8 @@ def _fitting_degrees(case: Case, most: int, keys: Sequence[str]) -> dict[str, li
     for key in DEGREES:
         own = [check for check in CHECKS if check.keys == (key,)]
         values = range(1, most + 1) if key in keys else (getattr(case.plan, key),)
+        if key == "cp" and key in keys and most > 1 and not case.anatomy.takes_parts_of_sequences:
+            values = (1,)  # it may work, but not as the cost model has it
         cases = [(value, replace(case, plan=replace(case.plan, **dict[str, Any]({key: value})))) for value in values]
         fitting[key] = [value for value, changed in cases if value == 1 or not any(check.reason(changed) for check in own)]
     return fitting

@@ -108,14 +108,9 @@ def _tokens_do_not_divide(case: Case) -> str | None:
     plan = case.plan
     if plan.cp == 1:
         return None
-    if not case.anatomy.heads or not case.anatomy.vocabulary:
+    if not case.anatomy.heads and not case.anatomy.vocabulary:
         return f"plan {plan} shares out the tokens of a sequence, but the model has no attention over tokens: cp=1."
-    if not case.anatomy.takes_positions:
-        return (
-            f"plan {plan} shares out the tokens of a sequence, but the model's forward takes no position_ids, so each rank would count "
-            "its own from 0: cp=1, or an argument position_ids in the model."
-        )
-    return _rest_of_tokens(case, "cp", plan.cp)
+    return _rest_of_tokens(case, "cp", plan.cp) if case.anatomy.takes_parts_of_sequences else None  # others have all tokens on every rank
 
 
 def _no_sequence_to_divide(case: Case) -> str | None:

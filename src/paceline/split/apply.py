@@ -75,6 +75,8 @@ class Split:
         plan, mesh = self.plan, self.mesh
         if plan.cp > 1:
             self.context = divide_context(model, self.parts, mesh.group("cp"), example, call)
+            self._refuse_beside_whole_tokens(self.context)
+            self.report += self.context.lines
             example = self.context.shard(example)
         if plan.ep > 1:
             self.report += divide_experts(model, self.parts, mesh.group("ep")).lines
@@ -84,6 +86,16 @@ class Split:
         if plan.pp > 1:
             self.pipeline = Pipeline(model, self.parts, plan, mesh.group("pp"), example, call, device=mesh.world.device)
             self.report += self.pipeline.lines
+
+    def _refuse_beside_whole_tokens(self, context: Context) -> None:
+        """Where ranks have all tokens, other splits and the compiler would have to know which modules compute a part of them."""
+        plan = self.plan
+        others = [key for key in ("tp", "pp") if getattr(plan, key) > 1] + ["compile"] * (plan.compile != "off")
+        if context.whole and others:
+            instead = " ".join(f"{key}={'off' if key == 'compile' else 1}" for key in others)
+            raise PlanError(
+                "\n".join([f"plan {plan}: cp of this model does not go with {', '.join(others)}: {instead}, or cp=1", *context.lines])
+            )
 
     def _wrap(self, model: nn.Module, precision: str) -> None:
         plan = self.plan
@@ -148,6 +160,8 @@ class Split:
     @property
     def counts(self) -> bool:
         """Whether what this rank computed of the loss counts: of ranks that compute the same, one does."""
+        if self.context is not None and self.context.whole and self.mesh.place["cp"] > 0:
+            return False
         return self.mesh.place["tp"] == 0 and (self.pipeline is None or self.pipeline.has_last_stage)
 
     @property

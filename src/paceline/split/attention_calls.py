@@ -43,6 +43,13 @@ def attention_calls(graph: Graph) -> list[AttentionCall]:
     return found
 
 
+def attends(graph: Graph) -> bool:
+    """Whether any tokens attend to others: by torch's functions, or by a softmax over (…, tokens, tokens) of the model's own."""
+    attention = ("scaled_dot_product_attention", *_OTHER_ATTENTION)
+    scores = (len(shape_of(graph, call.args[0])) for call in graph.calls if call.name == "softmax" and call.args)
+    return any(call.name in attention for call in graph.calls) or any(dims >= 3 for dims in scores)
+
+
 def other_meetings(graph: Graph, tokens: int) -> list[str]:
     """What else mixes the tokens of sequences of `tokens`, each as `cumsum along the tokens in blocks.0`. Not everything that could."""
     found = ((call, _meeting(call, shape_of(graph, call.args[0]), tokens)) for call in graph.calls if call.args)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,9 +17,11 @@ from paceline.job.batch import Batch
 from paceline.job.zoo.losses import IGNORED
 from paceline.job.zoo.moe import Router
 from paceline.split.context_check import NO_TOKENS, examine, masked, tokens_of, undivided
+from paceline.split.context_rows import divide_rows
 from paceline.split.parts import Parts
+from paceline.split.replace_forward import replace_forward
 from paceline.split.ring import held, join_ring, ring_attention
-from paceline.split.tensor_trace import Call
+from paceline.split.tensor_trace import Call, trace
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
@@ -29,11 +29,12 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
 
     Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of `example`) attend in
     a ring, Hugging Face models leave out their masks, and the model is given the positions that the rank holds as `position_ids`. The
-    gradients of all parameters become addends over `cp`.
+    gradients of all parameters become addends over `cp`. Where that cannot be, every rank keeps all tokens and computes its rows of what is
+    large (`context_rows`).
 
     Args:
-        model: any model that takes `position_ids`; on any device, meta too.
-        parts: its parameters, all of whose gradients are to be summed over `cp`.
+        model: any model that attends; on any device, meta too.
+        parts: its parameters, whose gradients are to be summed over `cp` where they are noted so.
         cp: the ranks that divide each sequence.
         example: one undivided batch, real or on the meta device.
         call: how a model is given a batch. If it passes `labels`, the model computes its loss itself.
@@ -43,7 +44,7 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
     """
     found = examine(model, cp.size, example, call)
     if found.reasons:
-        raise PlanError("\n".join(found.reasons))
+        return _of_rows(model, parts, cp, example, call, found.reasons)
     context = Context(cp, found.own_loss)
     attend, modules = _Attend(join_ring(cp)), dict(model.named_modules())
     for name in dict.fromkeys(found.attention):
@@ -51,7 +52,7 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
     for module in model.modules():
         if hasattr(module, "set_attn_implementation"):
             context.undo.append(_without_masks(module, cp.size))
-    context.undo.append(_replace_forward(model, context.run))
+    context.undo.append(replace_forward(model, context.run))
     for router in modules.values():
         if isinstance(router, Router):
             router.pieces, router.sum_over_pieces = cp.size, cp.all_reduce
@@ -60,12 +61,32 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
     return context
 
 
-class Context:
-    """How the sequences of a run are divided, seen from one rank."""
+def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call, reasons: list[str]) -> Context:
+    context = Context(cp, own_loss=False, whole=True)
+    try:
+        graph = trace(model, example, call)
+    except Exception as error:  # whatever the user's model raises
+        raise PlanError("\n".join(reasons)) from error
+    try:
+        context.undo, line = divide_rows(model, parts, cp, graph)
+    except PlanError as error:
+        raise PlanError("\n".join([*reasons, str(error)])) from None
+    context.lines = [line, *(f"  no ring attention: {reason}" for reason in reasons)]
+    return context
 
-    def __init__(self, group: Group, own_loss: bool) -> None:
-        self.group, self.own_loss = group, own_loss
+
+class Context:
+    """How the sequences of a run are divided, seen from one rank.
+
+    Attributes:
+        whole: every rank has all tokens and the same loss; it computes its rows of some modules. Otherwise it has its own tokens only.
+        lines: how that came, in words.
+    """
+
+    def __init__(self, group: Group, own_loss: bool, *, whole: bool = False) -> None:
+        self.group, self.own_loss, self.whole = group, own_loss, whole
         self.undo: list[Callable[[], object]] = []
+        self.lines: list[str] = []
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's tokens of a batch: of every part whose dim 1 is the tokens, labels too.
@@ -76,6 +97,8 @@ class Context:
         Raises:
             DataError: a number of tokens that does not divide, or masked tokens.
         """
+        if self.whole:
+            return batch
         tokens = tokens_of(batch)
         if problem := NO_TOKENS if tokens is None else undivided(tokens, self.group.size) or masked(batch):
             raise DataError(f"cp={self.group.size}: {problem}")
@@ -155,25 +178,7 @@ def _run_under(attend: _Attend, module: nn.Module) -> Callable[[], None]:
         with attend:
             return forward(*args, **kwargs)
 
-    return _replace_forward(module, run)
-
-
-def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
-    """Have a module's forward be `run(forward, …)`; returns what undoes it."""
-    before = module.__dict__.get("forward")
-    inner = module.forward.__func__ if inspect.ismethod(module.forward) else type(module).forward
-
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(functools.partial(inner, self), *args, **kwargs)
-
-    def undo() -> None:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
-
-    module.__dict__["forward"] = MethodType(forward, module)  # bound, so that a deep copy of the module is bound to the copy
-    return undo
+    return replace_forward(module, run)
 
 
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:

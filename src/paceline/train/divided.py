@@ -104,7 +104,7 @@ class Divided:
             return self.engine.step_loss(output, self.engine.weighing.target(part)) * 0.0
         loss, items = self.engine.weighed_loss(output, part, batch, position)
         share = 1.0
-        if self.split.context is not None and not self.engine.weighing.counts:
+        if self.split.context is not None and not self.split.context.whole and not self.engine.weighing.counts:
             items = items / self.split.context.group.size  # a sample counts once, and each rank has some of its tokens
             adds_up = self.split.context.own_loss or self.engine.weighing.adds_up
             share = self.split.context.group.size if adds_up else 1.0  # then the ranks' losses add up to the mean
