@@ -29,8 +29,9 @@ class _Data(Spec):
     held_out: float = Field(default=0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
     num_workers: int = Field(default=0, ge=0)  # loader processes per rank
     limit: int | None = Field(default=None, ge=1)  # use only the first samples (also of a held-out set with files of its own)
+    collate: str | None = None  # import path of a function that makes a batch of a list of samples
 
-    @field_validator("path", "held_out_path", "factory", "held_out_factory", mode="after", check_fields=False)
+    @field_validator("path", "held_out_path", "factory", "held_out_factory", "collate", mode="after", check_fields=False)
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
         base = (info.context or {}).get("base", Path.cwd())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import DataError
 from paceline.job.batch import Batch
 from paceline.job.data import Cifar10, Digits, Images, Synthetic, Text
 from paceline.job.job import Job
@@ -19,7 +20,7 @@ def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
     Raises:
         DataError, JobError: a sample has to be read, and cannot be.
     """
-    sample = _sample(job)
+    sample = _collated_sample(job) if job.data.collate is not None else _sample(job)
     if isinstance(sample, Mapping):
         return {name: _batched(part, samples, device) for name, part in sample.items()}
     return tuple(_batched(part, samples, device) for part in sample)
@@ -59,6 +60,16 @@ def _sample(job: Job) -> Any:
     if shape and isinstance(data, (Digits, Cifar10, Images, Synthetic)):
         return _made(shape, torch.float32), _made((), whole)
     return job.data.build(input_shape=wanted, seed=job.seed).train[0]
+
+
+def _collated_sample(job: Job) -> Any:
+    """One sample as the job's own function collates it, without the dimension of the samples."""
+    data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
+    try:
+        batch = data.collate_fn(data.__getitems__([0]))
+        return {k: v[0] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(part[0] for part in batch)
+    except Exception as error:
+        raise DataError(f"data.collate: {job.data.collate} raised {type(error).__name__} on the first sample: {error}") from error
 
 
 def _made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError
+from paceline.job.zoo.samples import Collated
 from paceline.train.own_random import seed_from
 
 Collate = Callable[[list[Any]], Any]
@@ -32,6 +33,8 @@ class Samples(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False) -> None:
         """`bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and `batch_size=None`)."""
+        if collate_fn is None and isinstance(dataset, Collated):
+            collate_fn = dataset.collate_fn
         self.dataset, self.replica, self.seed, self.bulk = dataset, replica, seed, bulk
         self.collate = collate_fn or default_collate
         self.has_own_collate = collate_fn not in (None, default_collate)

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from paceline.errors import DataError, JobError
 from paceline.job.data import DataSets, DataSpec
+from paceline.job.job import Job
+from paceline.job.partition import Partition, PartitionSpec
+from paceline.plan.tracing_sample import batch_of
+from paceline.train.loader import Loader, held_out_batches
 
 CODE = """
 import torch
@@ -44,6 +49,17 @@ def dicts():
 def one_part():
     return [(torch.zeros(1),)] * 3
 
+def words():
+    return ["a", "bcd", "ef", "g"]
+
+def pad(samples):
+    longest = max(map(len, samples))
+    codes = torch.tensor([[ord(letter) for letter in word.ljust(longest)] for word in samples])
+    return {"input_ids": codes, "labels": codes}
+
+def doubled(samples):
+    return torch.stack([2 * x for x, _ in samples]), torch.tensor([int(y) for _, y in samples])
+
 not_callable = 5
 """
 
@@ -74,6 +90,34 @@ def test_a_users_held_out_set_leaves_all_samples_to_train_on(build: Any, tmp_pat
 
 def test_samples_may_be_dicts(build: Any) -> None:
     assert set(build("dicts").train[0]) == {"input_ids", "labels"}
+
+
+def test_a_jobs_own_collate_makes_the_batches_of_both_sets_from_samples_of_any_kind(build: Any, tmp_path: Path) -> None:
+    train, held_out, _ = build("words", collate=f"own_data_{tmp_path.name}.py:pad", held_out=0.5)
+    (first,) = held_out_batches(held_out, batch=2, replica=0, replicas=1)
+    assert first["input_ids"].shape == (2, max(len(held_out[0]), len(held_out[1])))
+    partition = Partition(PartitionSpec(shuffle=False), samples=2, global_batch=2, seed=0, replica=0, replicas=1)
+    (batch,) = Loader(train, partition)
+    assert bytes(batch["input_ids"][0].tolist()).decode().strip() == train[0]
+
+
+def test_a_jobs_own_collate_gets_samples_also_of_a_built_in_data_set(tmp_path: Path) -> None:
+    file = tmp_path / f"own_data_{tmp_path.name}.py"
+    file.write_text(CODE)
+    spec = {"kind": "synthetic", "shape": [3], "samples": 4, "held_out": 0, "collate": f"{file.name}:doubled"}
+    train, _, _ = TypeAdapter(DataSpec).validate_python(spec, context={"base": tmp_path}).build(input_shape=None, seed=0)
+    (batch,) = held_out_batches(train, batch=4, replica=0, replicas=1)
+    assert torch.equal(batch[0], 2 * torch.stack([train[i][0] for i in range(4)]))
+
+
+def test_a_plan_knows_what_a_jobs_own_collate_makes(tmp_path: Path) -> None:
+    (tmp_path / f"own_data_{tmp_path.name}.py").write_text(CODE)
+    here = str(tmp_path / f"own_data_{tmp_path.name}.py")
+    data = {"factory": f"{here}:words", "kind": "dataset", "held_out": 0, "collate": f"{here}:pad"}
+    job = Job(model="gpt", data=data, loss="model", optimizer={"name": "sgd", "lr": 0.1}, global_batch=4, stop={"steps": 1})
+    batch = batch_of(job, 5)
+    assert isinstance(batch, dict)
+    assert batch["input_ids"].shape == (5, 1)
 
 
 @pytest.mark.parametrize(

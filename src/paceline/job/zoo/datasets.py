@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from paceline.errors import DataError
+from paceline.errors import DataError, JobError
 from paceline.job.data import Arrays, Cifar10, Custom, DataSets, DataSpec, Digits, Images, Synthetic, Text
 from paceline.job.imports import load_object
 from paceline.job.zoo.arrays import build_arrays
 from paceline.job.zoo.images import build_cifar10, build_digits, build_images
-from paceline.job.zoo.samples import Selection, split
+from paceline.job.zoo.samples import Collated, Selection, split
 from paceline.job.zoo.synthetic import build_synthetic
 from paceline.job.zoo.text import build_text
 
@@ -21,7 +21,21 @@ def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int
 
     Raises:
         DataError: see `DataSpec.build`.
+        JobError: `collate` cannot be imported.
     """
+    built = _build(spec, input_shape, seed)
+    if spec.collate is None:
+        return built
+    collate = load_object(spec.collate)
+    if not callable(collate):
+        raise JobError(
+            f"data.collate: {spec.collate} is a {type(collate).__name__}; name a function that makes a batch of a list of samples"
+        )
+    held_out = Collated(built.held_out, collate) if built.held_out is not None else None
+    return built._replace(train=Collated(built.train, collate), held_out=held_out)
+
+
+def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
     match spec:
         case Digits():
             return build_digits(spec, input_shape, seed)
@@ -40,25 +54,25 @@ def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int
 
 
 def _build_custom(spec: Custom, seed: int) -> DataSets:
-    samples = _call(spec.factory, spec.args)
+    samples = _call(spec, spec.factory)
     if spec.held_out_factory is None:
         return split(samples, spec, seed)
-    held_out = _call(spec.held_out_factory, spec.args)
+    held_out = _call(spec, spec.held_out_factory)
     return DataSets(Selection.first(samples, spec.limit), Selection.first(held_out, spec.limit))
 
 
-def _call(factory: str, args: dict[str, Any]) -> Dataset[Any]:
+def _call(spec: Custom, factory: str) -> Dataset[Any]:
     make = load_object(factory)
     try:
-        dataset = make(**args)
+        dataset = make(**spec.args)
     except Exception as error:
-        given = ", ".join(f"{k}={v!r}" for k, v in args.items())
+        given = ", ".join(f"{k}={v!r}" for k, v in spec.args.items())
         raise DataError(f"data {factory}({given}) raised {type(error).__name__}: {error}") from error
-    _check_map_style(dataset, factory)
+    _check_map_style(dataset, factory, any_sample=spec.collate is not None)
     return dataset  # type: ignore[no-any-return]  # checked by what it can do, not by its class
 
 
-def _check_map_style(dataset: Any, factory: str) -> None:
+def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise DataError(
@@ -74,6 +88,8 @@ def _check_map_style(dataset: Any, factory: str) -> None:
         sample = dataset[0]
     except Exception as error:
         raise DataError(f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}") from error
-    if not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
+    if not any_sample and not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
         found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
-        raise DataError(f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}")
+        raise DataError(
+            f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name a `collate` function"
+        )

@@ -104,6 +104,37 @@ class Selection(Dataset[Any]):
         return [self.dataset[row] for row in rows] if self._batched is None else self._batched(rows)
 
 
+class Collated(Dataset[Any]):
+    """A data set whose batches are made by a function of the job's: it gets a list of samples, whatever the data set is."""
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self._batched = getattr(dataset, "__getitems__", None)
+
+    @property
+    def labels(self) -> Labels | None:
+        """The class of each sample, where the data set has them."""
+        labels: Labels | None = getattr(self.dataset, "labels", None)
+        return labels
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set which epoch begins, where it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return _length(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        samples = [self.dataset[index] for index in indices] if self._batched is None else self._batched(indices)
+        if isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):  # collated already
+            return list(zip(*samples, strict=True))
+        return list(samples)
+
+
 def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
     """The first `spec.limit` samples, of which a share of `spec.held_out`, drawn by `seed`, is held out. Both sides stay in order.
 
