@@ -121,6 +121,20 @@ def saves_what_differs(folder: str) -> str:
     return ""
 
 
+def saves_elsewhere(folder: str) -> str:
+    engine = plain_engine()
+    try:
+        engine.save(f"{folder}/{engine.group.rank}")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_save_into_folders_of_their_own_are_told_so(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2, saves_elsewhere, str(tmp_path)):
+        assert f"{tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1" in said
+
+
 def plain_engine(**settings: Any) -> Any:
     model = network()
     return paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, DataLoader(dataset(), batch_size=6), **settings)

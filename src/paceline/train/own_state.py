@@ -36,6 +36,7 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     Raises:
         CheckpointError: it cannot be written, or something in `objects` is neither plain nor a tensor.
     """
+    _check_folder(engine, folder)
     tensors: dict[str, Tensor] = {}
     encoded = {name: encode(_state_of(value), f"{_EXTRA}{name}", tensors) for name, value in objects.items()}
     shared, own = _shared_and_own(engine, encoded, tensors)
@@ -63,6 +64,7 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
         CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is whole.
     """
     group = engine.group
+    _check_folder(engine, folder)
     if not any(group.gather_json(folder.is_dir())):
         return None
     loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, agree=group.gather_json)
@@ -102,6 +104,17 @@ def export(engine: OwnLoop, path: Path) -> None:
             problem = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written and has the room."
         if problem := next((said for said in engine.group.gather_json(problem) if said), None):
             raise RunError(problem)
+
+
+def _check_folder(engine: OwnLoop, folder: Path) -> None:
+    """Raise where the ranks name different folders, in which their parts would never meet."""
+    everyones = engine.group.gather_json(str(folder.absolute()))
+    for rank, other in enumerate(everyones):
+        if other != everyones[0]:
+            raise CheckpointError(
+                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write into one: name it "
+                "alike on each (a temporary folder is made by every rank for itself)"
+            )
 
 
 def _export_whole(engine: OwnLoop, path: Path) -> None:
