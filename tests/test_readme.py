@@ -51,7 +51,7 @@ KINDS: dict[str, type[BaseModel]] = {
     "dataset": Custom,
     "synthetic": Synthetic,
 }
-OF_ALL_KINDS = ("kind", "held_out", "num_workers", "limit")
+OF_ALL_KINDS = ("kind", "held_out", "num_workers", "limit", "collate")
 IN_WORDS = {"evaluate": "each epoch", "checkpoint": "each 300 s", "schedule": "constant", "partition": "uniform"}  # defaults of parts
 
 

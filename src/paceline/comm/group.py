@@ -20,7 +20,7 @@ from paceline.comm.deadline import failed_wait, missing_ranks, register
 from paceline.comm.point_to_point import Messages, start_messages
 from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.subgroup import make_process_group
-from paceline.errors import SyncError
+from paceline.errors import LoaderProcessError, PacelineError, SyncError
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -321,7 +321,9 @@ class Group:
         except RuntimeError as error:  # torch raises DistBackendError and plain RuntimeError for lost peers and time-outs
             raise self._explain(what, time.monotonic() - started, error) from error
 
-    def _explain(self, what: str, waited_s: float, error: RuntimeError) -> SyncError:
+    def _explain(self, what: str, waited_s: float, error: RuntimeError) -> PacelineError:
+        if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
+            return LoaderProcessError(f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}")
         self._failures += 1
         missing = missing_ranks(self.store, self.rank, self.size, self._failures)
         return failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error)
