@@ -294,7 +294,7 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if func == _DEVICE and not recorder.quiet:  # masks and positions made for a tensor on meta are real, too
             return recorder.device
-        if func == _REQUIRES_GRAD and not recorder.quiet:
+        if func == _REQUIRES_GRAD and not recorder.quiet and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             return recorder.graph.values[recorder.see(args[0])].requires_grad
         if recorder.quiet or name in {"__get__", "__set__"}:
             return func(*args, **kwargs)
@@ -489,6 +489,8 @@ def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 def _watch(path: str, module: nn.Module, recorder: _Recorder) -> Callable[..., Any]:
     forward: Callable[..., Any] = module.forward
     leaf = "linear" if is_linear(module) else "embedding" if is_embedding(module) else None
+    hooked = bool(module._backward_hooks or module._backward_pre_hooks)
+    module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())  # a trace has no backward pass
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         graph = recorder.graph
@@ -498,7 +500,6 @@ def _watch(path: str, module: nn.Module, recorder: _Recorder) -> Callable[..., A
         with _silence(recorder):
             entry = Entry(path, {k: recorder.see(v) for k, v in places.items() if isinstance(v, Tensor)}, nodes)
         graph.entries.append(entry)
-        hooked = bool(module._backward_hooks or module._backward_pre_hooks)
         recorder.paths.append(path)
         try:
             if hooked:
