@@ -18,7 +18,7 @@ from paceline.report.sync_view import SyncView
 from paceline.train.progress import event_sentence
 from paceline.train.run import WARM_UP_STEPS, Run
 
-TROUBLE = ("nonfinite", "restart", "checkpoint_damaged", "checkpoint_failed", "lines_lost", "rewind", "resume")
+TROUBLE = ("nonfinite", "restart", "checkpoint_damaged", "checkpoint_failed", "lines_lost", "rewind", "resume", "slow_rank")
 TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up
 WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
 EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well

@@ -38,6 +38,7 @@ from paceline.train.progress import PlainProgress
 from paceline.train.record import Recorder
 from paceline.train.run import Lines, Run
 from paceline.train.saving import Saving
+from paceline.train.slow_ranks import SlowRanks
 from paceline.train.state import restore, snapshot
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Loop:
         engine.before_update = lambda: self.saving.before_update(engine.step_count + 1)
         self.recorder = Recorder(run.path, engine, epoch_steps=self.epoch_steps)
         self.progress = PlainProgress(self.total_steps) if group.rank == 0 and "PACELINE_STATUS" not in os.environ else None
+        self.slow_ranks = SlowRanks(engine.plan, group.hosts)
         self.rejected: list[int] = []  # steps whose batch a rewind leaves out
         self.rewinds = 0
         self.evaluated_at = -1
@@ -225,6 +227,8 @@ class Loop:
         """Whether the step ends the run; evaluations and checkpoints that are due are made."""
         self.saving.poll()
         self._tell_of_lost_lines()
+        for event, details in self.slow_ranks.step(result.step, self.engine.notes.take_busy()):
+            self._event(event, details)
         self._tell_of_the_rule()
         votes = result.votes
         if "interrupted" in votes:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.train.engine import StepResult
 
 LINE_EVERY_S = 5.0  # where the output is no terminal
-TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart")  # events that are shown in colour
+TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank")  # events that are shown in colour
 
 
 @dataclass
@@ -182,6 +182,16 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "checkpoint_failed":
             tries = f"{event['failures']} of at most {event['max_failures']} in a row"
             return f"{event['reason']} Training goes on, and the next checkpoint is tried ({tries})."
+        case "slow_rank":
+            times = f"{1e3 * event['busy_s']:.3g} ms of work in a step, the others {1e3 * event['others_busy_s']:.3g} ms"
+            host = f" (host {event['host']})" if event["host"] else ""
+            return (
+                f"rank {event['rank']}{host} is {event['ratio']:.1f} times as slow as the others since step {event['since_step']}: {times}"
+            )
+        case "slow_rank_over":
+            return (
+                f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since step {event['since_step']}"
+            )
         case "lines_lost":
             return f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; it can again"
         case "nonfinite" if event["policy"] == "skip":

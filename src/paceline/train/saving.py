@@ -112,7 +112,9 @@ class Saving:
             self._whole = max(self._whole, self.checkpointer.completed)
             most = self.rule.max_failures
             if self._failures >= most:
-                allowed = f"checkpoint.max_failures ({most}) in a row have failed" if most > 1 else "checkpoint.max_failures is 1"
-                raise CheckpointError(f"{error} {allowed}, so the run ends; continue with --resume when there is room.") from error
+                allowed = f"{most} in a row have failed" if most > 1 else "It failed"
+                raise CheckpointError(
+                    f"{error} {allowed} (checkpoint.max_failures), so the run ends; continue with --resume when there is room."
+                ) from error
             details = {"reason": str(error), "failures": self._failures, "max_failures": most}
             self.report("checkpoint_failed", details)

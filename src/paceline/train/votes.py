@@ -43,6 +43,7 @@ class Notes:
         self.group = group
         self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, dtype=dtype, device=group.device)
         self._asked: set[str] = set()
+        self.busy_s: list[float] = []  # of every rank, before the newest agreement; read by `take_busy`
 
     def vote(self, what: str) -> None:
         """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step in which the replicas agree."""
@@ -76,6 +77,11 @@ class Notes:
             self.tensor[ITEMS] = self._items
         return busy_s
 
+    def take_busy(self) -> list[float]:
+        """How long each rank was busy before the newest agreement; once, so empty after a step without one."""
+        busy_s, self.busy_s = self.busy_s, []
+        return busy_s
+
     def share(self) -> tuple[float, float]:
         """This rank's part of the loss, and of the items, of the step."""
         return float(self._loss), float(self._items)
@@ -94,7 +100,8 @@ class Notes:
         else:
             loss, items, *rest = self.tensor.tolist()
             votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
-            slowest_s = max(rest[len(VOTES) :])
+            self.busy_s = rest[len(VOTES) :]
+            slowest_s = max(self.busy_s)
         self._asked.clear()
         rescale = self._rescale(items)
         return Agreed(loss * rescale, rescale, votes, slowest_s)
