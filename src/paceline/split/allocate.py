@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from paceline.split.parameter_hooks import carry_hooks
+
 
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
     """Give every parameter and buffer of `module` memory on `device`.
@@ -44,6 +46,8 @@ def _parameter(parameter: nn.Parameter, device: torch.device, sharded_on: torch.
     if sharded:  # FSDP2 holds this very object
         torch.utils.swap_tensors(parameter, new)
         new = parameter
+    else:
+        carry_hooks(parameter, new)
     made[parameter] = made[new] = new
     return new
 

@@ -20,6 +20,7 @@ from paceline.split.expert import divide_experts
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.initialise import Recorded
 from paceline.split.mesh import REPLICA, Mesh
+from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
 from paceline.split.pipeline import Pipeline, fitting_microbatches
 from paceline.split.remat import compile_blocks, rematerialise
@@ -53,9 +54,12 @@ class Split:
         self.parts: Parts = whole_parts(model)
         self.aliases = tied_names(model)
         self.parameter_count = sum(p.numel() for p in model.parameters())
+        refuse_kept_parameters(model)
+        hooked, parts = hooked_parameters(model), dict(self.parts)
         self._divide(model, example, call)
         self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         self._wrap(model, precision)
+        refuse_lost_hooks(hooked, parts, plan, self.pipeline.shared if self.pipeline is not None else ())
         self._divided: dict[str, nn.Parameter] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._sums: list[tuple[Any, Bucket]] = []

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.split.observed import kept_as_is
 from paceline.split.stages import Extent, Stage
 from paceline.split.trunk import Call, Cut, Trace
 
@@ -44,13 +46,18 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     return best[-1][2]
 
 
-def costs(model: nn.Module, trace: Trace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device) -> list[float]:
+def costs(
+    model: nn.Module, trace: Trace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device, *, runs: int = _RUNS
+) -> list[float]:
     """Seconds of a forward and a backward pass of each piece between two cuts: `len(cuts) + 1` of them, the ends included.
 
     A piece is computed alone, with random weights of its own, as a stage of a pipeline would be; pieces that are alike (the same kinds of
     modules, parameters and activations) are measured once. No more than one piece is ever in memory. The loss is not in the last one.
 
     Ranks that split the inside of a piece (tensor parallel) must call this together: they meet in its collectives.
+
+    Raises:
+        PlanError: a piece cannot be computed apart from the others.
     """
     bounds = [None, *cuts, None]
     measured: dict[Any, float] = {}
@@ -59,7 +66,8 @@ def costs(model: nn.Module, trace: Trace, cuts: Sequence[Cut], batch: Batch, cal
         extent = Extent(trace, first, last)
         likeness = _likeness(model, extent)
         if likeness not in measured:
-            measured[likeness] = _measure(model, extent, batch, call, device)
+            with kept_as_is(model):
+                measured[likeness] = _measure(model, extent, batch, call, device, runs)
         found.append(measured[likeness])
     return found
 
@@ -73,21 +81,37 @@ def _likeness(model: nn.Module, extent: Extent) -> Any:
     return modules, tuple(shapes), tuple(extent.received), tuple(extent.sent)
 
 
-def _measure(model: nn.Module, extent: Extent, batch: Batch, call: Call, device: torch.device) -> float:
-    stage = Stage(model, extent, lambda _: extent, call, device, extent.parameters())
-    _fill(stage.module, device)
+def _measure(model: nn.Module, extent: Extent, batch: Batch, call: Call, device: torch.device, runs: int) -> float:
+    seconds = []
+    try:
+        stage = Stage(model, extent, lambda _: extent, call, device, extent.parameters())
+        _fill(stage.module, device)
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+            for _ in range(runs):
+                received = _received(extent, device)
+                started = _now(device)
+                outputs = [t for t in tree_leaves(stage.module(*received, batch=batch)) if isinstance(t, Tensor) and t.requires_grad]
+                torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
+                seconds.append(_now(device) - started)
+    except (PlanError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        where = f"from {extent.first.before}" if extent.first else "from the beginning"
+        until = f"to before {extent.last.before}" if extent.last else "to the end"
+        raise PlanError(
+            f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: {first}). Its code may reach "
+            "other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
+        ) from error
+    return min(seconds)
+
+
+def _received(extent: Extent, device: torch.device) -> list[Tensor]:
     received = [shape.on(device) for shape in extent.received]
     with torch.no_grad():
         for t in received:
             _ = t.normal_(std=0.02) if t.is_floating_point() else t.zero_()
-    seconds = []
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        for _ in range(_RUNS):
-            started = _now(device)
-            outputs = [t for t in tree_leaves(stage.module(*received, batch=batch)) if isinstance(t, Tensor) and t.requires_grad]
-            torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
-            seconds.append(_now(device) - started)
-    return min(seconds)
+    return received
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanError
+from paceline.split.parameter_hooks import carry_hooks, refuse_kept_parameters
 from paceline.split.recorder import NotRecordable, Recorder
 from paceline.split.tape import Take, Tape
 
@@ -86,8 +87,10 @@ def recorded_from(model: nn.Module) -> Recorded:
 
     Raises:
         JobError: it has parameters on the meta device, or of unknown shape.
+        PlanError: its modules keep parameters elsewhere, too; or it is compiled by torch.jit.
     """
     _check(model)
+    refuse_kept_parameters(model)
     if on_meta := [name for name, p in model.named_parameters() if p.is_meta]:
         raise JobError(f"parameter {on_meta[0]} is on the meta device, so it has no values; build the model on the CPU")
     full = _without_memory(model)
@@ -155,6 +158,7 @@ def _without_memory(model: nn.Module) -> dict[str, Tensor]:
 def _shape(parameter: nn.Parameter) -> nn.Parameter:
     shape = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     shape.__dict__.update(parameter.__dict__)  # marks that the user or a library left on it
+    carry_hooks(parameter, shape)
     return shape
 
 
@@ -190,6 +194,10 @@ def _tensors(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tens
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise JobError(f"the construction returns a {type(model).__name__}, not an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlanError(
+            "a model compiled by torch.jit cannot be divided: give the module that it was made from, or divide nothing (dp only)"
+        )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise JobError(f"parameter {name} gets its shape from the first batch: run one through the model in its factory")

@@ -24,8 +24,9 @@ from paceline.split.busy import Busy, TimedStage
 from paceline.split.cuts import even, named_cuts, possible_cuts, too_few, wrong_names
 from paceline.split.deferred import DeferredWeights
 from paceline.split.exported import ExportedStage, Piece, exported
+from paceline.split.observed import Observed
 from paceline.split.parts import Parts, local
-from paceline.split.pipeline_rules import fitting_microbatches, interleaves
+from paceline.split.pipeline_rules import IN_TRANSFORM, can_be_exported, fitting_microbatches, interleaves, refuse_habits
 from paceline.split.stages import Extent, Stage, as_it_is
 from paceline.split.trunk import Call, Cut, Shape, Trace
 
@@ -47,6 +48,7 @@ class Pipeline:
     Attributes:
         stages: this rank's stages: one, or two for interleaved and zero-bubble.
         lines: what was cut where, in words.
+        shared: the ranks of every parameter that several ranks hold.
 
     Args:
         model: the undivided model on the meta device; it stays as it is. A stage is a copy of its structure with its own parameters only.
@@ -80,7 +82,7 @@ class Pipeline:
         splits_backward = plan.schedule == "zero-bubble"
         self._deferred = {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
         self.stages = [stage.module for stage in self._stages.values()]
-        self._shared = self._note(parts, owners)
+        self.shared = self._note(parts, owners)
         self.lines += self._described(extents)
 
     # What is on this rank
@@ -166,7 +168,7 @@ class Pipeline:
     def after_backward(self) -> None:
         """Make the gradient of every parameter that stages of several ranks hold the sum over these ranks, the same bits on each."""
         own = self.named_parameters()
-        for name, holders in self._shared.items():
+        for name, holders in self.shared.items():
             if self._pp.rank in holders:
                 self._sum(own[name], holders)
 
@@ -192,13 +194,16 @@ class Pipeline:
         try:
             trace = self._trace(example)
         except PlanError as error:
-            cuts, reasons = list[Cut](), str(error).splitlines()
+            cuts, reasons = list[Cut](), [IN_TRANSFORM] if self._observed.transformed else str(error).splitlines()
+        refuse_habits(self._observed)
         if trace is not None:
             cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self._block_names)
             if len(cuts) + 1 < self._count:
                 reasons = [too_few(len(cuts), self._count, self._pp.size, plan.schedule, reasons)]
         if reasons:  # not between all blocks
             names = names or [self._block_names[i] for i in even(len(self._block_names), self._count)]
+            if not names or not can_be_exported(self._model, self._observed):
+                raise PlanError("\n".join(reasons))
             try:
                 self._pieces(example, names)
                 return True, names
@@ -207,11 +212,12 @@ class Pipeline:
                     raise PlanError("\n".join([*reasons, str(error)])) from None
                 self.lines.append(f"pp: not every block can begin a stage: {reasons[0]}")
         assert trace is not None, "without a trace there are no cuts, and that was raised"
-        return False, [cut.before for cut in (cuts if plan.cut else self._balanced(trace, cuts, example))]
+        return False, [cut.before for cut in self._balanced(trace, cuts, example)]
 
     def _balanced(self, trace: Trace, cuts: list[Cut], example: Batch) -> list[Cut]:
         """Those cuts that make the slowest stage as fast as can be."""
-        if len(cuts) + 1 == self._count:
+        if len(cuts) + 1 == self._count:  # measured all the same: stages that cannot be computed apart are found out
+            costs(self._model, trace, cuts, example, self._call, self._device, runs=1)
             return cuts
         seconds = torch.tensor(costs(self._model, trace, cuts, example, self._call, self._device), dtype=torch.float64, device=self._device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)  # over all ranks: every replica and every shard of a stage must be cut alike
@@ -260,7 +266,7 @@ class Pipeline:
         shapes = [" + ".join(str(list(shape.size)) for shape in extent.received) for extent in extents[1:]]
         crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in zip(self._cuts, shapes, strict=True))
         how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self.by_export else ""
-        tied = [f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed" for name, ranks in self._shared.items()]
+        tied = [f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed" for name, ranks in self.shared.items()]
         return [f"pp: {self._count} stages on {self._pp.size} ranks,{how} schedule {self._schedule_name}; cut before {crossing}", *tied]
 
     def _rank_of(self, stage: int) -> int:
@@ -270,7 +276,11 @@ class Pipeline:
     # Shapes and schedules
 
     def _trace(self, batch: Batch) -> Trace:
-        return Trace(self._model, batch, self._call, self._device, whole=self._whole, remembered=self._remembered)
+        observed = Observed()
+        try:
+            return Trace(self._model, batch, self._call, self._device, whole=self._whole, remembered=self._remembered, observed=observed)
+        finally:
+            self._observed = observed
 
     def _pieces(self, batch: Batch, names: Sequence[str]) -> list[Piece]:
         return exported(self._model, names, batch, self._call, self._device)

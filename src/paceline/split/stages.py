@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.trunk import Call, Cut, Shape, Trace, Turn, Visit
+from paceline.split.observed import without_reentrant_checkpoints
+from paceline.split.trunk import Attribute, Call, Cut, Shape, Trace, Turn, Visit, is_in
 
 Finish = Callable[[Any], Any]  # what the last stage does with the model's output
 _HOOKS = (
@@ -26,6 +28,7 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Extent:
     Attributes:
         stands_in: the calls before the stage, and the outputs they had.
         ends: the calls behind it.
+        changed_before_sending: the outputs that are sent as they were returned, whatever changes them in place afterwards.
         received, sent: the tensors that come in and go out.
     """
 
@@ -49,6 +53,8 @@ class Extent:
         self.ends = {v.key for v in self.trace.to_come(self.stop)} if self.last else set()
         self._given = {s: i for i, value in enumerate(self.first.values) for s in value.sources} if self.first else {}
         self._changed = {key: self.trace.changed_elsewhere(v) for key, v in self.stands_in.items()}
+        self._received_nodes = {value.node: i for i, value in enumerate(self.first.values)} if self.first else {}
+        self.changed_before_sending = {s for value in self.last.values if value.changed for s in value.sources} if self.last else set()
 
     @property
     def start(self) -> int:
@@ -87,6 +93,12 @@ class Extent:
                 leaves[i] = torch.zeros(leaf.size, dtype=leaf.dtype, device=device) if i in self._changed[key] else leaf.zero(device)
         return visit.output(leaves)
 
+    def attributes(self, name: str) -> Iterator[tuple[Attribute, int]]:
+        """What modules within `name` keep as attributes of what is received, each with the number of the received tensor."""
+        for attribute in self.trace.attributes:
+            if is_in(attribute.module, name) and attribute.node in self._received_nodes:
+                yield attribute, self._received_nodes[attribute.node]
+
     def sources(self) -> list[tuple[str, int, int] | int]:
         """Where each sent tensor comes from: (module, turn, leaf) of a call of this stage, or the number of a received tensor."""
         found: list[tuple[str, int, int] | int] = []
@@ -123,19 +135,25 @@ class Stage:
     ) -> None:
         self.call, self.device, self.extent_of = call, device, extent_of
         self.finish: Finish = as_it_is
+        self._observed = extent.trace.observed
         self._is_last = extent.last is None
         self._pass: _Pass | None = None
         self.module = copied(model)
         give_away(self.module, model, own, device)
         self._stand_in_for_others(extent)
-        self._model_forward = self.module.forward
-        self.module.__dict__["forward"] = self._forward
+        self._leave_buffers(extent)
+        root = self.module.__dict__
+        self._as_model = {"forward": self.module.forward} | {kind: root[kind] for kind in _HOOKS}
+        root.update({"forward": self._forward} | {kind: type(root[kind])() for kind in _HOOKS})
 
     def _forward(self, *received: Tensor, batch: Batch) -> Any:
         extent = self.extent_of(batch)
         self._pass = current = _Pass(extent, received)
+        if self._observed.writes_input:
+            batch = tree_map(torch.clone, batch)
         try:
-            output = self.call(self._model_forward, batch)
+            with self._the_model(), without_reentrant_checkpoints() if self._observed.reentrant else nullcontext():
+                output = self.call(self.module, batch)
         except _End:
             output = None
         finally:
@@ -145,17 +163,41 @@ class Stage:
         sent = tuple((received[s] if isinstance(s, int) else _returned(current, s)).contiguous() for s in extent.sources())
         return sent if len(sent) > 1 else sent[0]
 
+    @contextmanager
+    def _the_model(self) -> Iterator[None]:
+        """Within, calling the stage's module is calling the model, with the hooks that its author put on it."""
+        root = self.module.__dict__
+        stage = {key: root[key] for key in self._as_model}
+        root.update(self._as_model)
+        try:
+            yield
+        finally:
+            root.update(stage)
+
     def _stand_in_for_others(self, extent: Extent) -> None:
         modules = dict(self.module.named_modules())
         calls = Counter(visit.name for visit in extent.trace.visits)
         away = extent.stands_in.keys() | extent.ends
+        never = {n for n in {n for n, _ in away} if sum(n == name for name, _ in away) == calls[n]}  # called for real
+        _forget([modules[n] for n in never], self.module, self.device)
         for name in {name for name, _ in away}:
-            module = modules[name]
-            if sum(n == name for n, _ in away) == calls[name]:  # never called for real
-                _forget(module, self.device)
-            module.__dict__["forward"] = partial(self._turn, name, module.forward)
+            modules[name].__dict__["forward"] = partial(self._turn, name, modules[name].forward)
         for name in {s[0] for s in extent.sources() if not isinstance(s, int)}:
-            modules[name].register_forward_hook(partial(self._keep, name, name in {n for n, _ in away}))
+            module, keep = modules[name], partial(self._keep, name, name in {n for n, _ in away})
+            if name in self._observed.direct:  # past all hooks
+                module.__dict__["forward"] = partial(_then, module.forward, partial(keep, module, ()))
+            elif module._backward_hooks or module._backward_pre_hooks:  # they are put on the output after all forward hooks
+                module.__dict__["_call_impl"] = partial(_then, module._call_impl, partial(keep, module, ()))
+            else:
+                module.register_forward_hook(keep, prepend=True)
+
+    def _leave_buffers(self, extent: Extent) -> None:
+        """Buffers that a later stage changes are that stage's; here they are no buffers, so that nothing outdated is saved."""
+        late = extent.trace.buffers_changed_after(extent.stop)
+        for name, module in self.module.named_modules():
+            for key, buffer in list(module._buffers.items()):
+                if f"{name}.{key}".lstrip(".") in late and buffer is not None:
+                    _no_buffer(module, key, self.device)
 
     def _turn(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current = self._pass
@@ -166,6 +208,9 @@ class Stage:
         if key in current.extent.ends:
             raise _End
         if key in current.extent.stands_in:
+            for attribute, i in current.extent.attributes(name):
+                kept = current.received[i] if attribute.requires_grad else current.received[i].detach()
+                setattr(self.module.get_submodule(attribute.module), attribute.name, kept)
             return current.extent.stand_in(key, current.received, self.device)
         return forward(*args, **kwargs)
 
@@ -178,27 +223,30 @@ class Stage:
         turn = current.turns[name] - 1
         for i, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
-                current.returned[name, turn, i] = leaf
+                changes = (name, turn, i) in current.extent.changed_before_sending
+                current.returned[name, turn, i] = leaf.clone() if changes else leaf
 
 
 def copied(model: nn.Module) -> nn.Module:
     """The same tree of modules, with the same parameters, buffers and other attributes; what is set on a copy does not show in the model.
 
-    Functions that a module keeps as attributes or hooks, and that are bound to a module or have captured one, get its copy instead.
+    Functions that a module keeps as attributes or hooks, and that are bound to a module or have captured one, get its copy instead; so do
+    lists, tuples and dictionaries that hold modules.
     """
     copies: dict[int, nn.Module] = {}
     for module in model.modules():
         new = copies[id(module)] = module.__class__.__new__(module.__class__)
         new.__dict__.update(module.__dict__)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS):
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS, *_BACKWARD_HOOKS):
             new.__dict__[name] = copy.copy(module.__dict__[name])
     for new in copies.values():
         for name, child in new._modules.items():
             if child is not None:
                 new._modules[name] = copies[id(child)]
         for name, value in new.__dict__.items():
-            new.__dict__[name] = _bound(value, copies)
-        for hooks in _HOOKS:
+            if name not in ("_parameters", "_buffers", "_modules", *_HOOKS, *_BACKWARD_HOOKS):
+                new.__dict__[name] = _bound(value, copies)
+        for hooks in (*_HOOKS, *_BACKWARD_HOOKS):
             for key, hook in new.__dict__[hooks].items():
                 new.__dict__[hooks][key] = _bound(hook, copies)
     return copies[id(model)]
@@ -225,27 +273,77 @@ def _bound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
     if isinstance(value, partial):
         args = [_bound(a, copies) for a in value.args]
         return partial(_bound(value.func, copies), *args, **{k: _bound(v, copies) for k, v in value.keywords.items()})
-    if isinstance(value, FunctionType) and value.__closure__:
-        held = [cell.cell_contents for cell in value.__closure__]
-        bound = [_bound(x, copies) for x in held]
-        if any(new is not old for new, old in zip(bound, held, strict=True)):
-            copy_ = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(map(CellType, bound)))
-            copy_.__kwdefaults__, copy_.__dict__ = value.__kwdefaults__, value.__dict__
-            return copy_
+    if isinstance(value, FunctionType):
+        return _bound_function(value, copies)
+    if type(value) in (list, tuple):
+        items = [_bound(x, copies) for x in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+    if type(value) is dict:
+        entries = {key: _bound(x, copies) for key, x in value.items()}
+        return value if all(entries[key] is x for key, x in value.items()) else entries
     return value
 
 
-def _forget(module: nn.Module, device: torch.device) -> None:
-    """Take the hooks and buffers from a module that only stands in."""
-    for part in module.modules():
-        for hooks in _HOOKS:
-            part.__dict__[hooks] = type(part.__dict__[hooks])()
-        for name, buffer in list(part._buffers.items()):
-            del part._buffers[name]
-            part._non_persistent_buffers_set.discard(name)
-            if buffer is not None and buffer.is_meta:
-                buffer = Shape(tuple(buffer.shape), buffer.dtype, False).zero(device)
-            part.__dict__[name] = buffer
+def _bound_function(function: FunctionType, copies: Mapping[int, nn.Module]) -> FunctionType:
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    bound, defaults = [_bound(x, copies) for x in held], _bound(function.__defaults__, copies)
+    if defaults is function.__defaults__ and all(new is old for new, old in zip(bound, held, strict=True)):
+        return function
+    cells = tuple(map(CellType, bound)) if function.__closure__ else None
+    copy_ = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
+    copy_.__kwdefaults__, copy_.__dict__ = function.__kwdefaults__, function.__dict__
+    return copy_
+
+
+def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
+    """Take the buffers and hooks from modules that only stand in, and from those in them that nobody else has.
+
+    Forward hooks of a stand-in itself stay, as they may pass on its output; of those before it only users'.
+    """
+    others: set[nn.Module] = set()
+    _reachable(root, set(away), others)
+    for module in away:
+        for part in module.modules():
+            if part in others:
+                continue
+            for hooks in _HOOKS if part is not module else ("_forward_pre_hooks",):
+                kept = () if part is not module else part.__dict__[hooks].items()
+                made = type(part.__dict__[hooks])()
+                made.update({k: hook for k, hook in kept if not _is_a_librarys(hook)})
+                part.__dict__[hooks] = made
+            for hooks in _BACKWARD_HOOKS:
+                part.__dict__[hooks] = type(part.__dict__[hooks])()
+            for name in list(part._buffers):
+                _no_buffer(part, name, device)
+
+
+def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
+    """Make a buffer a plain attribute, without values where it has none yet."""
+    buffer = module._buffers.pop(name)
+    module._non_persistent_buffers_set.discard(name)
+    if buffer is not None and buffer.is_meta:
+        buffer = Shape(tuple(buffer.shape), buffer.dtype, False).zero(device)
+    module.__dict__[name] = buffer
+
+
+def _is_a_librarys(hook: Any) -> bool:
+    """Whether a hook before a module makes its weights (`torch.nn.utils`) or divides its input (tensor parallel)."""
+    made_by = hook.func if isinstance(hook, partial) else hook
+    where = str(getattr(made_by, "__module__", None) or type(made_by).__module__)
+    return where.startswith(("torch.nn.utils", "paceline."))
+
+
+def _reachable(module: nn.Module, without: set[nn.Module], found: set[nn.Module]) -> None:
+    if module not in without and module not in found:
+        found.add(module)
+        for child in module.children():
+            _reachable(child, without, found)
+
+
+def _then(forward: Callable[..., Any], keep: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
+    keep(output)
+    return output
 
 
 def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:

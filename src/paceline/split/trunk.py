@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.split.observed import Observed, in_transform, kept_as_is
 
 Call = Callable[[Any, Batch], Any]  # (model, batch) -> the model's output
 Node = tuple[int, tuple[int, ...], tuple[int, ...], int]  # (storage, shape, stride, offset): a tensor as the watch tells it from others
@@ -89,15 +90,27 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Attribute:
+    """A tensor that a module keeps as an attribute when it is called."""
+
+    module: str
+    name: str
+    node: Node
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
 class Value:
     """A tensor that crosses a cut.
 
     Attributes:
         sources: (module, turn, leaf) of the calls before the cut that return it.
-        changed: whether the model changes it in place after the cut.
+        node: which tensor it is.
+        changed: whether code between the modules, which every stage runs, changes it in place.
     """
 
     sources: tuple[tuple[str, int, int], ...]
+    node: Node
     shape: Shape
     changed: bool
 
@@ -129,6 +142,7 @@ class Trace:
         model: parameters on the meta device or real; they are not read.
         whole: names of modules that may not be run with real weights, as they hold (nearly) all there are.
         remembered: for modules that had to be run, which input each output is like; filled here, and used by later traces.
+        observed: where to put down what else is seen, for callers who want it of a pass that fails, too.
 
     Raises:
         PlanError: the model's own code, outside of the modules that could be run alone, looks at values.
@@ -137,7 +151,15 @@ class Trace:
     END = 1 << 62
 
     def __init__(
-        self, model: nn.Module, batch: Batch, call: Call, device: torch.device, *, whole: set[str], remembered: dict[str, Any] | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        call: Call,
+        device: torch.device,
+        *,
+        whole: set[str],
+        remembered: dict[str, Any] | None = None,
+        observed: Observed | None = None,
     ) -> None:
         self.model, self.device, self._whole = model, device, whole
         self._remembered = {} if remembered is None else remembered
@@ -147,6 +169,15 @@ class Trace:
         self.parameters: dict[int, str] = {}  # by storage
         self._clock, self._current, self._turns = 0, -1, Counter[str]()
         self._watching, self._stuck = True, ""
+        self.observed = Observed() if observed is None else observed
+        self._own: dict[nn.Module, dict[str, Any]] = {}  # what every module has in place of its parameters
+        self._inputs: set[int] = set()
+        self._buffers: dict[int, str] = {}  # by storage
+        self._open = Counter[nn.Module]()  # calls under way, by `__call__`
+        self._running = Counter[nn.Module]()  # of those and others, in `forward`
+        self._undecided: list[tuple[Visit, int, Tensor]] = []
+        self.attributes: list[Attribute] = []
+        self._with_backward_hooks = {n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
         self._storages: dict[int, int] = {}
         self._kept: list[Any] = []  # storages, so that no address is used twice
         self._depends: set[int] = set()
@@ -171,6 +202,8 @@ class Trace:
         time, done = first.enter, self.done(first.enter)
         if not done:
             return f"nothing is computed before {before}"
+        if problem := self._problem_at(before, time, done):
+            return f"a cut before {before}: {problem}"
         sources: dict[Node, list[tuple[Visit, int]]] = defaultdict(list)
         for visit in done:
             for i, node in enumerate(visit.nodes):
@@ -179,15 +212,37 @@ class Trace:
         needed, parameters, problem = self._needed(time, sources)
         if problem:
             return f"a cut before {before}: {problem}"
-        changed = {storage for step in self.steps if step.time > time for storage in step.changes}
+        changed = {storage for step in self.steps if not self._within(step.visit, time) for storage in step.changes}
         values = [
-            Value(tuple((v.name, v.turn, i) for v, i in found), found[-1][0].leaves[found[-1][1]], node[0] in changed)
+            Value(tuple((v.name, v.turn, i) for v, i in found), node, found[-1][0].leaves[found[-1][1]], node[0] in changed)
             for node, found in sources.items()
             if node in needed
         ]
         if not values:
             return f"a cut before {before}: nothing that comes before it is used after it"
         return Cut(before, time, tuple(values), frozenset(parameters))
+
+    def _problem_at(self, before: str, time: int, done: Sequence[Visit]) -> str | None:
+        """What about the place itself keeps a model from being cut there."""
+        if before in self.observed.transformed or any(v.name in self.observed.transformed for v in done):
+            return "the model calls modules inside of a transform of torch.func, whose tensors cannot be sent"
+        if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.checkpointed):
+            return "it would divide what the model computes as one activation checkpoint"
+        for name, key in self.observed.keeps:
+            if any(is_in(name, v.name) for v in done):
+                return f"{name} keeps tensors in its {key}, from where later modules may take them"
+        late = self.buffers_changed_after(time)
+        if read := {self._buffers[n[0]] for s in self.steps if s.time < time for n in s.reads if n[0] in self._buffers} & late:
+            return f"the buffer {min(read)} is read before it, and changed after it for the next forward pass"
+        for visit in self.visits:
+            if visit.enter < time < visit.leave and visit.name in self._with_backward_hooks:
+                return f"{visit.name or 'the model'} has a backward hook, which would see gradients of two stages"
+        for visit in done:
+            if visit.name in self._with_backward_hooks and self.model.get_submodule(visit.name)._forward_hooks:
+                return f"{visit.name} has forward and backward hooks"
+            if visit.name in self._with_backward_hooks and any(v.name == visit.name and v.enter > time for v in self.visits):
+                return f"{visit.name} has a backward hook, and is called on both sides"
+        return None
 
     def enters(self, module: str) -> int:
         """When a module is first called; 0 where it is not, or where nothing is computed before."""
@@ -207,6 +262,10 @@ class Trace:
         read = {node[0] for step in self.steps if start <= step.time < stop for node in step.reads}
         return {name for storage, name in self.parameters.items() if storage in read}
 
+    def buffers_changed_after(self, time: int) -> set[str]:
+        """The buffers that the forward pass changes at `time` or later."""
+        return {self._buffers[s] for step in self.steps if step.time >= time for s in step.changes if s in self._buffers}
+
     def changed_elsewhere(self, visit: Visit) -> set[int]:
         """The leaves of a call's output that other code changes in place."""
         outside = {s for step in self.steps if not visit.enter < step.time < visit.leave for s in step.changes}
@@ -217,17 +276,25 @@ class Trace:
 
     def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str], str | None]:
         """What of `sources` is used after `time`, by way of the code between modules as well, which every stage runs."""
-        open_ = self._read_after(time)
-        seen: set[Node] = set()
+        updates = [
+            s for s in self.steps if s.time < time and any(c in self._buffers for c in s.changes) and not self._within(s.visit, time)
+        ]
+        open_ = self._read_after(time) + [(node, step.time) for step in updates for node in step.reads if node[0] not in self._buffers]
+        seen: set[tuple[Node, int]] = set()
         crossing: set[Node] = set()
         parameters: set[str] = set()
         while open_:
             node, read = open_.pop()
-            if node in seen:
+            if (node, read) in seen:
                 continue
-            seen.add(node)
+            seen.add((node, read))
             if node in sources:
                 crossing.add(node)
+                if problem := self._changed_since(node, read, time, [v for v, _ in sources[node]]):
+                    return crossing, parameters, problem
+                changes = [s for s in self._changers[node[0]] if s.time < time and not self._within(s.visit, time)]
+                open_ += [(n, step.time) for step in changes for n in step.reads]
+                parameters |= {self.parameters[n[0]] for step in changes for n in step.reads if n[0] in self.parameters}
                 continue
             makers = [s for s in self._makers[node] if s.time < read]
             makers = [s for s in makers if not self._within(s.visit, time)] or makers[-1:]
@@ -245,6 +312,19 @@ class Trace:
                 open_ += [(n, step.time) for n in step.reads]
                 parameters |= {self.parameters[n[0]] for n in step.reads if n[0] in self.parameters}
         return crossing, parameters, None
+
+    def _changed_since(self, node: Node, read: int, time: int, sources: Sequence[Visit]) -> str | None:
+        """Why code between modules that read a tensor at `read` cannot read it again in a later stage, where a module changed it since."""
+        before = [s for s in self._changers[node[0]] if s.time < time]
+        inside = [self._within(s.visit, time) for s in before]
+        late = [v for s, v in zip(before, inside, strict=True) if v is not None and read < time and s.time > read]
+        mixed = any(v is None for v in inside) and any(
+            v is not None and s.time > min(u.leave for u in sources) for s, v in zip(before, inside, strict=True)
+        )
+        if late or mixed:
+            name = next(v for v in (*late, *inside) if v is not None).name
+            return f"{name} changes in place a tensor {list(node[1])} that the code between modules uses, too"
+        return None
 
     def _read_after(self, time: int) -> list[tuple[Node, int]]:
         """What is read after `time` and was not made after it, and when."""
@@ -273,41 +353,79 @@ class Trace:
             lambda t: _real(t, self.device),
             batch if isinstance(batch, dict) else tuple(batch) if isinstance(batch, (tuple, list)) else dict(batch),
         )
-        tensors = {}
-        for name, p in self.model.named_parameters():
-            tensors[name] = fake = self._fake(p)
-            self.parameters[storage := self._storage(fake)] = name
-            self._depends.add(storage)
-        for name, b in self.model.named_buffers():
-            tensors[name] = self._fake(b) if b.is_meta else b.detach().to(self.device, copy=True)
-        model = partial(_called_with, self.model, tensors)
-        with quiet(), torch.enable_grad(), torch.random.fork_rng(_gpus(self.device)), self._patched(), _Watch(self):
-            output = call(model, batch)
+        self._inputs = {self._storage(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
+        with kept_as_is(self.model):
+            before = {name: dict(vars(module)) for name, module in self.model.named_modules()}
+            self._without_memory()
+            self._patch()
+            with (
+                quiet(),
+                torch.enable_grad(),
+                torch.random.fork_rng(_gpus(self.device)),
+                self.observed.of_autograd_and_checkpoints(lambda: self._clock),
+                _Watch(self),
+            ):
+                output = call(self.model, batch)
+            self._note_attributes(before)
+        for visit, i, leaf in self._undecided:
+            visit.leaves[i] = _shape(leaf)
+        self._undecided.clear()
         self.result = [self._node(t) for t in _tensors_of(output)]
 
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        """Every module tells when it is called."""
-        own = {}
+    def _without_memory(self) -> None:
+        """Put fakes in the place of parameters, and copies in that of buffers; `kept_as_is` takes them away again."""
+        made: dict[int, Tensor] = {}
+        names, buffers = ({id(t): n for n, t in named} for named in (self.model.named_parameters(), self.model.named_buffers()))
+        for module in self.model.modules():
+            for name, p in module._parameters.items():
+                if p is not None and id(p) not in made:
+                    made[id(p)] = fake = self._fake(p)
+                    self.parameters[storage := self._storage(fake)] = names[id(p)]
+                    self._depends.add(storage)
+                module._parameters[name] = None if p is None else made[id(p)]  # type: ignore[assignment]
+            for name, b in module._buffers.items():
+                if b is not None and id(b) not in made:
+                    made[id(b)] = copy_ = self._fake(b) if b.is_meta else b.detach().to(self.device, copy=True)
+                    self._buffers[self._storage(copy_)] = buffers[id(b)]
+                module._buffers[name] = None if b is None else made[id(b)]
+            self._own[module] = dict(module._parameters)
+
+    def _note_attributes(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put down the tensors that modules have kept as attributes in this pass, and where else they keep something."""
         for name, module in self.model.named_modules():
-            own[module] = module.__dict__.get("forward")
+            for key, value in vars(module).items():
+                old = before[name].get(key)
+                if isinstance(value, Tensor) and value is not old and self._storage(value) in self._depends:
+                    self.attributes.append(Attribute(name, key, self._node(value), value.requires_grad))
+                elif isinstance(value, (list, dict)) and key not in ("_parameters", "_buffers", "_modules"):
+                    if any(isinstance(t, Tensor) and self._storage(t) in self._depends for t in tree_leaves(value)):
+                        self.observed.keeps.append((name, key))
+                elif isinstance(value, (int, float, str)) and value != old:
+                    self.observed.counts = True
+
+    def _patch(self) -> None:
+        """Have every module tell when it is called; `kept_as_is` undoes it."""
+        for name, module in self.model.named_modules():
             module.__dict__["forward"] = partial(self._visit, name, module, module.forward)
+            module.__dict__["_call_impl"] = partial(self._called, module, module._call_impl)
+
+    def _called(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._open[module] += 1
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
-            for module, forward in own.items():
-                del module.__dict__["forward"]
-                if forward is not None:
-                    module.__dict__["forward"] = forward
+            self._open[module] -= 1
 
     def _visit(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._watching:
             return forward(*args, **kwargs)
+        self._observe(name, module)
         index, turns = len(self.visits), self._turns.copy()
         self._turns[name] += 1
         visit = Visit(name, turns[name], self._current, self._tick())
         self.visits.append(visit)
         self._current = index
+        self._running[module] += 1
         try:
             output = forward(*args, **kwargs)
         except RuntimeError as error:
@@ -322,12 +440,23 @@ class Trace:
             self._stuck = ""
         finally:
             self._current = visit.parent
+            self._running[module] -= 1
         leaves, visit.spec = tree_flatten(output)
         visit.leaves = [_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         visit.nodes = [self._node(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         visit.works |= any(node is not None and node[0] in self._depends for node in visit.nodes)
+        if not torch.is_grad_enabled():  # a re-entrant checkpoint may give it a gradient yet
+            self._undecided += [(visit, i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         visit.leave = self._tick()
         return output
+
+    def _observe(self, name: str, module: nn.Module) -> None:
+        if in_transform():
+            self.observed.transformed.add(name)
+        if any(p is not self._own[module].get(key) for key, p in module._parameters.items()):
+            self.observed.substituted.add(name)
+        if self._open[module] <= self._running[module]:
+            self.observed.direct.add(name)
 
     def _looks_at_values(self, error: RuntimeError) -> BaseException:
         if isinstance(error, PlanError):
@@ -387,6 +516,8 @@ class Trace:
         """Put an operation down."""
         reads = [self._node(t) for t in read]
         changes = [self._storage(t) for t in changed]
+        self.observed.written |= {self.parameters[s]: name for s in changes if s in self.parameters}
+        self.observed.writes_input |= any(s in self._inputs for s in changes)
         makes = [node for t in made if (node := self._node(t)) not in reads]  # what an operation only passes on, it did not make
         if any(node[0] in self._depends for node in reads):
             self._depends.update([node[0] for node in makes], changes)
@@ -444,8 +575,8 @@ class _Watch(TorchDispatchMode):
         return output
 
 
-def _called_with(model: nn.Module, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    return torch.func.functional_call(model, tensors, args, kwargs)
+def is_in(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(f"{outer}.")
 
 
 def _shape(t: Tensor) -> Shape:
@@ -454,7 +585,9 @@ def _shape(t: Tensor) -> Shape:
 
 def _real(t: Any, device: torch.device) -> Any:
     """A tensor of the example on the device; zeros where only its shape is known."""
-    return t if not isinstance(t, Tensor) else torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device)
+    if not isinstance(t, Tensor):
+        return t
+    return torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device, copy=True)
 
 
 def _random(t: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,135 @@
+"""Habits of a model's code that decide how it can be divided, noted while one forward pass is watched."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+
+_Saved = tuple[Any, Any]  # a container, and a copy of what it held
+
+
+@dataclass
+class Observed:
+    """Notes on one forward pass; what was noted before an error stays.
+
+    Attributes:
+        transformed: modules called within a transform of `torch.func` (vmap, grad).
+        substituted: modules called with other tensors in place of their parameters (`torch.func.functional_call`).
+        direct: modules whose `forward` is called without `__call__`, past all hooks.
+        written: parameters that the forward pass changes, each with the operation.
+        differentiates: whether the forward pass runs autograd (a gradient penalty, forces from energies).
+        writes_input: whether the batch is changed in place.
+        checkpointed: activation checkpointing of the model's own, from and until when on the trace's clock.
+        reentrant: whether some of it is re-entrant.
+        keeps: (module, attribute) of lists and dictionaries in which modules keep tensors that depend on parameters.
+        counts: whether modules count, or set other numbers or texts on themselves.
+    """
+
+    transformed: set[str] = field(default_factory=set)
+    substituted: set[str] = field(default_factory=set)
+    direct: set[str] = field(default_factory=set)
+    written: dict[str, str] = field(default_factory=dict)
+    differentiates: bool = False
+    writes_input: bool = False
+    checkpointed: list[tuple[int, int]] = field(default_factory=list)
+    reentrant: bool = False
+    keeps: list[tuple[str, str]] = field(default_factory=list)
+    counts: bool = False
+
+    @contextmanager
+    def of_autograd_and_checkpoints(self, clock: Callable[[], int]) -> Iterator[None]:
+        """Note calls of autograd and regions of activation checkpointing meanwhile."""
+        autograd: Any = torch.autograd
+        engine, generator = autograd._engine_run_backward, checkpointing._checkpoint_without_reentrant_generator
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self.differentiates = True
+            return engine(*args, **kwargs)
+
+        def without_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+            started = clock()
+            yield from generator(*args, **kwargs)
+            self.checkpointed.append((started, clock()))
+
+        def note() -> None:
+            self.reentrant = True
+
+        with ExitStack() as stack:
+            stack.callback(setattr, autograd, "_engine_run_backward", engine)
+            stack.callback(setattr, checkpointing, "_checkpoint_without_reentrant_generator", generator)
+            autograd._engine_run_backward = run_backward
+            checkpointing._checkpoint_without_reentrant_generator = without_reentrant
+            stack.enter_context(without_reentrant_checkpoints(note))
+            yield
+
+
+@contextmanager
+def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let re-entrant checkpoints run as the other kind, which computes the same.
+
+    The re-entrant kind hides the graph of autograd, so that a tensor received from another stage could not be found in it. As with the
+    re-entrant kind, nothing has a gradient where no input has one.
+    """
+    original = checkpointing.CheckpointFunction
+
+    class NotReentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            note()
+            if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+                with torch.no_grad():
+                    return function(*args)
+            return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    checkpointing.CheckpointFunction = NotReentrant  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction = original  # type: ignore[misc]
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` is under way."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+@contextmanager
+def kept_as_is(model: nn.Module) -> Iterator[None]:
+    """Undo what is set on a model's modules meanwhile: attributes, and what is in their lists and dictionaries; and random states.
+
+    Tensors that are changed in place stay changed.
+    """
+    states, rng = _states(model), (random.getstate(), np.random.get_state())
+    try:
+        yield
+    finally:
+        for container, saved in reversed(states):
+            _restore(container, saved)
+        random.setstate(rng[0])
+        np.random.set_state(rng[1])
+
+
+def _states(model: nn.Module) -> list[_Saved]:
+    found: list[_Saved] = []
+    for module in model.modules():
+        found.append((module.__dict__, dict(module.__dict__)))
+        found += [(value, copy.copy(value)) for value in module.__dict__.values() if isinstance(value, (list, dict, set, deque))]
+    return found
+
+
+def _restore(container: Any, saved: Any) -> None:
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(saved)
+    else:
+        container.update(saved)
