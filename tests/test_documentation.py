@@ -54,3 +54,18 @@ def test_every_rule_and_codec_has_its_place() -> None:
     for word in named:
         if word not in ("auto", "topk:SHARE", "powersgd:RANK"):
             CompressSpec.parse(word)
+
+
+def test_the_loop_of_ones_own_runs_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    [script] = blocks("own_loop.md", "python")
+    exec(script, {"__name__": "__main__"})
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    exec(script, {"__name__": "__main__"})
+    assert capsys.readouterr().out == ""  # all epochs were done
+
+
+def test_the_page_names_every_script_of_examples_loops() -> None:
+    text = (DOCS / "own_loop.md").read_text()
+    there = {path.name for path in (DOCS.parent / "examples" / "loops").glob("*.py")}
+    assert [name for name in there if f"`{name}`" not in text] == []
