@@ -242,6 +242,13 @@ def test_args_override_the_config_under_any_of_a_keys_names(tmp_path: Path, key:
     assert len(model.transformer.h) == 3
 
 
+def test_a_config_that_names_no_class_gets_the_first_where_its_kind_has_several(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deit", **sizes}))
+    model = spec(hf=tmp_path / "config.json", task="image_classification").build()
+    assert type(model).__name__ == "DeiTForImageClassification"
+
+
 def test_the_number_of_classes_can_be_overridden(tmp_path: Path) -> None:
     file = config(tmp_path, model_type="vit", image_size=[16, 24], patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                   num_channels=1, id2label={"0": "a", "1": "b", "2": "c"})  # fmt: skip

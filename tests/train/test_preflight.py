@@ -22,14 +22,17 @@ from paceline.train.preflight import Preflight, refused_of
 VOCAB, TOKENS = 32, 16
 
 
-class Summing(GPT):
-    """Adds up its tokens before it attends, so no rank can do with a part of them."""
+class Recurrent(nn.Module):
+    """Goes through its tokens one after the other, so no rank can do with a part of them."""
 
     def __init__(self) -> None:
-        super().__init__(vocab=VOCAB, context=TOKENS, layers=2, hidden=16, heads=2)
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(VOCAB, 16), nn.LSTM(16, 16, num_layers=2, batch_first=True)
+        self.head = nn.Linear(16, VOCAB)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Any:
-        return super().forward(tokens.cumsum(1) % VOCAB, position_ids=position_ids)
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
+        return y
 
 
 class OfWholeRows(nn.Module):
@@ -72,14 +75,14 @@ def job(model: str) -> Job:
 
 
 def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_that_works() -> None:
-    assert Plan.parse("dp=2 cp=2").check(job("Summing"), discover()) == [], "else it is known without dividing the model"
-    *reasons, nearest = Preflight(job("Summing")).refusal(Plan.parse("dp=2 cp=2"), discover())
-    assert "cumsum along the tokens" in reasons[0]
+    assert Plan.parse("dp=2 cp=2").check(job("Recurrent"), discover()) == [], "else it is known without dividing the model"
+    *reasons, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("dp=2 cp=2"), discover())
+    assert "no attention" in reasons[0]
     assert nearest == "Nearest plan that works: dp=2."
 
 
 def test_a_plan_that_is_proposed_was_itself_divided() -> None:
-    preflight = Preflight(job("Summing"))
+    preflight = Preflight(job("Recurrent"))
     *_, nearest = preflight.refusal(Plan.parse("cp=2 tp=2"), discover())
     assert nearest == "Nearest plan that works: tp=2."
     assert preflight._known[Plan.parse("tp=2")] == []
@@ -98,14 +101,14 @@ def test_code_that_needs_values_is_left_to_the_ranks(plan: str) -> None:
 
 def test_of_several_plans_those_are_named_that_cannot_divide_the_model() -> None:
     cp, tp = Plan.parse("cp=2"), Plan.parse("tp=2")
-    assert refused_of(job("Summing"), [Plan(dp=2), cp, tp], 60) == {cp}
-    assert refused_of(job("Summing"), [cp], 0) == set(), "there was no time to ask"
+    assert refused_of(job("Recurrent"), [Plan(dp=2), cp, tp], 60) == {cp}
+    assert refused_of(job("Recurrent"), [cp], 0) == set(), "there was no time to ask"
 
 
 def test_training_is_refused_before_there_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(PlanError, match=r"(?s)cumsum along the tokens.*Nearest plan that works: dp=1\."):
-        train(job("Summing"), plan="cp=2", run=tmp_path / "run")
+    with pytest.raises(PlanError, match=r"(?s)no attention.*Nearest plan that works: dp=1\."):
+        train(job("Recurrent"), plan="cp=2", run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists(), "a refusal is not kept: code that the job does not name may be mended"
 
@@ -119,5 +122,5 @@ def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, m
         launch_to_look(arguments, *others)
 
     for plan in ("tp=2", "tp=2", "dp=2"):
-        refuse_what_cannot_divide(job("Summing"), Plan.parse(plan), discover(), launch=launch)
+        refuse_what_cannot_divide(job("Recurrent"), Plan.parse(plan), discover(), launch=launch)
     assert len(asked) == 1

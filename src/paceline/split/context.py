@@ -16,6 +16,7 @@ from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.zoo.losses import IGNORED
 from paceline.job.zoo.moe import Router
+from paceline.split.attention_calls import attends
 from paceline.split.context_check import NO_TOKENS, examine, masked, tokens_of, undivided
 from paceline.split.context_rows import divide_rows
 from paceline.split.parts import Parts
@@ -67,6 +68,8 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
         graph = trace(model, example, call)
     except Exception as error:  # whatever the user's model raises
         raise PlanError("\n".join(reasons)) from error
+    if not attends(graph):
+        raise PlanError(f"cp={cp.size}: the model has no attention, whose tokens could be divided: cp=1")
     try:
         context.undo, line = divide_rows(model, parts, cp, graph)
     except PlanError as error:

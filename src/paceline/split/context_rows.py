@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.split.attention_calls import attends, attention_calls
+from paceline.split.attention_calls import attention_calls
 from paceline.split.parts import Parts
 from paceline.split.replace_forward import replace_forward
 from paceline.split.tensor_trace import Entry, Graph, Ref, trace
@@ -36,12 +36,11 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     """Have each rank of `group` compute its tokens in the modules that allow it; returns what undoes that, and a line for people.
 
     Raises:
-        PlanError: the model does not attend, or treats no token alone.
+        PlanError: no module treats each token alone.
     """
     names = tokenwise_modules(graph, model)
-    if not names or not attends(graph):
-        missing = "no module that treats each token alone" if names == [] else "no attention"
-        raise PlanError(f"cp={group.size}: the model has {missing}, whose tokens could be divided: cp=1")
+    if not names:
+        raise PlanError(f"cp={group.size}: no module of the model treats each token alone, so that ranks could compute their own: cp=1")
     modules = dict(model.named_modules())
     undo: list[Callable[[], object]] = []
     for name in names:

@@ -42,6 +42,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
     """
     config = _config(file, args)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[task])
+    config.architectures = config.architectures or []  # transformers goes through them where a kind has several models for a task
     try:
         model: nn.Module = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)  # precision is the plan's matter
     except ValueError as error:
