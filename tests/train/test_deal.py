@@ -553,3 +553,30 @@ def test_a_second_loader_is_dealt_as_well_in_an_order_of_its_own() -> None:
     first, second = ([rows(batch) for batch in loader] for loader in (engine.loader, other))
     assert first != second
     assert sorted(itertools.chain(*second)) == list(range(SAMPLES))
+
+
+def losses_with_a_validation_loader() -> list[float]:
+    """Validation by a dealt loader, whose last batch is one sample, between two epochs of training."""
+    torch.manual_seed(1)
+    model = nn.Linear(1, 3)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader=DataLoader(numbered(48), BATCH))
+    validation = engine.deal(DataLoader(numbered(9), BATCH))
+    losses = []
+    for _ in range(2):
+        for x, y in engine.loader:
+            losses.append(float(engine.backward(F.cross_entropy(model(x), y))))
+            engine.update()
+        for _ in validation:
+            pass
+    return losses
+
+
+def test_a_loss_is_weighed_by_the_loader_under_way_and_not_by_one_that_validated(ranks: Ranks) -> None:
+    assert ranks(2, losses_with_a_validation_loader)[0] == pytest.approx(losses_with_a_validation_loader(), rel=1e-5)
+
+
+def test_a_loader_of_one_ranks_part_is_refused_for_an_evaluation_too() -> None:
+    engine: Any = engine_of(DataLoader(numbered(), BATCH))
+    sampler: Any = DistributedSampler(numbered(), num_replicas=2, rank=0)
+    with pytest.raises(DataError, match="DistributedSampler draws the part of one of 2 ranks"):
+        engine.evaluate(DataLoader(numbered(), BATCH, sampler=sampler))

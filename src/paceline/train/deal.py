@@ -36,7 +36,7 @@ def deal(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Lo
     Raises:
         DataError: the loader cannot be dealt, with what to write instead.
     """
-    _check(loader, world)
+    check(loader, world)
     workers = Workers(
         loader.num_workers,
         loader.prefetch_factor if loader.num_workers else None,
@@ -121,8 +121,12 @@ def _is_bulk(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is None and loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
 
 
-def _check(loader: DataLoader[Any], world: Group) -> None:
-    """Refuse a loader that would give other batches than it does alone."""
+def check(loader: DataLoader[Any], world: Group) -> None:
+    """Refuse a loader that would give other batches than it does alone.
+
+    Raises:
+        DataError: it would, with what to write instead.
+    """
     if not isinstance(loader, DataLoader):
         raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
     kind = type(loader)

@@ -137,6 +137,11 @@ class Loader:
         if start and step == start:  # a stream had ended just where its position was saved
             yield from self
 
+    @property
+    def running(self) -> bool:
+        """Whether an iteration is under way."""
+        return self._batches is not None
+
     def example(self, count: int) -> Any:
         """A batch of the first `count` samples (the same one again where there are fewer): what a model will be given, for a look at it."""
         if isinstance(self.partition, Partition):

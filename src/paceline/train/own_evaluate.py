@@ -14,6 +14,7 @@ from paceline.comm import Group
 from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.zoo.metrics import LossMetric
+from paceline.train.deal import check, deal
 from paceline.train.loader import padded
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
     """Every n-th batch of `data`, and None for those that a rank lacks where the ranks of a replica compute together."""
     group: Group = engine.readers
-    own, count = _dealt(data, group) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
+    own, count = _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
     if engine.split is None or not engine.split.all_must_compute:
         return iter(own)
     if count is None or not isinstance(data, DataLoader):
@@ -93,10 +94,13 @@ def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
     return padded(iter(own), count)
 
 
-def _dealt(loader: DataLoader[Any], group: Group) -> tuple[Iterable[Any], int | None]:
+def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int | None]:
     """This rank's batches, and the most that any rank has."""
-    if isinstance(loader.dataset, IterableDataset):
-        return islice(loader, group.rank, None, group.size), None  # every rank reads the stream
+    group: Group = engine.readers
+    check(loader, engine.group)
+    if isinstance(loader.dataset, IterableDataset):  # read by every rank, which keeps its part of each batch
+        dealt = deal(loader, group, engine.group, engine.settings.seed)
+        return (batch for batch in dealt if batch is not None), None
     if group.size == 1:
         return loader, len(loader)
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -105,11 +109,11 @@ def _dealt(loader: DataLoader[Any], group: Group) -> tuple[Iterable[Any], int | 
     else:  # the ranks' random states differ: the first one draws
         drawn = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
     own: Any = drawn[group.rank :: group.size]
-    dealt: dict[str, Any] = {"batch_sampler": own} if loader.batch_sampler is not None else {"sampler": own, "batch_size": None}
+    arguments: dict[str, Any] = {"batch_sampler": own} if loader.batch_sampler is not None else {"sampler": own, "batch_size": None}
     kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
-    dealt |= {name: getattr(loader, name) for name in kept}
+    arguments |= {name: getattr(loader, name) for name in kept}
     # A generator of its own, so that nothing is drawn from the rank's random state.
-    return DataLoader(loader.dataset, generator=torch.Generator(), **dealt), -(-len(drawn) // group.size)
+    return DataLoader(loader.dataset, generator=torch.Generator(), **arguments), -(-len(drawn) // group.size)
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

@@ -344,7 +344,8 @@ class OwnLoop(Engine):
 
     def _share(self) -> float:
         """How much of the global batch this rank's loss is the mean of."""
-        current = [loader.position for loader in self.loaders if loader.position is not None]
+        running = [loader for loader in self.loaders if loader.running] or self.loaders  # not one that was iterated to its end, to validate
+        current = [loader.position for loader in running if loader.position is not None]
         shares = {position.local / position.total for position in current}
         if len(shares) > 1:
             raise DataError(
