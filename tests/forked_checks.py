@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.launch.check import Checks, Parity
 from paceline.plan.plan import Plan
-from paceline.train import parity
-from ranks import Ranks
+from ranks import Ranks, run_processes
 
 
 def checked(ranks: Ranks, job: Job, plan: str, *, steps: int = 2) -> Parity:
     """What `paceline check` finds of a plan."""
 
     def launch(arguments: list[str], job: Job, cluster: Cluster, of: Plan) -> None:
-        function = getattr(parity, arguments[0].rpartition(":")[2])
-        ranks(of.ranks, function, arguments[1:], deadline_s=100, backend="shm" if of.ranks > 1 else "gloo")
+        module, _, name = arguments[0].partition(":")
+        function = getattr(importlib.import_module(module), name)
+        if name == "run_plan":
+            ranks(of.ranks, function, arguments[1:], deadline_s=100, backend="shm" if of.ranks > 1 else "gloo")
+        else:  # one process, in no group
+            run_processes([{"RANK": "0", "WORLD_SIZE": "1"}], function, [arguments[1:]], 100.0)
 
     with Checks(job, steps=steps, launch=launch).opened() as checks:
         return checks.check(Plan.parse(plan))

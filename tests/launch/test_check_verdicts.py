@@ -42,6 +42,76 @@ def lost_on_rank_1(output, target):
     return loss if os.environ.get("RANK") != "1" else loss.detach() + 0 * loss
 
 
+WEIGHT = torch.tensor([0.2, 1.0, 3.0])
+
+
+def weighed(output, target):
+    """Its tensor is of float32, whatever the precision."""
+    return F.cross_entropy(output, target, weight=WEIGHT)
+
+
+weighed.items = lambda target: WEIGHT[target].sum()
+
+
+class InFloat32(nn.Module):
+    """Parts of it compute in float32, as norms and heads of many models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.scale = torch.linspace(0.5, 1.5, 16)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)).float()
+        x = torch.softmax(x, dim=-1, dtype=torch.float32) @ torch.diag(self.scale)
+        held = torch.zeros(len(x), 16)
+        held[:] = x
+        return self.last(held.to(self.last.weight.dtype))
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.utils.spectral_norm(nn.Linear(6, 16)), nn.utils.parametrizations.spectral_norm(nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class StochasticDepth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = 0.5
+
+    def forward(self, x):
+        return x if not self.training or self.p == 0 else x * (torch.rand(len(x), 1) > self.p)
+
+
+class Dropping(nn.Module):
+    """Paths are dropped by a module, and values by a function with a number of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.path, self.last = nn.Linear(6, 16), StochasticDepth(), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.path(torch.tanh(self.first(x))), 0.3, self.training))
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.noise, self.last = nn.Linear(6, 16), Noise(), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.noise(self.first(x)))
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
 class Normed(nn.Module):
     def __init__(self, track_running_stats=True, strays=False):
         super().__init__()
@@ -93,3 +163,30 @@ def test_every_rank_has_the_statistics_of_its_own_samples(ranks: Ranks, tmp_path
 
 def test_uneven_shares_are_checked(ranks: Ranks, tmp_path: Path) -> None:
     assert checked(ranks, job(tmp_path, "Normed", partition={"weights": [3, 1]}), "dp=2").verdict == "holds"
+
+
+def test_a_loss_with_float32_tensors_and_a_model_that_computes_in_float32_are_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
+    found = checked(ranks, job(tmp_path, "InFloat32", "weighed"), "dp=2 precision=fp64")
+    assert found.verdict == "holds"
+    assert found.tolerance.loss == 1e-9, "what the model asks for in float32 is float64 as well"
+    assert checked(ranks, job(tmp_path, "InFloat32", "weighed"), "dp=2").verdict == "holds"
+
+
+def test_what_a_forward_pass_writes_is_compared(ranks: Ranks, tmp_path: Path) -> None:
+    found = checked(ranks, job(tmp_path, "Spectral"), "dp=2")
+    assert found.verdict == "holds", f"{found.steps} {found.tolerance}"
+    assert checked(ranks, job(tmp_path, "Spectral"), "dp=2 microbatches=2").verdict == "holds"
+
+
+def test_models_that_drop_paths_or_values_are_checked_without_dropping(ranks: Ranks, tmp_path: Path) -> None:
+    assert checked(ranks, job(tmp_path, "Dropping"), "dp=2").verdict == "holds"
+
+
+def test_a_model_that_draws_at_random_cannot_be_told(ranks: Ranks, tmp_path: Path) -> None:
+    found = checked(ranks, job(tmp_path, "Noisy"), "dp=2")
+    assert found.verdict == "cannot tell"
+    assert "noise draws random numbers" in str(found.why_undecided)
+
+
+def test_a_split_is_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
+    assert checked(ranks, job(tmp_path, "InFloat32"), "fsdp=2 precision=fp64 remat=none").verdict == "holds"

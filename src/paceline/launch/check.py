@@ -110,9 +110,11 @@ class Parity:
         parity = cls(plan, tolerance, [_step(found, i) for i in range(len(found[0]["losses"]))])
         parity.parameters = _largest(found)
         parity.report = found[0]["report"]
+        of_one = json.loads((reference / "reference.json").read_text())
+        if of_one.get("random") is not None:
+            parity.undecided = _drawn(of_one["random"])
         if not parity.holds:
-            outputs = json.loads((reference / "reference.json").read_text())["outputs"]
-            parity.first_module = _first_difference(outputs, found, tolerance[1])
+            parity.first_module = _first_difference(of_one["outputs"], found, tolerance[1])
         return parity
 
     @property
@@ -164,6 +166,21 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
         return checks.check(chosen)
 
 
+class _Parts(NamedTuple):
+    """The parts in which one process computes a batch: the microbatches of data-parallel ranks, one rank after the other.
+
+    `together`: instead the first microbatches of all ranks as one part, then the second, as layers see them that the ranks share.
+    """
+
+    microbatches: int
+    readers: int
+    together: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        return [str(self.readers), "together" if self.together else "apart"]
+
+
 class Checks:
     """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike.
 
@@ -173,7 +190,7 @@ class Checks:
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS, launch: Launch = launch_to_look) -> None:
         self.job, self.cluster, self.steps, self._launch = job, to_run_on(cluster), steps, launch
-        self._references: dict[tuple[int, int], Path] = {}
+        self._references: dict[_Parts, Path] = {}
         self._roundings: dict[tuple[Path, str], Tolerance] = {}
 
     @contextmanager
@@ -193,45 +210,45 @@ class Checks:
         if reasons := plan.check(self.job, self.cluster):
             raise PlanError("\n".join(reasons))
         refuse_what_cannot_divide(self.job, plan, self.cluster, launch=self._launch)
-        (microbatches, readers), precision = self._parts(plan), plan.precision_for(self.job)
-        reference = self._reference(microbatches, readers)
+        parts, precision = self._parts(plan), plan.precision_for(self.job)
+        reference = self._reference(parts)
         if precision != "fp64" and (reference, precision) not in self._roundings:
-            alone = Plan(precision=precision, microbatches=microbatches)
-            self._roundings[reference, precision] = self._compared(alone, reference, TOLERANCES[precision], readers).largest
+            alone = Plan(precision=precision, microbatches=parts.microbatches)
+            self._roundings[reference, precision] = self._compared(alone, reference, TOLERANCES[precision], parts).largest
         rounding = self._roundings.get((reference, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
         factor = ROUNDING[precision]
         tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
-        return self._compared(plan, reference, tolerance)
+        return self._compared(plan, reference, tolerance, parts)
 
-    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance, readers: int = 1) -> Parity:
+    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance, parts: _Parts) -> Parity:
         with tempfile.TemporaryDirectory(dir=self._folder) as out:
-            arguments = [f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out, str(readers)]
+            arguments = [f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out, *parts.arguments]
             self._launch(arguments, self.job, self.cluster, plan)
             return Parity.read(plan, Path(out), reference, tolerance)
 
-    def _parts(self, plan: Plan) -> tuple[int, int]:
-        """In how many microbatches, of how many data-parallel ranks, one process computes a batch so that it can be compared.
+    def _parts(self, plan: Plan) -> _Parts:
+        """How one process computes a batch so that it can be compared.
 
         Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
         """
         from paceline.plan.anatomy import anatomy
 
         if anatomy(self.job.model).normalises_batches:
-            return plan.microbatches, plan.readers if self.job.batch_norm == "local" else 1
-        if plan.microbatches > 1 and json.loads((self._reference(1, 1) / "reference.json").read_text())["written"]:
-            return plan.microbatches, 1
-        return 1, 1
+            return _Parts(plan.microbatches, plan.readers, together=self.job.batch_norm == "sync")
+        if plan.microbatches > 1 and json.loads((self._reference(_Parts(1, 1)) / "reference.json").read_text())["written"]:
+            return _Parts(plan.microbatches, plan.readers, together=True)
+        return _Parts(1, 1)
 
-    def _reference(self, microbatches: int, readers: int) -> Path:
+    def _reference(self, parts: _Parts) -> Path:
         """The folder with the steps of one process, which computes as many parts of a batch one after the other."""
-        if (microbatches, readers) not in self._references:
+        if parts not in self._references:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             (folder / "job.yaml").write_text(self.job.to_yaml())
-            plan = Plan(precision="fp64", microbatches=microbatches)
-            arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), str(readers)]
+            plan = Plan(precision="fp64", microbatches=parts.microbatches)
+            arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), *parts.arguments]
             self._launch(arguments, self.job, self.cluster, plan)
-            self._references[microbatches, readers] = folder
-        return self._references[microbatches, readers]
+            self._references[parts] = folder
+        return self._references[parts]
 
 
 def check_all(
@@ -254,6 +271,13 @@ def check_all(
             hold = hold and (isinstance(found, PlanError) or (isinstance(found, Parity) and found.holds))
             say(plan, found)
     return hold
+
+
+def _drawn(module: str) -> str:
+    return (
+        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for the check (torch's own "
+        "dropout, and what modules call drop, are off already)"
+    )
 
 
 def _step(found: list[dict], i: int) -> StepParity:  # type: ignore[type-arg]

@@ -476,7 +476,7 @@ class Engine:
             counts = self.loader.partition.shares(position.step)
             outputs = gather(self.readers, _tensor(output), counts)
             targets = gather(self.readers, target, counts)
-            return self.loss(outputs, targets), 1.0 / self.readers.size  # every rank has the same loss
+            return self.step_loss(outputs, targets), 1.0 / self.readers.size  # every rank has the same loss
         loss = self.step_loss(output, target)
         if self._is_whole_batch:
             return loss, 1.0

@@ -6,11 +6,13 @@ replicas that drifted apart show as well. Gradients are those that the optimizer
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,14 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.job.batch import Batch, split
+from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.plan.plan import Plan
 from paceline.split.layout import Layout
 from paceline.split.parts import local
+from paceline.train.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.train.engine import Engine
 from paceline.train.loader import Loader
 from paceline.train.loop import build_engine, built, seed_all
@@ -35,6 +38,7 @@ from paceline.train.loop import build_engine, built, seed_all
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at zero, so nothing is
 # measured by less than this share of the norm of all gradients, of all parameters, or of all buffers that the forward pass writes.
 VANISHING = 1e-3
+_LOOKED_AT = 4  # samples, to see whether the model draws at random
 
 
 @dataclass
@@ -57,12 +61,18 @@ class Compared:
 
 
 def run_reference(arguments: list[str]) -> None:
-    """Take the steps in this process alone: `FOLDER STEPS PLAN [RANKS]`, where the plan is of one rank.
+    """Take the steps in this process alone: `FOLDER STEPS PLAN [RANKS HOW]`, where the plan is of one rank.
 
-    RANKS are the data-parallel ranks whose parts of a batch this process computes one after the other; see `_Dealt`.
+    RANKS are the data-parallel ranks whose parts of a batch this process computes, `apart` or `together`; see `_Dealt`.
     """
     folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
-    engine = _engine(Job.load(folder / "job.yaml"), plan, Group(), arguments[3:])
+    job = Job.load(folder / "job.yaml")
+    with _comparable(job, plan):
+        _take_reference(_engine(job, plan, Group(), arguments[3:]), folder, steps)
+
+
+def _take_reference(engine: Engine, folder: Path, steps: int) -> None:
+    drawn = random_module(engine, engine.loader.example(_LOOKED_AT))
     initial, losses = _tensors(engine), []
     outputs = _Outputs(engine.model)
     for step, batch in enumerate(_steps(engine.loader, steps), 1):
@@ -71,16 +81,16 @@ def run_reference(arguments: list[str]) -> None:
         save_file(_tensors(engine), folder / f"reference-{step}.safetensors")
     now = _tensors(engine)
     written = sorted({n.split("/", 2)[2] for n in now if n.startswith("buffer/") and not torch.equal(now[n], initial[n])})
-    found = {"losses": losses, "outputs": outputs.found, "written": written}
+    found = {"losses": losses, "outputs": outputs.found, "written": written, "random": drawn}
     (folder / "reference.json").write_text(json.dumps(found))
     engine.close()
 
 
 def run_plan(arguments: list[str]) -> None:
-    """Take the steps as a rank of the plan, and write what differs: `FOLDER STEPS PLAN OUT [RANKS]`; RANKS as for the reference."""
+    """Take the steps as a rank of the plan, and write what differs: `FOLDER STEPS PLAN OUT [RANKS HOW]`; the last as for the reference."""
     folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
     job = Job.load(folder / "job.yaml")
-    with joined(deadline_s=job.deadline_s, transport=plan.transport) as group:
+    with joined(deadline_s=job.deadline_s, transport=plan.transport) as group, _comparable(job, plan):
         engine = _engine(job, plan, group, arguments[4:] if group.size == 1 else [])
         reference = json.loads((folder / "reference.json").read_text())
         found = Compared(reference_losses=reference["losses"])
@@ -97,6 +107,13 @@ def run_plan(arguments: list[str]) -> None:
         engine.close()
 
 
+@contextmanager
+def _comparable(job: Job, plan: Plan) -> Iterator[None]:
+    """Within, models drop nothing; and in float64 they compute all in it."""
+    with nothing_dropped(), all_in_float64() if plan.precision_for(job) == "fp64" else nullcontext():
+        yield
+
+
 def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
     if "PACELINE_STATUS" in os.environ:  # a process that a launcher started for this alone
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
@@ -108,15 +125,21 @@ def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
     if group.size == 1 and job.partition.weights is not None:  # the same batches, dealt to one
         alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
     engine = build_engine(alone, plan, model, data, group)
+    if engine.precision == "fp64":
+        engine.step_loss = in_float64(engine.step_loss)
     if ranks and int(ranks[0]) > 1:
-        _Dealt(engine, job, data, int(ranks[0]))
+        _Dealt(engine, job, data, int(ranks[0]), together="together" in ranks)
     return engine
 
 
 class _Dealt:
-    """Has one process compute the parts of a batch that several data-parallel ranks would, each with that rank's own buffers."""
+    """Has one process compute the parts of a batch that several data-parallel ranks would.
 
-    def __init__(self, engine: Engine, job: Job, data: DataSets, ranks: int) -> None:
+    Apart, the parts come one after the other, each with that rank's own buffers; together, the ranks' n-th microbatches are one part.
+    """
+
+    def __init__(self, engine: Engine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
+        self.together = together
         self.engine, self.microbatches = engine, engine.plan.microbatches
         labels = getattr(data.train, "labels", None)
         spec: dict[str, Any] = {"samples": len(data.train), "global_batch": job.global_batch, "seed": job.seed}  # type: ignore[arg-type]
@@ -124,8 +147,10 @@ class _Dealt:
         self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
         self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
         self.waiting: list[int] = []  # the ranks of the parts to come
-        engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)  # the engine weighs parts, not whole batches
         engine.microbatches = self.parts  # type: ignore[method-assign, assignment]
+        if together:
+            return
+        engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)  # the engine weighs parts, not whole batches
         engine.model.register_forward_pre_hook(lambda *_: self._take())
         engine.model.register_forward_hook(lambda *_: self._keep())
         engine.dealt = self  # type: ignore[attr-defined]
@@ -134,24 +159,30 @@ class _Dealt:
         """The microbatches of every rank, in the order of ranks."""
         position, indices = self.engine.loader.position, self.engine.loader.indices
         assert position is not None
-        found: list[Batch] = []
-        for rank, partition in enumerate(self.partitions):
-            rows = [indices.index(i) for i in next(partition.batches(position.epoch, position.step))]
-            own: Batch = {k: v[rows] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(t[rows] for t in batch)
-            pieces = list(split(own, self.microbatches)) if rows else []
-            found += pieces
-            self.waiting += [rank] * len(pieces)
-        return found
+        of_ranks: list[list[list[int]]] = []  # the rows of every microbatch of every rank
+        for partition in self.partitions:
+            own = torch.tensor([indices.index(i) for i in next(partition.batches(position.epoch, position.step))], dtype=torch.int64)
+            of_ranks.append([part.tolist() for part in own.tensor_split(self.microbatches) if len(part)])
+        if self.together:
+            parts = [[row for part in parts for row in part] for parts in itertools.zip_longest(*of_ranks, fillvalue=[])]
+        else:
+            parts = [part for rank in of_ranks for part in rank]
+            self.waiting += [rank for rank, own in enumerate(of_ranks) for _ in own]
+        return [{k: v[rows] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(t[rows] for t in batch) for rows in parts]
 
     def named_buffers(self, rank: int) -> dict[str, Tensor]:
         """The buffers of one of the ranks."""
         return dict(zip(dict(self.engine.model.named_buffers()), self.buffers[rank], strict=True))
 
     def _take(self) -> None:
+        if not self.waiting:  # no step, but a look at the model
+            return
         for buffer, own in zip(self.engine.model.buffers(), self.buffers[self.waiting[0]], strict=True):
             buffer.copy_(own)
 
     def _keep(self) -> None:
+        if not self.waiting:
+            return
         rank = self.waiting.pop(0)
         for buffer, own in zip(self.engine.model.buffers(), self.buffers[rank], strict=True):
             own.copy_(buffer)
@@ -171,16 +202,6 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
     found |= {f"gradient/{name}": _copy(p.grad) for name, p in held.items() if p.grad is not None}
     return found | {f"buffer/{rank}/{name}": _copy(b) for rank, buffers in _buffers(engine) for name, b in buffers.items()}
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Have no module drop anything: masks are drawn per rank, so they are not the same under two plans."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:

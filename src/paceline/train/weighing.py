@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
 from paceline.job.zoo.items import adds_up, is_known, items_of, reads_models_loss
 from paceline.job.zoo.losses import BinaryCrossEntropy, CrossEntropy, MeanAbsoluteError, MeanSquaredError, ModelsOwn
+from paceline.train.comparable import in_float64
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
@@ -49,7 +50,7 @@ class Weighing:
         self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
         self._count = items_of(self.loss)
         self.adds_up = adds_up(self.loss)
-        self._trial: Loss | None = None  # a copy of the loss, which may keep a state
+        self._trial: Callable[..., Any] | None = None  # a copy of the loss, which may keep a state
         self._earlier: tuple[Any, Tensor] | None = None  # a part of one sample
         self._examines = not (self.by_model or type(self.loss) in _OWN or is_known(self.loss))
         self._examines &= not getattr(self.loss, "whole_batch", False)
@@ -124,7 +125,7 @@ class Weighing:
         if not self._examines or step & (step - 1) or active_fake_mode() is not None:
             return
         if self._trial is None:
-            self._trial = _copied(self.loss)
+            self._trial = in_float64(_copied(self.loss))
         pair = self._two_samples(output, target, position)
         if pair is None:
             return
