@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group, Pending
 from paceline.comm.worker import Task
-from paceline.errors import PlanError
 
 
 class Memory(Protocol):
@@ -56,7 +55,7 @@ class Bucket:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
-            raise PlanError("a sparse gradient cannot be summed in a flat buffer; use sparse=False in the embedding, or dp=1")
+            gradient = gradient.to_dense()
         if i in self.seen:
             self.views[i].add_(gradient)
         else:

@@ -64,6 +64,7 @@ class Job(Spec):
     drop_last: bool = False  # leave out the last, smaller batch of an epoch; else it is weighted exactly
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
+    buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # what NaN or Inf in the loss or the gradients does
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     partition: PartitionSpec = PartitionSpec()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.comm import Group
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss
 from paceline.job.zoo.items import reads_models_loss
@@ -32,6 +32,7 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, readers: Group) 
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:
             choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
+    _prepare_embeddings(model, readers)
     synchronised = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if batch_norm == "sync" or readers.size == 1:
         return synchronise(model, readers)
@@ -41,3 +42,16 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, readers: Group) 
             "Set batch_norm: sync, or use BatchNorm in the model."
         )
     return model
+
+
+def _prepare_embeddings(model: nn.Module, readers: Group) -> None:
+    """Have embeddings make dense gradients, which every sum over ranks takes, and the same optimizer steps follow from."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        module.sparse = False
+        if module.scale_grad_by_freq and readers.size > 1:
+            raise PlanError(
+                f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the global batch: dp=1, or '
+                "scale_grad_by_freq=False."
+            )

@@ -21,6 +21,7 @@ from paceline.split.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 from paceline.train.calls import call, prepared
 from paceline.train.loader import Loader, Position
+from paceline.train.max_norm import has_max_norm
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine, Settings
@@ -41,6 +42,8 @@ def without_memory(recorded: Recorded, plan: Plan, mesh: Mesh, loader: Loader, l
     example = loader.example(max(1, loader.smallest_share() // plan.microbatches))
     wide = torch.float64 if precision == "fp64" else None
     example = place(example, torch.device("cpu"), dtype=wide, channels_last=False)
+    if limited := next((n for n, m in recorded.model.named_modules() if has_max_norm(m)), None):
+        raise PlanError(f'plan {plan} divides the model, and "{limited}" has max_norm, which rewrites rows that it looks up: dp alone.')
     made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(

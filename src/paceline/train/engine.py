@@ -31,6 +31,7 @@ from paceline.train.loader import Loader, Position
 from paceline.train.loss_scale import LossScale
 from paceline.train.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
 from paceline.train.nonfinite import PATIENCE, Policy, explain, gave_up, stop
+from paceline.train.replica_state import ReplicaState
 from paceline.train.status import Phase, StatusBoard
 from paceline.train.votes import Notes
 from paceline.train.weighing import Weighing
@@ -77,6 +78,7 @@ class Settings:
     batch_norm: str = "local"
     precision: str = "fp32"
     seed: int = 0
+    buffers: str = "same"
 
 
 class Engine:
@@ -125,6 +127,7 @@ class Engine:
         self._skipped_in_a_row = self._dealt = 0
         self._balances = any(isinstance(module, Router) for module in self.model.modules())
         self._attach()
+        self.replica_state = ReplicaState(self)
         # From here on every reader draws its own dropout masks.
         torch.manual_seed(settings.seed * 1_000_003 + 1 + self.readers.rank)
 
@@ -245,6 +248,7 @@ class Engine:
         self.rule.detach()
         if self.split is not None:
             self.split.close()
+        self.replica_state.close()
         unsynchronise(self.model)
 
     @property
@@ -508,6 +512,7 @@ class Engine:
         clip = self.settings.clip_norm
         if clip is not None and norm > clip:
             torch._foreach_mul_(self.replica.gradients, clip / (norm + 1e-6))
+        self.replica_state.before_update()
         self.meter.mark(OPTIMIZER)
         self.before_update()
         self.meter.mark(CHECKPOINT)

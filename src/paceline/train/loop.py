@@ -89,7 +89,7 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | Recorded, data: DataSe
     mesh = Mesh.of(plan, group)
     loader = loader_of(job, mesh, data)
     loss = job.loss.build()
-    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
+    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
     source = _published(job, model)
     if plan.splits:
         from paceline.train.divided import divide

@@ -401,6 +401,7 @@ class OwnLoop(Engine):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if clip is not None and norm > clip:
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+        self.replica_state.before_update()
         self.before_update()
         self._updating = True
         try:
@@ -486,6 +487,7 @@ class OwnLoop(Engine):
             raise JobError("precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()")
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
+        self.replica_state.before_update()
         self.before_update()
         return None
 

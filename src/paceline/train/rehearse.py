@@ -169,7 +169,7 @@ def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
         loader = loader_of(job, mesh, data)
         batch = _first(loader)
         recorded = _recorded(job)
-        loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed)
+        loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
         experts = {name for name, _ in mixtures(recorded.model)}
         split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
         watch = Watch()

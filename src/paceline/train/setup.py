@@ -43,6 +43,7 @@ def setup(
     clip_norm: float | None = None,
     nonfinite: Policy = "stop",
     batch_norm: str = "local",
+    buffers: str = "same",
     seed: int = 0,
     deadline_s: float = 300.0,
     on_step: Sequence[OnStep] = (),
@@ -65,6 +66,7 @@ def setup(
         clip_norm: largest L2 norm of the gradient.
         nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use `paceline.train`.)
         batch_norm: `local` statistics per replica, or `sync` over the global batch.
+        buffers: what forward writes into buffers besides: `same` on all ranks (else an error before the update), or `local` to each.
         seed: of the order of the data and the dropout masks.
         deadline_s: the longest that a rank may keep the others waiting, in seconds.
         on_step: called with the `StepResult` of every `step` and `update`, on every rank (see `paceline.train.trackers`).
@@ -76,6 +78,8 @@ def setup(
     loss = ModelsOwn() if hands_on_models_loss(loss) else loss
     module, optimizers = _one_module(model), _listed(optimizer, torch.optim.Optimizer, "optimizer")
     _check_choices(precision, clip_norm, nonfinite, batch_norm)
+    if buffers not in ("same", "local"):
+        raise JobError(f"buffers={buffers!r}: there are same (on all ranks) and local (each replica keeps its own)")
     _check_optimizers(module, optimizers)
     asked = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
     group = join(deadline_s=deadline_s, transport=asked.transport if isinstance(asked, Plan) else "auto")
@@ -84,7 +88,7 @@ def setup(
     _check_ranks(chosen, group)
     for one in optimizers if chosen.fused else ():
         _fuse(one)
-    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed)
+    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed, buffers)
     mesh = Mesh.of(chosen, group)
     dealt = None if loader is None else deal(loader, mesh.group(*READERS), group, seed)
     extra = _outside(module, optimizers, loss)
@@ -197,6 +201,11 @@ def _check_ranks(plan: Plan, group: Group) -> None:
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     own = set(model.parameters())
+    if any(isinstance(o, torch.optim.SparseAdam) for o in optimizers):
+        raise JobError(
+            "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps leave rows without a gradient "
+            "as they are, or Adam"
+        )
     if not any(p in own for o in optimizers for g in o.param_groups for p in g["params"]):
         raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
 

@@ -1,0 +1,192 @@
+"""Replicas hold the same state, whatever a model's forward writes; where they cannot, training is refused before the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import JobError, PacelineError
+from ranks import Ranks
+
+ROWS, WIDTH, CLASSES = 20, 4, 3
+
+
+class Words(nn.Module):
+    """An embedding of few words, its mean and a classifier."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH, **settings)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embedding(words).mean(1))
+        return y
+
+
+class Written(Words):
+    """Its forward writes into its own state, from the samples that it sees."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.average: Tensor
+        self.register_buffer("average", torch.zeros(WIDTH), persistent=kind != "a cache")
+        self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        if self.training and self.kind in ("a buffer", "a cache"):
+            self.average.lerp_(self.embedding(words).detach().mean((0, 1)), 0.1)
+        if self.kind == "a parameter":
+            self.seen.data += words.sum()
+        if self.kind == "functional max_norm":
+            words = F.embedding(words, self.embedding.weight, max_norm=0.5).mean(1)
+            short: Tensor = self.head(words)
+            return short
+        return super().forward(words)
+
+
+def trained(plan: str, make: Callable[[], nn.Module], optimizer: str = "SGD", steps: int = 4, **settings: Any) -> dict[str, Any]:
+    """Losses and parameters after a few steps, or what was said in place of them."""
+    torch.manual_seed(1)
+    model = make().double()
+    data = TensorDataset(torch.randint(0, ROWS, (32, 2)), torch.randint(0, CLASSES, (32,)))
+    stepping = getattr(torch.optim, optimizer)(model.parameters(), lr=0.5)
+    engine = None
+    try:
+        loader = DataLoader(data, batch_size=8)
+        engine = paceline.setup(model, stepping, F.cross_entropy, loader, plan=plan, precision="fp64", **settings)
+        losses = [engine.step(batch).loss for batch, _ in zip(engine.loader, range(steps), strict=False)]
+    except PacelineError as error:
+        return {"said": str(error)}
+    finally:
+        if engine is not None:
+            engine.close()
+    return {"losses": losses, "parameters": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def short() -> nn.Module:
+    return Words(max_norm=1.0)
+
+
+def sparse() -> nn.Module:
+    return Words(sparse=True)
+
+
+def by_frequency() -> nn.Module:
+    return Words(scale_grad_by_freq=True)
+
+
+def assert_as_one(many: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    for rank in many:
+        assert rank.get("losses") == pytest.approx(one["losses"], rel=1e-9), rank
+        for name, expected in one["parameters"].items():
+            torch.testing.assert_close(rank["parameters"][name], expected, rtol=1e-8, atol=1e-10)
+            assert torch.equal(rank["parameters"][name], many[0]["parameters"][name])
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 microbatches=2"])
+def test_rows_that_an_embedding_shortens_are_shortened_on_every_rank(ranks: Ranks, plan: str) -> None:
+    assert_as_one(ranks(2, trained, plan, short, backend="shm"), trained("dp=1", short))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "fsdp=2"])
+def test_sparse_embeddings_train_as_dense_ones(ranks: Ranks, plan: str, optimizer: str) -> None:
+    one = trained("dp=1", Words, optimizer)
+    if plan == "dp=1":
+        assert_as_one([trained(plan, sparse, optimizer)], one)
+    else:
+        many = ranks(2, trained, plan, sparse, optimizer, backend="shm")
+        assert all(rank.get("losses") == pytest.approx(one["losses"], rel=1e-9) for rank in many), many
+
+
+@pytest.mark.parametrize(
+    ("plan", "make", "optimizer", "why"),
+    [
+        ("dp=2", by_frequency, "SGD", "scale_grad_by_freq, which divides by how often a rank sees a row"),
+        ("fsdp=2", short, "SGD", '"embedding" has max_norm'),
+        ("dp=2", sparse, "SparseAdam", "SparseAdam takes sparse gradients"),
+    ],
+)
+def test_what_cannot_be_as_in_one_process_is_refused(ranks: Ranks, plan: str, make: Any, optimizer: str, why: str) -> None:
+    assert all(why in rank["said"] for rank in ranks(2, trained, plan, make, optimizer, backend="shm"))
+
+
+def written(kind: str, plan: str, buffers: str) -> dict[str, Any]:
+    return trained(plan, lambda: Written(kind), buffers=buffers)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("a buffer", "'average'"), ("a parameter", "'seen'"), ("functional max_norm", "'embedding.weight'")]
+)
+def test_state_that_forward_writes_from_a_ranks_own_samples_ends_the_run_before_its_first_update(
+    ranks: Ranks, kind: str, name: str, plan: str
+) -> None:
+    if plan == "fsdp=2" and kind != "a buffer":
+        pytest.skip("what forward writes into a gathered parameter is not kept")
+    for rank in ranks(2, written, kind, plan, "same", backend="shm"):
+        assert f"step 1: {'buffer' if kind == 'a buffer' else 'parameter'} {name} is different on rank 1 than on rank 0" in rank["said"]
+        assert "Nothing was updated" in rank["said"]
+
+
+@pytest.mark.parametrize(("kind", "buffers"), [("a buffer", "local"), ("a cache", "same")])
+def test_buffers_may_be_each_replicas_own_where_that_is_said(ranks: Ranks, kind: str, buffers: str) -> None:
+    assert all("losses" in rank for rank in ranks(2, written, kind, "dp=2", buffers, backend="shm"))
+
+
+def parted(at: int, plan: str) -> str:
+    """Rank 1 changes one number of one weight by its last bit after some steps."""
+
+    def change(self: Any, *_: Any) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == at and dist.get_rank() == 1:
+            with torch.no_grad():
+                weight = self.weight.view(-1)[:1]
+                weight.copy_(torch.nextafter(weight, torch.ones_like(weight)))
+
+    class Parted(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.register_forward_pre_hook(change)
+
+    return str(trained(plan, Parted).get("said"))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2"])
+def test_one_bit_of_one_weight_is_seen_and_named(ranks: Ranks, plan: str) -> None:
+    said = ranks(4 if "tp" in plan else 2, parted, 2, plan, backend="shm")
+    assert any("parameter 'head.weight' is different on rank" in text for text in said)
+    assert "None" not in said, "ranks that wait for one that has said so end, too"
+
+
+class Normed(nn.Module):
+    """Spectral norm and instance norm keep state in forward that is right as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, words: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(self.embedding(words)).mean(1))
+        return y
+
+
+def test_state_that_is_the_same_on_every_rank_or_known_to_be_its_own_is_no_error(ranks: Ranks) -> None:
+    assert_as_one(ranks(2, trained, "dp=2", Normed, backend="shm"), trained("dp=1", Normed))
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(JobError, match="there are same"):
+        paceline.setup(Words(), torch.optim.SGD(Words().parameters()), F.cross_entropy, None, buffers="mine")
