@@ -191,8 +191,10 @@ def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_
         options = ("train", job, "--plan", "dp=2", "--run", "disk/run")
         full = paceline(*options, folder=tmp_path)
         assert full.code == 1
-        assert "the checkpoint of step 20 was not written: No space left on device: rank " in full.error
+        assert full.says("the checkpoint of step 20 was not written: No space left on device: rank ", "Training goes on")
+        assert "the checkpoint of step 40 was not written: No space left on device: rank " in full.error
         assert "Saved before and untouched: step-00000010" in full.error
+        assert "3 in a row have failed (checkpoint.max_failures)" in full.error
         assert whole(checkpoints(disk / "run")) == ["step-00000010"]
 
         remount(disk, "ro")
