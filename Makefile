@@ -1,19 +1,22 @@
 # Needs python3 (3.11 or newer) and a network to its package index; everything else goes into .venv.
+# All of that but torch is held to the hashes in constraints.txt. torch has a wheel for each kind of machine (CPU, CUDA), so it is held to
+# its version alone, and so is what only its build for GPUs asks for.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check clean
+.PHONY: help install demo test test-all check lock clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1#/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-18s%s\n", $$1, $$2 }'
 
 install: $(VENV)/.test ## Make .venv with the package and all its extras.
 
-demo: $(VENV)/.all ## Train on real data with all cores, then measure 1 against all of them: ends with report.html.
+demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against all of them: ends with report.html.
 	@$(BIN)/paceline train examples/digits.yaml
 	@$(BIN)/paceline bench examples/digits.yaml --repeat 5
 
@@ -33,16 +36,25 @@ clean: ## Remove .venv and all caches. Runs are kept.
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: an installation is repeated only when what it installs has changed.
-$(VENV)/.all: pyproject.toml constraints.txt | $(VENV)/.made
-	@echo "installing paceline with its extras into $(VENV) (torch is large: minutes) …"
-	@$(PIP) --no-build-isolation -e '.[all]'
-	@touch $@
+lock: $(VENV)/.made ## Write constraints.txt anew from pyproject.toml, with hashes; versions there stay where they fit.
+	@$(PIP) install --quiet uv
+	@echo '$(TORCH)' > $(VENV)/torch.in
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 $(VENV)/torch.in \
+		| sed -nE 's/^((nvidia|cuda|triton)[a-z0-9-]*)==.*/--no-emit-package=\1/p' > $(VENV)/torchs-own.in
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+		--constraints $(VENV)/torch.in --extra test --no-emit-package=torch $$(cat $(VENV)/torchs-own.in) \
+		--output-file constraints.txt pyproject.toml
+	@sed -i '1i # Exact versions and hashes of all that the package, its extras and its tests install, but for torch. Written by `make lock`.' \
+		constraints.txt
 
+# The stamp: an installation is repeated only when what it installs has changed.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
 	@echo "installing paceline with its extras and the tools for tests into $(VENV) (torch is large: minutes) …"
-	@$(PIP) --no-build-isolation -e '.[test]'
-	@touch $(VENV)/.all $@
+	@$(PIP) install --quiet --require-hashes --no-deps -r constraints.txt
+	@$(PIP) install --quiet $(TORCH)
+	@$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@$(PIP) check
+	@touch $@
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -51,5 +63,4 @@ $(VENV)/.made:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) setuptools
 	@touch $@
