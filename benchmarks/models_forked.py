@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -49,15 +50,15 @@ def fork_to_look(module_args: list[str], job: Job, cluster: Cluster, plan: Plan)
     """
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         records = [Path(folder) / f"rank-{rank}.error" for rank in range(plan.ranks)]
+        started: list[ForkServerProcess] = []
         with on_this_machine(plan.ranks)[0].listen(None, 64) as listener:
             address, port = listener.getsockname()[:2]
-        environment = {"WORLD_SIZE": plan.ranks, "LOCAL_WORLD_SIZE": plan.ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
-        started = []
-        for rank, record in enumerate(records):
-            own = {k: str(v) for k, v in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            process = _fork.Process(target=_run, args=(module_args, own, record, job.deadline_s, list(sys.path)))
-            process.start()
-            started.append(process)
+            environment = {"WORLD_SIZE": plan.ranks, "LOCAL_WORLD_SIZE": plan.ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
+            for rank, record in enumerate(records):
+                own = {k: str(v) for k, v in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                arguments = (module_args, own, record, job.deadline_s, list(sys.path), None if rank else listener)
+                started.append(_fork.Process(target=_run, args=arguments))
+                started[-1].start()
         try:
             _wait(started, job.deadline_s + 5)
             _raise_failure(started, records)
@@ -90,12 +91,21 @@ def _raise_failure(started: list[ForkServerProcess], records: list[Path]) -> Non
     raise RankFailure(f"ranks ended with {codes} (None: not done in time) and left no error\n{stacks}", None)
 
 
-def _run(module_args: list[str], environment: dict[str, str], record: Path, deadline_s: float, path: list[str]) -> None:
+def _run(
+    module_args: list[str],
+    environment: dict[str, str],
+    record: Path,
+    deadline_s: float,
+    path: list[str],
+    listener: socket.socket | None,
+) -> None:
     import torch
 
     from paceline.job.imports import load_object
 
     os.environ.update(environment)
+    if listener is not None:
+        os.environ["PACELINE_STORE_FD"] = str(listener.detach())
     sys.path[:] = path
     torch.set_num_threads(1)
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - as long as the process lives

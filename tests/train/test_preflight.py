@@ -124,3 +124,25 @@ def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, m
     for plan in ("tp=2", "tp=2", "dp=2"):
         refuse_what_cannot_divide(job("Recurrent"), Plan.parse(plan), discover(), launch=launch)
     assert len(asked) == 1
+
+
+class TablesAndMeasures(nn.Module):
+    """Begins with the first of its repeated modules, so that one stage cannot begin where half of them begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 16)))
+        self.top = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, VOCAB))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.top(self.bottom(tokens))
+        return y
+
+
+def test_only_a_cut_that_the_plan_names_refuses_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight, plan = Preflight(job("TablesAndMeasures")), Plan.parse("pp=2 microbatches=2")
+    monkeypatch.setattr("paceline.train.preflight._SMALL", 0)  # as for a large model, which is cut by number first
+    monkeypatch.setattr("paceline.train.rehearse.find_blocks", lambda _model: ("bottom.0", "bottom.0"))
+    assert preflight.reasons(plan) == []
+    named = Plan.parse("pp=2 microbatches=2 cut=bottom.0")
+    assert "nothing is computed before bottom.0" in preflight.reasons(named)[0]

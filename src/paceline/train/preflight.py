@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
+from paceline.plan.anatomy import anatomy
 from paceline.plan.case import DEGREES, Case, Check
 from paceline.plan.nearest import nearest_plan
 from paceline.plan.plan import Plan
@@ -27,6 +29,7 @@ from paceline.train.rehearse import StepFailed, as_rehearsed, rehearsed_role, wi
 
 BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
 LOOK_S = 20.0  # of asking which of several plans can divide a model, before the fastest of them is sought
+_SMALL = 20_000_000  # parameters
 _MOST_CANDIDATES = 12  # other plans that are divided in the search for the nearest one that works
 _KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that decide how a model is divided
 ANSWER = "preflight.json"
@@ -89,12 +92,19 @@ class Preflight:
         job = with_data_at_hand(self.job)
         if self._data is None:
             self._data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-        rehearsed, until = as_rehearsed(job, plan, []), time.monotonic() + BUDGET_S
+        rehearsed = as_rehearsed(job, plan, [])
+        as_it_is = replace(rehearsed, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
+        if rehearsed.cut != plan.cut and sum(shape.numel for shape in anatomy(job.model).parameters) > _SMALL:
+            return self._of_stages(job, rehearsed) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
+        return self._of_stages(job, as_it_is)
+
+    def _of_stages(self, job: Job, plan: Plan) -> list[str]:
+        until = time.monotonic() + BUDGET_S
         with torch.random.fork_rng(devices=[]):
             for stage in range(plan.pp):
                 if stage and time.monotonic() > until:
                     break
-                if found := self._of_stage(job, rehearsed, stage):
+                if found := self._of_stage(job, plan, stage):
                     return found
         return []
 
