@@ -580,3 +580,16 @@ def test_a_loader_of_one_ranks_part_is_refused_for_an_evaluation_too() -> None:
     sampler: Any = DistributedSampler(numbered(), num_replicas=2, rank=0)
     with pytest.raises(DataError, match="DistributedSampler draws the part of one of 2 ranks"):
         engine.evaluate(DataLoader(numbered(), BATCH, sampler=sampler))
+
+
+def evaluated(kind: str) -> float:
+    engine: Any = engine_of(loader_with("list"))
+    found = engine.evaluate(loader_with(kind), lambda batch: {"mean": batch[0].double().flatten()})
+    engine.close()
+    return float(found["mean"])
+
+
+def test_an_evaluation_draws_a_sampler_once_for_all_ranks(ranks: Ranks) -> None:
+    """Over shared memory, which cannot sum what inference mode allocates."""
+    for kind in ("subset", "buckets"):
+        assert ranks(2, evaluated, kind, backend="shm") == [pytest.approx(evaluated(kind))] * 2

@@ -28,8 +28,9 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
     if measure is not None and (engine.plan.pp > 1 or engine.plan.cp > 1):
         raise PlanError(f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup")
     sums: dict[str, tuple[float, float]] = {}
+    batches = _own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
     with engine.measuring():
-        for i, batch in enumerate(_own_batches(data, engine)):
+        for i, batch in enumerate(batches):
             engine.begin_measure(i)
             found = _measured(engine, batch, measure)
             for name, value in found.items():

@@ -142,6 +142,10 @@ class Stream:
 
     def prepare(self, epoch: int, until: int, known: int = 0) -> None:
         """Have the batches before step `until` of the epoch drawn, as far as there are so many; those before `known` were trained on."""
+        with torch.inference_mode(False):  # ranks cannot send what that mode allocates
+            self._prepare(epoch, until, known)
+
+    def _prepare(self, epoch: int, until: int, known: int) -> None:
         if self._epoch is None or self._epoch.number != epoch or self._resume is not None:
             digest = self._open(epoch)
             self._draw_until(known)

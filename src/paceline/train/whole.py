@@ -302,8 +302,9 @@ class Flow:
     def _compare_ranks(self, turn: int) -> None:
         if self.world.size == 1:
             return
-        extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
-        self.world.all_reduce(extremes, "max")
+        with torch.inference_mode(False):  # an evaluation may read the stream, and ranks cannot sum what that mode allocates
+            extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
+            self.world.all_reduce(extremes, "max")
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise DataError(
