@@ -318,6 +318,40 @@ def parameters_outside_of_modules() -> nn.Module:
     return Chain(forward, scales=scales, start=nn.Parameter(torch.ones(WIDTH)))
 
 
+# Weights used elsewhere than in their own module
+
+
+@model
+def a_weight_of_a_block_used_by_the_model() -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        x = one_after_the_other(model, x * model.blocks[3].up.weight.mean())
+        y: Tensor = x @ model.blocks[1].up.weight.T @ model.blocks[1].up.weight
+        return y
+
+    return Chain(forward)
+
+
+@model
+def a_penalty_on_all_parameters() -> nn.Module:
+    return Chain(lambda model, x: one_after_the_other(model, x) + 0.01 * sum(p.square().sum() for p in model.parameters()))
+
+
+@model
+def functional_calls_with_other_weights() -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        weights = {n: getattr(model, n.replace(".", "_")) for n, _ in model.blocks[1].named_parameters()}
+        y: Tensor = torch.func.functional_call(model.blocks[1], weights, (x,))
+        return one_after_the_other(model, x) + y
+
+    own = {n.replace(".", "_"): nn.Parameter(0.5 * p.detach()) for n, p in Block().named_parameters()}
+    return Chain(forward, Block, **own)
+
+
+@model
+def a_gradient_of_torch_func() -> nn.Module:
+    return Chain(lambda model, x: torch.func.grad(lambda z: one_after_the_other(model, z).square().sum())(x))
+
+
 # What pp refuses
 
 
@@ -505,3 +539,45 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) ->
         "a_block_in_a_method_of_its_own": "train without pp",
     }
     assert_refused(ranks(2, divided, list(words), PP, 2, backend="shm"), words)
+
+
+def test_fsdp_gathers_what_is_used_outside_of_its_block_with_the_rest(ranks: Ranks) -> None:
+    names = ["a_weight_of_a_block_used_by_the_model", "a_penalty_on_all_parameters", "a_block_in_a_method_of_its_own"]
+    names += ["functional_calls", "functional_calls_with_other_weights", "forward_called_past_hooks", "a_block_that_changes_its_input"]
+    names += ["a_gradient_in_the_forward_pass", "a_gradient_of_torch_func", "blocks_under_vmap", "one_block_under_two_names"]
+    assert_same(ranks(2, divided, names, FSDP, 1, backend="shm"))
+
+
+def test_what_slices_cannot_do_is_refused_before_the_first_step(ranks: Ranks) -> None:
+    words = {
+        "parameter_hooks": "blocks.1.up.weight has a hook (register_hook)",
+        "accumulation_hooks": "fsdp=1",
+        "weights_clamped_in_the_forward_pass": "changes its parameter blocks.0.up.weight",
+        "parameters_kept_in_a_list": "keeps the parameter blocks.0.up.weight in its attribute all",
+    }
+    assert_refused(ranks(2, divided, list(words), FSDP, 1, backend="shm"), words)
+
+
+def test_shards_of_stages_are_gathered_where_they_are_used(ranks: Ranks) -> None:
+    names = ["a_weight_of_a_block_used_by_the_model", "one_block_under_two_names", "hooks_on_the_model_and_its_blocks"]
+    assert_same(ranks(4, divided, names, "fsdp=2 pp=2 microbatches=2", 2, backend="shm"))
+
+
+def normed_alike() -> list[str]:
+    """Where fsdp's shards of two blocks that share a batch norm differ from one process, whose batch is one rank's."""
+    whole, model = built("a_batch_norm_of_two_blocks"), built("a_batch_norm_of_two_blocks")
+    x, y = (torch.cat([t[:2]] * 2) for t in batches())  # both ranks have the same samples, so the same statistics
+    data = DataLoader(TensorDataset(x, y), batch_size=ROWS)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    F.mse_loss(whole(x[:2]), y[:2]).backward()
+    optimizer.step()
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, data, plan=FSDP, precision="fp64")
+    for batch in engine.loader:
+        engine.step(batch)
+    parts = engine.parts or {}
+    expected = {n: parts[n].layout.take(p.detach()) for n, p in whole.named_parameters()}
+    return [n for n, p in engine.named_parameters().items() if not torch.allclose(p.detach(), expected[n])]
+
+
+def test_blocks_that_share_a_batch_norm_are_sharded_once(ranks: Ranks) -> None:
+    assert ranks(2, normed_alike, backend="shm") == [[], []]

@@ -22,6 +22,7 @@ from paceline.split.initialise import Recorded
 from paceline.split.mesh import REPLICA, Mesh
 from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
+from paceline.split.pieces import inseparable, refuse_writes, watched
 from paceline.split.pipeline import Pipeline, fitting_microbatches
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor import TensorReport, shard_tensors
@@ -90,6 +91,21 @@ class Split:
         if plan.pp > 1:
             self.pipeline = Pipeline(model, self.parts, plan, mesh.group("pp"), example, call, device=mesh.world.device)
             self.report += self.pipeline.lines
+        if plan.fsdp > 1:
+            self._together = self._gathered_together(model, example, call)
+
+    def _gathered_together(self, model: nn.Module, example: Batch, call: Call) -> set[str]:
+        """The blocks that fsdp cannot gather on their own."""
+        if self.pipeline is None:
+            trace, observed = watched(model, example, call, self.mesh.world.device)
+        elif self.pipeline.trace is not None:
+            trace, observed = self.pipeline.trace, self.pipeline.trace.observed
+        else:
+            return set()
+        refuse_writes(observed)
+        found = inseparable(find_blocks(model), trace, observed)
+        self.report += [f"fsdp: {name} is gathered together with the rest of the model: {reason}" for name, reason in found.items()]
+        return set(found)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
         """Where ranks have all tokens, other splits and the compiler would have to know which modules compute a part of them."""
@@ -111,9 +127,10 @@ class Split:
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile))
         if plan.fsdp > 1:
+            names = {name for module in self.modules for name, m in module.named_modules() if m in blocks} - self._together
             self.fully = shard_fully(
                 self.modules,
-                blocks,
+                [block for module in self.modules for name, block in module.named_modules() if name in names and block in blocks],
                 self._named(model),
                 self.parts,
                 self.mesh.devices("fsdp"),

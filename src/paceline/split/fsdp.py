@@ -168,10 +168,23 @@ def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> lis
                     places.setdefault(parameter, set()).add((module, name))
     own = []
     for block in blocks:
-        inside = set(block.modules())
-        if block not in stages and all(module in inside for p in block.parameters() for module, _ in places[p]):
+        inside = set(block.modules())  # some may stand in another block as well
+        holders = {module for p in block.parameters() for module, _ in places[p]}
+        if block not in stages and holders <= inside and holders.isdisjoint(_reached(stages, without=block)):
             own.append(block)
     return own
+
+
+def _reached(modules: Iterable[nn.Module], without: nn.Module) -> set[nn.Module]:
+    """All modules in `modules` that can be reached past one of them."""
+    found: set[nn.Module] = set()
+    open_ = list(modules)
+    while open_:
+        module = open_.pop()
+        if module is not without and module not in found:
+            found.add(module)
+            open_ += module.children()
+    return found
 
 
 def _refuse_mixed_types(stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:

@@ -49,6 +49,7 @@ class Pipeline:
         stages: this rank's stages: one, or two for interleaved and zero-bubble.
         lines: what was cut where, in words.
         shared: the ranks of every parameter that several ranks hold.
+        trace: of the example; None where `torch.export` traced the model.
 
     Args:
         model: the undivided model on the meta device; it stays as it is. A stage is a copy of its structure with its own parameters only.
@@ -78,6 +79,7 @@ class Pipeline:
         extents = self._extents_of(example)
         owners = self._owners(extents)
         self._refuse_shards_of_shared(owners, plan)
+        self.trace = next((extent.trace for extent in extents if isinstance(extent, Extent)), None)
         self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, extents[i], owners) for i in self._own}
         splits_backward = plan.schedule == "zero-bubble"
         self._deferred = {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
