@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.job.batch import Batch
+from paceline.split.parts import whole_parts
+from paceline.split.tensor import shard_tensors
 from ranks import Ranks
-from tensor_parity import Made, gradients_agree, loss_of, output_of
+from tensor_parity import Made, call, gradients_agree, loss_of, output_of, own_group, seeded
 
 WIDTH, INNER = 8, 16
 
@@ -210,3 +212,52 @@ def test_layers_whose_own_code_needs_whole_tensors_stay_whole_and_all_learn_as_i
     for name, layers in divided.items():
         assert ("up" in layers) == (name not in whole), name
         assert layers or name == "Untraceable", name
+
+
+class Drops(Layers):
+    """Drops out divided features in a layer and in functional code, and whole ones inside of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.mixed = nn.Dropout(0.5), nn.Dropout(0.5), DropsInside()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.outer(self.down(self.inner(self.up(x))))
+        return self.plain(y + self.mixed(y))
+
+
+class DropsInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.outer = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dropped = F.dropout(torch.ones_like(self.up(x)) + self.up(x), 0.5, self.training)
+        out: Tensor = self.outer(self.down(self.dropped))
+        del self.dropped
+        return out
+
+
+def masks() -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """What this rank drops of divided tensors and of whole ones, and its output; the same when the pass is made once more."""
+    model, of = seeded(lambda: made(Drops))
+    shard_tensors(model, whole_parts(model), own_group(), of, call)
+    divided: list[Tensor] = []
+    whole: list[Tensor] = []
+    for path, found in (("inner", divided), ("outer", whole), ("mixed.outer", whole)):
+        model.get_submodule(path).register_forward_hook(lambda _, __, y, found=found: found.append(y == 0))
+    model.get_submodule("mixed.down").register_forward_pre_hook(lambda _, x: divided.append(x[0] == 0))
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outputs.append(output_of(model, of).detach())
+    assert torch.equal(outputs[0], outputs[1])
+    return divided, whole, outputs[0]
+
+
+def test_dropout_differs_between_ranks_where_tensors_are_divided_and_nowhere_else(ranks: Ranks) -> None:
+    (divided, whole, output), (others, same, other_output) = ranks(2, masks)
+    assert {mask.shape[-1] for mask in divided} == {INNER // 2}
+    assert not any(torch.equal(a, b) for a, b in zip(divided, others, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, same, strict=True))
+    assert torch.equal(output, other_output)

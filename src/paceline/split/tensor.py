@@ -4,8 +4,7 @@ What is divided is found in a trace of the model, not in a list of architectures
 model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that fails, layers stay whole, or
 gather their outputs if they are large. So results are right for every model; only speed and memory differ.
 
-Dropout draws the same numbers on every rank, because the ranks are seeded alike, as they must be where they compute the same. Inside a
-divided region each rank has its own heads, features or tokens, so the masks of the ranks are equal pieces there, not independent ones.
+Dropout inside a divided region draws other masks on each rank, elsewhere the same ones (`tensor_dropout`).
 
 On GPUs nothing differs but the process group; asynchronous TP (matrix products that overlap with the collectives) is inductor's to make
 out of the functional collectives in a compiled graph, and has not been run.
@@ -23,6 +22,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.parts import Parts
+from paceline.split.tensor_dropout import draw_apart
 from paceline.split.tensor_edits import install
 from paceline.split.tensor_layers import (
     TOKENS,
@@ -96,6 +96,9 @@ def shard_tensors(
         report.notes.append(f"between the matrices, {proof.stream} divides the tokens")
     _divide_regions(model, parts, tp, proof, report)
     _join_regions(model, tp, proof)
+    if proof.graph is not None:
+        graph, labels = (proof.graph, proof.labels) if proof.stream is None else (proof.stream.graph, proof.stream.labels)
+        draw_apart(model, graph, labels, tp.rank)
     lone = divide_lone(model, parts, tp, proof, vocabulary=vocabulary)
     report.done |= lone.done
     report.whole = {path: why for path, why in (lone.whole | report.whole).items() if path not in lone.done}
