@@ -7,6 +7,8 @@ torchrun --nproc-per-node 2 lora.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.utils.data import DataLoader
@@ -18,13 +20,13 @@ import paceline
 def main() -> None:
     """Tune for two epochs."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
-    config = GPT2Config(**sizes, initializer_range=0.2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    config.initializer_range, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = 0.2, 0.0, 0.0, 0.0
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     model = get_peft_model(GPT2LMHeadModel(config), lora)
     starts = torch.randint(64, (96, 1))
     samples = [{"input_ids": (start + 5 * torch.arange(24)) % 64} for start in starts]  # counting by fives
-    loader = DataLoader(samples, batch_size=16, shuffle=True)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=16, shuffle=True)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=2 * len(loader))
 

@@ -6,6 +6,8 @@ torchrun --nproc-per-node 2 padded_hf.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -33,7 +35,7 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    loader = DataLoader(texts, batch_size=12, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(texts, batch_size=12, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
 
     engine = paceline.setup(model, optimizer, loader=loader)
     for epoch in range(2):

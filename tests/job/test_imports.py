@@ -111,3 +111,16 @@ def test_what_has_no_name_in_a_module_has_no_import_path() -> None:
     for thing in (lambda: None, local, functools.partial(print), 3):
         with pytest.raises(ValueError, match=r"cannot be imported by other ranks|neither a function nor a class"):
             import_path_of(thing)
+
+
+def test_a_class_that_lies_in_no_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net:
+        pass
+
+    Net.__module__, Net.__qualname__ = "__main__", "Net"
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None, raising=False)
+    for file in (None, "<stdin>"):
+        monkeypatch.setattr(main, "__file__", file, raising=False)
+        with pytest.raises(ValueError, match="defined in an interactive session, where other ranks cannot import it; put it into a file"):
+            import_path_of(Net)

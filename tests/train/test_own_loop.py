@@ -256,6 +256,39 @@ def layers_unfrozen_and_added_later() -> list[float]:
     return facts(losses, *model.parameters(), *added.parameters())
 
 
+class Sharp(SGD):
+    """Steps by an optimizer of its own, as SAM and Lookahead do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base = Adam(self.param_groups, lr=0.05)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def an_optimizer_within_another() -> list[float]:
+    model = network()
+    optimizer = Sharp(model.parameters())
+    engine = paceline.setup(model, optimizer, loader=data())
+    for x, y in engine.loader:
+        optimizer.zero_grad()
+        engine.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    return facts([], *model.parameters())
+
+
+def batches_read_ahead() -> list[float]:
+    """By a prefetcher that says what each mean is of."""
+    model = network()
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loader=data(5))
+    losses = []
+    for x, y in list(engine.loader):
+        engine.backward(F.cross_entropy(model(x), y), items=len(x))
+        losses.append(engine.update().loss)
+    return facts(losses, *model.parameters())
+
+
 LOOPS: list[Callable[[], list[float]]] = [
     clipped_updates,
     a_loop_written_for_fabric,
@@ -272,6 +305,8 @@ LOOPS: list[Callable[[], list[float]]] = [
     ones_own_scaler,
     lbfgs,
     layers_unfrozen_and_added_later,
+    an_optimizer_within_another,
+    batches_read_ahead,
 ]
 
 
@@ -382,6 +417,26 @@ def a_forward_pass_beside_a_pipeline() -> None:
     engine.backward(torch.ones((), requires_grad=True))
 
 
+def batches_read_ahead_without_a_word() -> None:
+    model, _, engine = small()
+    waiting = None
+    for batch in engine.loader:
+        if waiting is not None:
+            engine.backward(F.cross_entropy(model(waiting[0]), waiting[1]))
+            engine.update()
+        waiting = batch
+
+
+def a_model_in_ddp() -> None:
+    model = nn.parallel.DistributedDataParallel(network())
+    paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, data())
+
+
+def a_parameter_of_two_optimizers() -> None:
+    model = network()
+    paceline.setup(model, [SGD(model.parameters(), lr=0.1), Adam(model.parameters())], loader=data())
+
+
 REFUSED: list[tuple[Callable[[], None], str]] = [
     (plain_backward, r"Write engine\.backward\(loss\) in its place"),
     (plain_backward_before_an_update_by_several_optimizers, "several optimizers take different ones; use sync=allreduce"),
@@ -395,6 +450,9 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     (a_loss_of_every_sample, "a single number with a gradient; this is a tensor of shape"),
     (leftovers_of_another_loss, "Name the optimizer in that call too"),
     (parameters_outside_of_a_divided_model, "Make them parameters of the model, or use dp=2"),
+    (batches_read_ahead_without_a_word, r"engine\.backward\(loss, items=len\(x\)\), or set drop_last=True"),
+    (a_model_in_ddp, "the model is wrapped by DistributedDataParallel"),
+    (a_parameter_of_two_optimizers, "held by two of the optimizers"),
     (a_forward_pass_beside_a_pipeline, r"call engine\.step\(batch\), or use dp, fsdp, ep or tp"),
 ]
 

@@ -71,7 +71,7 @@ def import_path_of(function_or_class: Any) -> str:
     main = sys.modules["__main__"]
     if main.__spec__ is not None:  # python -m pkg.mod
         return f"{main.__spec__.name}:{name}"
-    if not getattr(main, "__file__", None):
+    if not Path(getattr(main, "__file__", None) or "").is_file():  # a notebook, a prompt, or a script from a pipe
         raise ValueError(f"{name} was defined in an interactive session, where other ranks cannot import it; put it into a file")
     return f"{Path(str(main.__file__)).resolve()}:{name}"
 

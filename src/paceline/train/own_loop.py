@@ -28,7 +28,7 @@ from paceline.plan.sync import RULES, SyncSpec
 from paceline.sync.rule import not_by_the_engine
 from paceline.train import own_state
 from paceline.train.engine import Engine, Settings, StepResult
-from paceline.train.loader import Loader
+from paceline.train.loader import Loader, Position
 from paceline.train.nonfinite import PATIENCE, explain, gave_up, stop
 from paceline.train.optimizers import Optimizers
 from paceline.train.own_evaluate import Measure, evaluate
@@ -76,6 +76,8 @@ class OwnLoop(Engine):
         self._kept: set[int] = set()  # those whose gradients are still this rank's alone
         self._left: set[int] = set()  # those that still have gradients of a backward pass whose update was of another
         self._updating = False
+        self._seen: dict[int, Position] = {}  # where each loader stood at the last loss
+        self._read_ahead = False
         self._casting = False
         self._ignored: set[int] = set()
         self._newest_loss = torch.zeros((), dtype=torch.float64)
@@ -280,6 +282,7 @@ class OwnLoop(Engine):
         self._agreed.clear()
         self._kept.clear()
         self._left.clear()
+        self._seen.clear()
 
     def loop_state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the model, the optimizers and the data."""
@@ -343,16 +346,28 @@ class OwnLoop(Engine):
         return own_share.to(loss.dtype), sums[0] / total
 
     def _share(self) -> float:
-        """How much of the global batch this rank's loss is the mean of."""
+        """How much of the global batch this rank's loss is the mean of.
+
+        Raises:
+            DataError: it is not known which batch that is.
+        """
         running = [loader for loader in self.loaders if loader.running] or self.loaders  # not one that was iterated to its end, to validate
-        current = [loader.position for loader in running if loader.position is not None]
-        shares = {position.local / position.total for position in current}
+        seen = {id(loader): (loader.position, self._seen.get(id(loader))) for loader in running if loader.position is not None}
+        shares = {position.local / position.total for position, _ in seen.values()}
         if len(shares) > 1:
             raise DataError(
                 "the loaders' last batches are dealt in different proportions, so the weight of this loss is not known: say what it is "
                 "the mean of, engine.backward(loss, items=len(x))"
             )
-        return shares.pop() if shares else 1.0 / self.readers.size
+        self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
+        share = shares.pop() if shares else 1.0 / self.readers.size
+        if self._read_ahead and any(before is not None and before.local / before.total != share for _, before in seen.values()):
+            raise DataError(
+                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the weight of this loss is "
+                "not known: say what it is the mean of, engine.backward(loss, items=len(x)), or set drop_last=True"
+            )
+        self._seen |= {number: now for number, (now, _) in seen.items()}
+        return share
 
     def _set_aside(self, targets: set[int]) -> dict[nn.Parameter, Tensor]:
         """Take away gradients that are of the global batch already: those of the pass to come are summed without them."""
@@ -473,6 +488,10 @@ class OwnLoop(Engine):
         if number is None:
             if optimizer in _KNOWN:
                 return None  # of another engine
+            if (owners := self._owners_of_all(optimizer)) is not None:  # within another optimizer, as SAM's and Lookahead's are
+                for owner in owners:
+                    self._check_own_step(owner)
+                return None
             raise JobError(
                 f"{type(optimizer).__name__} steps on parameters that paceline.setup was not given: every rank would train its own. Give "
                 "setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, for one that every rank is "
@@ -490,6 +509,12 @@ class OwnLoop(Engine):
         self.replica_state.before_update()
         self.before_update()
         return None
+
+    def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
+        """The optimizers that hold this one's parameters; None where nobody knows some of them."""
+        owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
+        found = {owner.get(p, -1) for g in optimizer.param_groups for p in g["params"]}
+        return None if -1 in found else found
 
     def _check_own_step(self, number: int) -> None:
         if number in self._kept:
@@ -567,6 +592,13 @@ class OwnLoop(Engine):
     def _global_samples(self) -> int:
         position = self.loader.position
         return 0 if position is None else position.total
+
+
+def _skipped(before: Position | None, now: Position) -> bool:
+    """Whether more than one batch was read since the last loss."""
+    if before is None:
+        return now.epoch == 0 and now.step == 1
+    return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0
 
 
 class _NoLoader:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from paceline.split.apply import Split
 
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 OptimizersGiven = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -80,6 +82,7 @@ def setup(
     _check_choices(precision, clip_norm, nonfinite, batch_norm)
     if buffers not in ("same", "local"):
         raise JobError(f"buffers={buffers!r}: there are same (on all ranks) and local (each replica keeps its own)")
+    _check_plain(module)
     _check_optimizers(module, optimizers)
     asked = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
     group = join(deadline_s=deadline_s, transport=asked.transport if isinstance(asked, Plan) else "auto")
@@ -206,8 +209,23 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
             "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps leave rows without a gradient "
             "as they are, or Adam"
         )
-    if not any(p in own for o in optimizers for g in o.param_groups for p in g["params"]):
+    held = [dict.fromkeys(p for g in o.param_groups for p in g["params"]) for o in optimizers]
+    if not any(p in own for parameters in held for p in parameters):
         raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
+    if len({p for parameters in held for p in parameters}) < sum(map(len, held)):
+        raise JobError("a parameter is held by two of the optimizers, so it is not known which one's update it waits for; give it to one")
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model that another library shares out already: its gradients would be summed twice, or its parts taken for wholes."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if any(base.__name__ in _WRAPPERS and base.__module__.startswith("torch.") for base in kind.__mro__):
+            where = f"the model's {name}" if name else "the model"
+            raise JobError(
+                f"{where} is wrapped by {kind.__name__}, and paceline shares the work out itself: give setup the plain model (and choose "
+                "fsdp=… in the plan)"
+            )
 
 
 def _agree_on_weights(model: nn.Module, group: Group) -> None:
