@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
-from paceline.errors import JobError
+from paceline.errors import PlanError
 from ranks import Ranks
 
 SAMPLES, TOKENS, VOCAB, BATCH = 20, 6, 7, 8  # the last batch of an epoch has 4 samples
 PARTS = ["dp=1 microbatches=2", "dp=1 microbatches=8"]
+
+
+def slow(plan: str) -> ParameterSet:
+    return pytest.param(plan, marks=pytest.mark.slow)
 
 
 def drawn(seed: int) -> torch.Generator:
@@ -162,7 +167,7 @@ class Wrapped(nn.Module):
 def test_a_loss_that_is_not_the_mean_over_samples_is_refused_with_what_to_write(loss: Any, said: str, plan: str) -> None:
     if loss is compared and plan == PARTS[1]:
         plan = "dp=1 microbatches=4"
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(PlanError, match=said):
         losses(loss, plan)
 
 
@@ -191,14 +196,14 @@ def test_items_that_are_wrong_are_refused() -> None:
         return by_mask(output, target)
 
     miscounted.items = lambda target: target.numel()  # type: ignore[attr-defined]
-    with pytest.raises(JobError, match="not the mean over its items"):
+    with pytest.raises(PlanError, match="not the mean over its items"):
         losses(miscounted, PARTS[0])
 
 
 def test_a_loss_that_only_later_leaves_labels_out_is_still_found() -> None:
     tokens, labels = padded()
     labels[:BATCH] = labels[:BATCH].clamp(min=0)
-    with pytest.raises(JobError, match="not the mean over its samples"):
+    with pytest.raises(PlanError, match="not the mean over its samples"):
         losses(by_mask, PARTS[0], TensorDataset(tokens, labels))
 
 
@@ -211,7 +216,7 @@ def test_a_loss_that_draws_at_random_is_no_false_alarm_but_is_said() -> None:
         assert len(losses(noisy, PARTS[0])) == 4
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 microbatches=2", "fsdp=2"])
+@pytest.mark.parametrize("plan", ["dp=2 microbatches=2", slow("dp=2"), slow("fsdp=2")])
 def test_two_ranks_have_the_losses_of_one(ranks: Ranks, plan: str) -> None:
     loss = nn.CrossEntropyLoss(weight=WEIGHTS)
     alone = losses(loss, "dp=1", None, Transposed)
@@ -229,7 +234,7 @@ def refusal(plan: str) -> str:
         engine = paceline.setup(model, optimizer, by_mask, data, plan=plan)
         for batch in engine.loader:
             engine.step(batch)
-    except JobError as error:
+    except PlanError as error:
         return str(error)
     return ""
 
@@ -320,7 +325,7 @@ def test_a_models_own_loss_of_padded_batches_is_weighed_by_its_labels(family: st
     assert losses(of_the_model, PARTS[0], Sequences(), FAMILIES[family]) == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "pp=2 microbatches=2"])
+@pytest.mark.parametrize("plan", [slow("dp=2"), slow("fsdp=2"), "pp=2 microbatches=2"])
 def test_a_models_own_loss_of_padded_batches_under_splits(ranks: Ranks, plan: str) -> None:
     alone = losses(of_the_model, "dp=1", Sequences(), gpt2)
     for found in ranks(2, losses, of_the_model, plan, Sequences(), gpt2):
@@ -359,7 +364,7 @@ def test_a_model_that_compares_its_samples_is_refused_in_parts() -> None:
         return output["loss"]
 
     assert len(losses(loss, "dp=1", Sequences(), InBatch)) == 4
-    with pytest.raises(JobError, match="terms over the samples that it sees together"):
+    with pytest.raises(PlanError, match="terms over the samples that it sees together"):
         losses(loss, PARTS[0], Sequences(), InBatch)
 
 
@@ -369,3 +374,72 @@ def test_a_small_term_over_what_a_rank_sees_is_said() -> None:
 
     with pytest.warns(UserWarning, match="they are over each part by itself"):
         assert len(losses(loss, PARTS[0], Sequences(), partial(InBatch, 1e-3))) == 4
+
+
+# Sequences of which a rank has some of the tokens
+
+
+def tiny_gpt() -> nn.Module:
+    from paceline.job.zoo.gpt import GPT
+
+    return GPT(vocab=VOCAB, context=8, layers=2, hidden=16, heads=2)
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
+    return model
+
+
+def whole_sequences(count: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(*(torch.randint(0, VOCAB, (count, 8), generator=drawn(seed)) for seed in (1, 2)))
+
+
+def shifting(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def told(loss: Any, plan: str) -> str:
+    try:
+        losses(loss, plan, whole_sequences(), tiny_gpt)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_looks_at_neighbouring_tokens_is_refused_where_tokens_are_divided(ranks: Ranks) -> None:
+    assert told(shifting, "dp=1 microbatches=2") == ""
+    for said in ranks(2, told, shifting, "cp=2"):
+        assert "shift the labels in the data set" in said
+
+
+class Padded(Sequences):
+    """Sequences without a mask, some labels of which are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.cat([self.tokens, self.tokens[:, :2]], 1)
+        self.targets = torch.cat([self.targets, self.targets[:, :2]], 1)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[i], "labels": self.targets[i]}
+
+
+def trained_and_measured(plan: str) -> list[float]:
+    torch.manual_seed(4)
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = paceline.setup(model, optimizer, of_the_model, DataLoader(Padded(), batch_size=BATCH), plan=plan)
+    found = [engine.step(batch).loss for batch in engine.loader]
+    measured: Any = engine.evaluate(DataLoader(Padded(), batch_size=BATCH))
+    engine.close()
+    return [*found, float(measured["loss"])]
+
+
+@pytest.mark.parametrize("plan", [slow("dp=2"), "cp=2", slow("pp=2 microbatches=2")])
+def test_the_held_out_loss_is_weighed_as_the_training_loss(ranks: Ranks, plan: str) -> None:
+    alone = trained_and_measured("dp=1")
+    for found in ranks(2, trained_and_measured, plan):
+        assert found == pytest.approx(alone, rel=1e-4)

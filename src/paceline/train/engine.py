@@ -16,6 +16,7 @@ from paceline.comm.gather import gather
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss, Metric
+from paceline.job.zoo.metrics import LossMetric
 from paceline.job.zoo.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plan.plan import Compile, Plan
 from paceline.plan.sync import SyncSpec
@@ -241,7 +242,8 @@ class Engine:
         output, placed = found
         self._check_target(output, batch, "in the held-out set")
         target = self.weighing.target(placed)
-        return torch.tensor([metric(output, target) for metric in metrics], dtype=torch.float64).reshape(-1, 2)
+        values = [self.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target) for m in metrics]
+        return torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
 
     def close(self) -> None:
         """Let go of the model: no hooks of paceline remain in it. A model that was divided stays divided."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paceline.errors import JobError
+from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
 
@@ -31,7 +31,7 @@ def examine(engine: Engine) -> list[str]:
     """Set the terms of a model's own loss; returns what a user must know of it. Every rank calls this.
 
     Raises:
-        JobError: the model's loss compares the samples of a batch with each other, and the plan computes it in parts.
+        PlanError: the model's loss compares the samples of a batch with each other, and the plan computes it in parts.
     """
     loss = engine.loss
     if engine.plan.cp > 1:  # the split has made sure that it is the mean over shifted labels
@@ -64,7 +64,7 @@ def examine(engine: Engine) -> list[str]:
         "it has terms over the samples that it sees together"
     )
     if difference > _REFUSED:
-        raise JobError(
+        raise PlanError(
             f"{found}, and plan {engine.plan} computes a batch in {parts} parts, so it would train something else. Use one replica and one "
             "microbatch; or compute the loss from the model's outputs by a function of your own with `whole_batch = True` (docs/job.md)"
         )

@@ -56,7 +56,7 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
     if computed is None or batch is None:
         return {}
     output, placed = computed
-    return {"loss": LossMetric(engine.loss)(output, engine.weighing.target(placed))}
+    return {"loss": engine.weighing.measured(LossMetric(engine.loss), output, placed)}
 
 
 def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:

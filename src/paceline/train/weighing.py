@@ -19,18 +19,19 @@ from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map
 
 from paceline.comm.gather import gather
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
 from paceline.job.zoo.items import adds_up, is_known, items_of, reads_models_loss
 from paceline.job.zoo.losses import BinaryCrossEntropy, CrossEntropy, MeanAbsoluteError, MeanSquaredError, ModelsOwn
+from paceline.job.zoo.metrics import LossMetric
 from paceline.train.comparable import in_float64
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
     from paceline.train.loader import Position
 
-_TOLERANCE = 1e-4  # relative; of losses computed in float64, or in float32 where they take nothing wider
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
 _LOW_PRECISION = 2e-2
 _IGNORED = (-100, -1, 0, 255)  # labels that losses commonly leave out, for the hint
 _OWN = (CrossEntropy, MeanSquaredError, MeanAbsoluteError, BinaryCrossEntropy)
@@ -114,13 +115,21 @@ class Weighing:
             loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         return loss, share
 
+    def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
+        """The loss of a held-out batch as this rank's part of `(total, count)`."""
+        total, count = metric(output, batch if isinstance(self.loss, ModelsOwn) else self.target(batch))
+        context = self.engine.split.context if self.engine.split is not None else None
+        if context is not None and context.own_loss:  # the ranks' losses add up to the mean over the whole sequences
+            count /= context.group.size
+        return total, count
+
     # Whether it is what it is taken for
 
     def look(self, output: Any, target: Any, step: int, position: Position) -> None:
         """In steps 1, 2, 4, 8, …: hold the loss of a part against the losses of its own parts.
 
         Raises:
-            JobError: it is not the mean, or the sum, that it is taken for; with what to write.
+            PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
         """
         if not self._examines or step & (step - 1) or active_fake_mode() is not None:
             return
@@ -165,7 +174,7 @@ class Weighing:
     def _hold(self, whole: float, output: Any, target: Tensor, dim: int) -> None:
         """Hold the loss of all against the losses of two parts along `dim`."""
         size = target.shape[dim]
-        first = max(1, size // 3) if size < 6 else 2 * (size // 6)
+        first = size // 2 if size < 6 else size // 3  # a part of one could be too small for the loss
         parts = []
         for start, length in ((0, first), (first, size - first)):
             cut = _cut(output, size, dim, start, length)
@@ -185,7 +194,7 @@ class Weighing:
         total = sum(value if self.adds_up else value * n / items for value, n in parts if n)
         scale = max(abs(whole), sum(abs(v) for v, n in parts if n))
         if abs(total - whole) > (self._tolerance * scale):
-            raise JobError(self._explained(whole, total, parts, output, target, dim))
+            raise PlanError(self._explained(whole, total, parts, output, target, dim))
 
     def _items_of(self, target: Tensor, dim: int) -> float:
         return float(self._count(target)) if self._count is not None else float(target.shape[dim])
@@ -193,7 +202,7 @@ class Weighing:
     def _value(self, output: Any, target: Tensor) -> float:
         assert self._trial is not None
         value = self._trial(output, target)
-        self._tolerance = _LOW_PRECISION if value.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
+        self._tolerance = _TOLERANCES.get(value.dtype, _LOW_PRECISION)
         return float(value)
 
     def _widest(self, output: Any, target: Tensor) -> tuple[Any, Tensor, float]:
