@@ -593,3 +593,40 @@ def test_an_evaluation_draws_a_sampler_once_for_all_ranks(ranks: Ranks) -> None:
     """Over shared memory, which cannot sum what inference mode allocates."""
     for kind in ("subset", "buckets"):
         assert ranks(2, evaluated, kind, backend="shm") == [pytest.approx(evaluated(kind))] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "setup", "said"),
+    [
+        ({"batch_size": 10, "shuffle": True}, {}, "batch_size was 8 and is 10"),
+        ({"batch_size": 8}, {}, "shuffle was True and is False"),
+        ({"batch_size": 8, "shuffle": True}, {"seed": 7}, "seed was 0 and is 7"),
+    ],
+)
+def test_a_position_within_an_epoch_that_is_dealt_in_another_way_is_refused(
+    options: dict[str, Any], setup: dict[str, Any], said: str
+) -> None:
+    engine = engine_of(DataLoader(numbered(), BATCH, shuffle=True))
+    next(iter(engine.loader))
+    within = json.loads(json.dumps(engine.loader.state_dict()))
+    list(engine.loader)
+    between = json.loads(json.dumps(engine.loader.state_dict()))
+    other = engine_of(DataLoader(numbered(), **options), **setup)
+    other.loader.load_state_dict(between)
+    with pytest.raises(DataError, match=f"step 1 of an epoch that was dealt in another way.*{said}"):
+        other.loader.load_state_dict(within)
+
+
+def train_on_the_loader_itself() -> None:
+    torch.manual_seed(1)
+    model, loader = nn.Linear(1, 3), DataLoader(numbered(), BATCH, shuffle=True)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader=loader)
+    for x, y in loader:
+        engine.backward(F.cross_entropy(model(x), y))
+        engine.update()
+
+
+def test_a_loop_over_the_dataloader_instead_of_the_engines_is_refused_on_several_ranks(ranks: Ranks) -> None:
+    train_on_the_loader_itself()
+    with pytest.raises(RankError, match=r"Write `for batch in engine\.loader`, which is this rank's part"):
+        ranks(2, train_on_the_loader_itself)

@@ -174,6 +174,8 @@ class Loader:
         """
         epoch, step = self._next
         state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
+        if isinstance(self.partition, Partition):
+            state["order"] = _order_of(self.partition)
         if isinstance(self.partition, Stream):
             state["stream"] = self.partition.state_dict(epoch, step)
         if isinstance(self.partition, Flow):
@@ -186,12 +188,15 @@ class Loader:
         A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the same.
 
         Raises:
-            DataError: the state is of another kind of loader, or of a stream that other numbers of loader processes read differently.
+            DataError: the state is of another kind of loader, of another order or batch, or of a stream that other numbers of loader
+                processes read differently.
         """
         if ("stream" in state, "flow" in state) != (isinstance(self.partition, Stream), isinstance(self.partition, Flow)):
             raise DataError(
                 "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it was saved with"
             )
+        if isinstance(self.partition, Partition):
+            self._check_order(state)
         if isinstance(self.partition, Flow) and state["flow"]["workers"] != self.num_workers and (state["epoch"] or state["step"]):
             raise DataError(
                 f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal its stream among them; resume "
@@ -237,6 +242,18 @@ class Loader:
             )
         if reader is not None:
             self._loader.load_state_dict(reader)
+
+    def _check_order(self, state: dict[str, Any]) -> None:
+        """Refuse a position within an epoch that is dealt in another way now: it would be of other samples."""
+        assert isinstance(self.partition, Partition)
+        now, saved = _order_of(self.partition), state.get("order")
+        if saved is None or saved == now or not state["step"]:
+            return
+        differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
+        raise DataError(
+            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. Samples would be trained "
+            "twice or not at all. Resume with the same values, or change them at the end of an epoch"
+        )
 
     # An iteration
 
@@ -386,6 +403,12 @@ def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = Fal
 def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
     """The batches, and None in the place of those that are missing to `count`."""
     return islice(chain(batches, repeat(None)), count)
+
+
+def _order_of(partition: Partition) -> dict[str, int | bool]:
+    """What decides which samples a step has, on any number of replicas."""
+    found = {"samples": partition.samples, "batch_size": partition.global_batch, "shuffle": partition.shuffle}
+    return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
 
 
 class _Steps:

@@ -115,6 +115,8 @@ class OwnLoop(Engine):
             JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to write instead.
         """
         self._check_backward(loss, sync)
+        if items is None:
+            self._check_data()
         self._follow_changes(forward_is_done=True)
         targets = self._numbers(optimizers)
         self._refuse_leftovers(targets, named=bool(optimizers))
@@ -344,6 +346,14 @@ class OwnLoop(Engine):
         total = sums[1].clamp(min=torch.finfo(torch.float64).tiny)
         own_share: Tensor = (count > 0) if self.apart else count / total  # a replica that trains apart takes the step of its own mean
         return own_share.to(loss.dtype), sums[0] / total
+
+    def _check_data(self) -> None:
+        """Refuse batches that were not dealt to this rank, where they should have been: all ranks would train on their own."""
+        if self.readers.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
+            raise DataError(
+                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader yet. Write "
+                "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every rank brings its own data"
+            )
 
     def _share(self) -> float:
         """How much of the global batch this rank's loss is the mean of.
