@@ -72,7 +72,7 @@ def main() -> None:
         serve(arguments.serve)
         return
     found = {ranks: all_reduces(ranks) for ranks in (2, 4)}
-    print(f"all-reduce, fp32: microseconds a call (median of {STARTS} x {BLOCKS} blocks), and gloo's time / ours (bootstrap 95 % interval)")
+    print(f"all-reduce, fp32: microseconds a call (median of {STARTS} x {BLOCKS} blocks), and gloo's time / ours (95 % interval)")
     for ranks, by_size in found.items():
         print("\n".join(lines(ranks, by_size)))
     print("worst cases and the other collectives, ordinary tensors; the size is that of a rank's larger buffer")

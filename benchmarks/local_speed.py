@@ -237,7 +237,7 @@ def lines(times_s: Times, data_s: dict[str, float], found: dict[str, Interval]) 
         yield f"  {name:34} {statistics.median(values) * 1e3:8.3f} ms a step (median){data}"
     for name, ratio in found.items():
         label = f"{name} / paceline" if name in (LIMIT, LIMIT_TUNED) else name
-        yield f"  {label:42} {ratio}  median of neighbouring blocks, bootstrap 95 % interval"
+        yield f"  {label:42} {ratio}  median of neighbouring blocks, 95 % interval"
 
 
 def memory_lines(memory: dict[str, dict[str, Memory]]) -> Iterator[str]:

@@ -82,7 +82,7 @@ def main() -> None:
     print(f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} steps (synthetic data)")
     for name, values in times_s.items():
         print(f"  {name:28} {statistics.median(values) * 1e3:8.3f} ms a step (median)")
-    print(f"  paceline / plain loop                  {ratio}  median of neighbouring blocks, bootstrap 95 % interval")
+    print(f"  paceline / plain loop                  {ratio}  median of neighbouring blocks, 95 % interval")
     print(f"  paceline / plain loop, same allocator  {equal}")
     with Side("checkpoint", ALLOCATOR) as side:
         rounds = side.ask("rounds")

@@ -15,7 +15,7 @@ Figures:
   the model is made until every weight is drawn / the bytes of its shard (largest rank). The undivided model would be 4.
 
 Both ways live in the same processes and take turns, in blocks of steps; a block's time is that of its slowest rank, and each ratio is of
-neighbouring blocks (median, bootstrap 95 % interval). Before any time is taken, both train the same steps and their losses are compared.
+neighbouring blocks (median, 95 % interval). Before any time is taken, both train the same steps and their losses are compared.
 """
 
 from __future__ import annotations

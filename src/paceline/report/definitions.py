@@ -67,7 +67,8 @@ _FIGURES = {
     "weak": ("weak scaling", "The same batch per device on more devices: more work in about the same time."),
     "interval": (
         "95 % interval",
-        "Bootstrap interval of the median over the repeats: 95 of 100 such intervals hold the true median.",
+        "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms below): at least 95 of 100 "
+        "such intervals hold the true median. Of 3 repeats it is wide.",
     ),
     "no_difference": (
         "no difference",
