@@ -146,6 +146,13 @@ def test_a_clear_case_is_decided_at_once(challenger_s: float, verdict: str) -> N
     assert comparison.tried(FUSED).verdict == verdict
 
 
+def test_a_row_shows_both_sides_of_its_pairs() -> None:
+    """The machine was slower in these rounds than when the best plan was measured before: the ratio is of what stands beside it."""
+    line = compared([(1.0, 2.0)] * LEAST_ROUNDS).tried(FUSED).line()
+    assert "1 s (1 to 1)" in line
+    assert "0.50 (0.50 to 0.50) of 2 s" in line
+
+
 def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:
     assert compared([(1.0, 1.2), (1.2, 1.0)] * 10).tried(FUSED).verdict == "not kept: no difference"
     assert not compared([(5.0, 1.0)]).decided, "one may be an accident"

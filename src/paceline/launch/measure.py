@@ -112,7 +112,7 @@ def _apart(job: Job, cluster: Cluster, found: Findings, forecast: Forecast) -> T
     if wins:
         found.best, found.gain = forecast.plan, found.gain * ratio.middle
     verdict = "kept" if wins else "not kept: slower" if ratio.low > 1 else "not kept: no difference"
-    return Tried(forecast.plan, verdict, own, ratio, forecast.step_s)
+    return Tried(forecast.plan, verdict, own, ratio, forecast.step_s, best)
 
 
 def _best_step(found: Findings) -> Interval | None:

@@ -78,6 +78,7 @@ class Tried:
         step_s: of the plan with the knob; None where it was not measured.
         ratio: that, over the step time of the best plan before it, measured in turn; None where there is none.
         predicted_s: what the cost model says of a whole plan; None where it was not asked.
+        best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than others.
     """
 
     knob: str
@@ -85,22 +86,24 @@ class Tried:
     step_s: Interval | None = None
     ratio: Interval | None = None
     predicted_s: float | None = None
+    best_s: Interval | None = None
 
     def line(self) -> str:
         """One row of the table."""
         ratio = f"{self.ratio.middle:5.2f} ({self.ratio.low:.2f} to {self.ratio.high:.2f})" if self.ratio else ""
+        ratio += f" of {shown_s(self.best_s.middle)}" if self.best_s else ""
         predicted = shown_s(self.predicted_s) if self.predicted_s else ""
         step = _shown(self.step_s) if self.step_s else ""
-        return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<24} {self.verdict}".rstrip()
+        return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tried:
         """From the values of `dataclasses.asdict`."""
-        intervals = {name: Interval(**values[name]) for name in ("step_s", "ratio") if values[name] is not None}
+        intervals = {name: Interval(**values[name]) for name in ("step_s", "ratio", "best_s") if values.get(name) is not None}
         return cls(**(values | intervals))
 
 
-HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} {'ratio to best before':<24} verdict"
+HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} {'ratio to the best, in the same rounds':<36} verdict"
 
 
 def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
@@ -203,9 +206,11 @@ class Comparison:
             verdict = "kept"
         elif ratio.low > 1:
             verdict = "not kept: slower"
+        elif self.hopeless:
+            verdict = f"not kept: slower, in each of {len(self.ratios)} rounds"
         else:
             verdict = "not kept: no difference"
-        return Tried(str(knob), verdict, median_interval(self.challenger), ratio, knob.predicted_s)
+        return Tried(str(knob), verdict, median_interval(self.challenger), ratio, knob.predicted_s, median_interval(self.best))
 
 
 def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
