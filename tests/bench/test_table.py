@@ -8,6 +8,7 @@ from rich.console import Console
 
 from paceline.bench.result import Report
 from paceline.bench.table import WIDTH, definitions, figures, show
+from paceline.bench.words import on_cores
 from reports import alike, report, setting
 
 
@@ -21,10 +22,10 @@ def screen(of: Report) -> str:
 def test_it_fits_100_columns_without_colour_and_says_first_what_limits_the_job() -> None:
     text = screen(report(warnings=["Other processes kept 0.35 cores busy. " * 5]))
     assert "\x1b" not in text
-    tables, _, _ = text.partition("\nstrong      N devices")
+    tables, _, _ = text.partition("\nstrong      N cores")
     assert max(map(len, tables.splitlines())) <= WIDTH
-    assert text.strip().startswith(report().limits[0])
-    assert all(sentence in " ".join(text.split()) for sentence in report().limits)
+    assert text.strip().startswith(on_cores(report().limits[0]))
+    assert all(on_cores(sentence) in " ".join(text.split()) for sentence in report().limits)
     assert "warning  Other processes kept" in text
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from browser import Browser
 from paceline.bench.result import Measured, Report
+from paceline.bench.words import on_cores
 from paceline.errors import RunError
 from paceline.report.definitions import DEFINITIONS
 from paceline.report.page import write_bench_page
@@ -76,7 +77,7 @@ def test_the_numbers_are_those_of_the_report(browser: Browser, tmp_path: Path) -
     assert lost[-1] == pytest.approx(four.step_time_s.middle - settings[0].step_time_s.middle / 4)
     assert sum(lost[:-1]) == pytest.approx(lost[-1])
     assert "not available" in browser.one("tr[data-figure=energy]").text
-    for text in (values.command, values.cluster, *values.limits, *values.knobs, "2.13.0+cpu", "0.04, 0.17, 0.08"):
+    for text in (values.command, values.cluster, *map(on_cores, values.limits), *values.knobs, "2.13.0+cpu", "0.04, 0.17, 0.08"):
         assert " ".join(text.split()) in " ".join(browser.one("body").text.split())
 
 
@@ -88,17 +89,17 @@ def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader
     rows = {row.get_attribute("data-figure") for row in browser.all("tr[data-figure]")}
     assert rows | set(PARTS) | {"ideal", "interval", "lost", "loss"} <= named
     for name in named:
-        assert browser.one(f"#text-{name}").text == DEFINITIONS[name].text, "in the list at the end, which the link leads to"
+        assert browser.one(f"#text-{name}").text == on_cores(DEFINITIONS[name].text), "in the list at the end, which the link leads to"
     assert all(browser.all(f"#{term.get_attribute('aria-describedby')}") for term in terms)
 
     tip = browser.one("#tip")
     assert not tip.is_displayed()
     browser.hover(browser.all("tr[data-figure=efficiency] .term")[0])
-    assert tip.text == f"efficiency {DEFINITIONS['efficiency'].text}"
+    assert tip.text == f"efficiency {on_cores(DEFINITIONS['efficiency'].text)}"
     browser.hover(browser.one("footer"))
     assert not tip.is_displayed()
     browser.run("document.querySelector('tr[data-figure=wire] .term').focus({preventScroll: true})")
-    assert DEFINITIONS["wire"].text in tip.text
+    assert on_cores(DEFINITIONS["wire"].text) in tip.text
     assert all(chart.get_attribute("aria-label") for chart in browser.all("[role=img]"))
 
 
@@ -106,7 +107,7 @@ def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader
 def test_where_the_intervals_overlap_no_speedup_stands_anywhere(browser: Browser, tmp_path: Path) -> None:
     values = alike()
     browser.open(page_of(values, tmp_path))
-    assert browser.one("#verdict").text == "No difference between 1 device and 2 devices: the intervals overlap."
+    assert browser.one("#verdict").text == "No difference between 1 core and 2 cores: the intervals overlap."
     assert browser.one(".card[data-figure=speedup] .value").text == "no difference"
     assert browser.all(".card[data-figure=efficiency]") == []
     assert shown_values(browser, "speedup") == shown_values(browser, "efficiency") == []
@@ -191,16 +192,16 @@ def test_synthetic_data_and_an_interrupted_benchmark_are_said_at_the_top(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "verdict"),
     [
-        ([setting(1, "strong", 20, 0.01)], "Measured on one device"),
-        ([setting(2, "strong", 20, 0.01, speedup=None, efficiency=None, is_speedup=False)], "measure one device, too (--devices 1,2)"),
-        ([setting(1, "strong", 20, 0.01), setting(2, "strong", 40, 0.01)], "Slower with 2 devices: 0.480 of the speed of one device."),
+        ([setting(1, "strong", 20, 0.01)], "Measured on one core"),
+        ([setting(2, "strong", 20, 0.01, speedup=None, efficiency=None, is_speedup=False)], "measure one core, too (--devices 1,2)"),
+        ([setting(1, "strong", 20, 0.01), setting(2, "strong", 40, 0.01)], "Slower with 2 cores: 0.480 of the speed of one core."),
         (
             [setting(1, "strong", 20, 0.01), setting(2, "weak", 20, 0.01)],
-            "1.92 times as fast with 2 devices, at the same batch per device.",
+            "1.92 times as fast with 2 cores, at the same batch per core.",
         ),
         (
             [setting(1, "strong", 20, 0.01), setting(2, "strong", 9, 0.01, is_speedup=False, pairs=[2.1])],
-            "No difference between 1 device and 2 devices: too few repeats to tell.",
+            "No difference between 1 core and 2 cores: too few repeats to tell.",
         ),
     ],
     ids=["one device", "no reference", "slower", "weak only", "one repeat"],
@@ -301,3 +302,18 @@ def luminance(browser: Browser, css: str, name: str) -> float:
 def contrast(one: float, other: float) -> float:
     """Contrast ratio of two luminances, 1 to 21."""
     return (max(one, other) + 0.05) / (min(one, other) + 0.05)
+
+
+def test_on_a_machine_without_gpus_devices_are_called_cores_but_in_options(tmp_path: Path) -> None:
+    text = page_of(report(), tmp_path).read_text()
+    body = re.sub(r"<(script|style).*?</\1>", "", text, flags=re.DOTALL)
+    assert "4 cores" in body
+    assert "--devices 1,2,4" in body
+    assert not re.findall(r"[^-=\"]\bdevices?\b(?!-)", body)
+
+
+def test_a_speedup_that_is_not_the_ratio_of_the_times_beside_it_says_why(tmp_path: Path) -> None:
+    one, two = setting(1, "strong", 20, 0.01), setting(2, "strong", 10, 0.01, speedup=around(1.7, 0.01))
+    verdict = page_of(report(settings=[one, dataclasses.replace(two, training_time_s=None)]), tmp_path).read_text()
+    assert "1.70 times as fast with 2 cores. (This is the median of rounds" in verdict
+    assert "are 2.00 times apart" in verdict

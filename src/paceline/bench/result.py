@@ -114,6 +114,11 @@ class Report:
     complete: bool = True
     synthetic: bool = False
 
+    @property
+    def on_cores(self) -> bool:
+        """Whether it was measured on a machine without GPUs, whose devices are cores."""
+        return not any(rank.gpu_memory_bytes for setting in self.settings for rank in setting.ranks)
+
     def to_json(self) -> str:
         """The report as JSON that `load` reads back."""
         return json.dumps(dataclasses.asdict(self), indent=1)

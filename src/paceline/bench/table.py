@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 from paceline.bench.result import Measured, Report
 from paceline.bench.settings import DEFAULT_STEPS
 from paceline.bench.summary import FINAL_STEPS
-from paceline.bench.words import count, percent, size
+from paceline.bench.words import count, on_cores, percent, size
 from paceline.stats import Interval
 from paceline.train.meter import PARTS
 from paceline.train.run import WARM_UP_STEPS
@@ -24,6 +25,7 @@ _PART_NAMES = {part: "exposed" if part == "comm" else part for part in PARTS}
 
 def show(report: Report, console: Console) -> None:
     """Print what the report says, its figures, where a step goes, what makes it less sure, each definition, and how it was measured."""
+    report = worded(report)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for i, sentence in enumerate(("", *report.limits, "")):
         console.print(Text(sentence, style="bold" if i == 1 else ""))
@@ -35,10 +37,19 @@ def show(report: Report, console: Console) -> None:
     for warning in report.warnings:
         console.print(Text(f"warning  {warning}\n", style="yellow"))
     for name, definition in definitions(report):
+        definition = on_cores(definition) if report.on_cores else definition
         console.print(Text(f"{name:<12}{definition}", style="dim"), soft_wrap=True)
     console.print()
     for name, fact in _circumstances(report):
         console.print(Text(f"{name:<9}{fact}"), soft_wrap=True)
+
+
+def worded(report: Report) -> Report:
+    """The report in words for people: on a machine without GPUs, devices are called cores."""
+    if not report.on_cores:
+        return report
+    settings = [replace(s, label=on_cores(s.label)) for s in report.settings]
+    return replace(report, settings=settings, limits=list(map(on_cores, report.limits)), warnings=list(map(on_cores, report.warnings)))
 
 
 def figures(report: Report) -> dict[str, float]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# Not options such as --devices, nor names of classes and files.
+_DEVICE = re.compile(r"""(?<!=")(?<!=')(?<![-\w.#/=])([Dd])evice(s?)(?!-(?!seconds)|[\w=])""")
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -34,3 +38,8 @@ def size(size_bytes: float | None) -> str:
 def clock(seconds: float) -> str:
     """`1:05`"""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def on_cores(text: str) -> str:
+    """A text for people about a machine without GPUs, whose devices are cores."""
+    return _DEVICE.sub(lambda found: ("C" if found[1] == "D" else "c") + f"ore{found[2]}", text)

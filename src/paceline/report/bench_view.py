@@ -19,6 +19,7 @@ from paceline.stats import LEAST_REPEATS, Interval
 
 Cell = Shown | str
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
+_VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures beside it without a word
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,23 @@ class BenchView:
             return f"No difference between 1 device and {devices}: {'too few repeats to tell' if few else 'the intervals overlap'}."
         gain = words.digits(best.speedup.middle)
         if best.speedup.middle < 1:
-            return f"Slower with {devices}: {gain} of the speed of one device."
-        return f"{gain} times as fast with {devices}{', at the same batch per device' if best.scaling == 'weak' else ''}."
+            return f"Slower with {devices}: {gain} of the speed of one device.{self._medians_say(best)}"
+        same = ", at the same batch per device" if best.scaling == "weak" else ""
+        return f"{gain} times as fast with {devices}{same}.{self._medians_say(best)}"
+
+    def _medians_say(self, best: Measured) -> str:
+        """Why the speedup is not the ratio of the figures beside it, where a reader would see that."""
+        if self.reference is None or best.speedup is None:
+            return ""
+        ratio = best.throughput.middle / self.reference.throughput.middle
+        if abs(ratio / best.speedup.middle - 1) < _VISIBLE:
+            return ""
+        if best.training_time_s is not None and best.scaling == "strong":
+            return f" (This compares whole trainings; the steps alone are {words.digits(ratio)} times as fast.)"
+        return (
+            f" (This is the median of rounds, in each of which both took turns; the medians over all rounds, which stand beside it, are "
+            f"{words.digits(ratio)} times apart.)"
+        )
 
     @property
     def cards(self) -> list[Card]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import secrets
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from paceline.bench import words
 from paceline.bench.result import Report
 from paceline.errors import RunError
 from paceline.files import write_whole
@@ -37,7 +39,8 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     try:
         view = BenchView(report, folder)
         facts = {"machine": report.cluster, "command": report.command, "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings))}
-        return write_page(folder / PAGE, "bench.html.j2", report=report, view=view, facts=described(facts, report.environment))
+        listed = described(facts, report.environment)
+        return write_page(folder / PAGE, "bench.html.j2", on_cores=report.on_cores, report=report, view=view, facts=listed)
     except _NOT_OURS as error:
         raise RunError(f"{folder} holds what no benchmark of paceline writes, so there is no page of it: {error!r:.200}") from error
 
@@ -61,16 +64,23 @@ def write_run_page(run: Run) -> Path:
         raise RunError(f"{run.path} holds what no run of paceline writes, so there is no page of it: {error!r:.200}") from error
 
 
-def write_page(file: Path, template: str, **values: Any) -> Path:
+def write_page(file: Path, template: str, *, on_cores: bool = False, **values: Any) -> Path:
     """Render a template of this package to a file; `facts` are what its list of the environment says.
+
+    With `on_cores`, the page calls devices cores.
 
     Raises:
         RunError: the file cannot be written.
     """
     plotly, script = _scripts()
     policy = f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; img-src data: blob:"
-    fixed = {"define": Used(), "colours": PART_COLOURS, "plotly": plotly, "script": script, "policy": policy}
+    scripts = {"plotly": plotly, "script": script}
+    places = {name: Markup(f"[[{secrets.token_hex(8)}]]") for name in scripts}  # a reader's text cannot name one
+    fixed = {"define": Used(), "colours": PART_COLOURS, "policy": policy, **places}
     text = _templates().get_template(template).render(fixed, **values)
+    text = words.on_cores(text) if on_cores else text
+    for name, code in scripts.items():
+        text = text.replace(places[name], code)
     try:
         write_whole(file, text)
     except OSError as error:

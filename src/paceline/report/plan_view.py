@@ -45,7 +45,8 @@ def write_plan_page(explanation: Explanation, scaling: Sequence[Scaled], advice:
         ("searched in", str(words.seconds(found.seconds))),
         ("speeds", "measured on these machines" if explanation.measured else "of the catalogue"),
     ]
-    return write_page(file, "plan.html.j2", view=view, facts=facts, define=Terms(), colours=view.colours)
+    on_cores = view.best.layout.machines.device.kind == "cpu"
+    return write_page(file, "plan.html.j2", on_cores=on_cores, view=view, facts=facts, define=Terms(), colours=view.colours)
 
 
 @dataclass(frozen=True)
