@@ -99,6 +99,21 @@ def test_code_that_needs_values_is_left_to_the_ranks(plan: str) -> None:
     assert found == [] or "no repeated blocks" in found[0]
 
 
+class WithANumber(Recurrent):
+    """Has a parameter of no dimensions on the model itself, which torch cannot swap for one without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale
+
+
+def test_what_only_tensors_without_values_raise_refuses_nothing() -> None:
+    assert Preflight(job("WithANumber")).reasons(Plan.parse("fsdp=2")) == []
+
+
 def test_of_several_plans_those_are_named_that_cannot_divide_the_model() -> None:
     cp, tp = Plan.parse("cp=2"), Plan.parse("tp=2")
     assert refused_of(job("Recurrent"), [Plan(dp=2), cp, tp], 60) == {cp}

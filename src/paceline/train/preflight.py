@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from paceline.cluster.cluster import Cluster
-from paceline.errors import PlanError
+from paceline.errors import PacelineError, PlanError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plan.anatomy import anatomy
@@ -116,6 +116,10 @@ class Preflight:
             return [f"plan {plan}: {error}"] if self._whole_runs(job) else []
         except PlanError as error:
             return str(error).splitlines()
+        except PacelineError:
+            raise  # the job itself is wrong
+        except Exception:  # noqa: BLE001 - of tensors without values, where the model was divided already: the ranks will tell
+            return []
         return []
 
     def _whole_runs(self, job: Job) -> bool:
