@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paceline.comm import deadline
 
