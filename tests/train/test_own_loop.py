@@ -411,6 +411,12 @@ def parameters_outside_of_a_divided_model() -> None:
     paceline.setup(model, SGD([*model.parameters(), temperature], lr=0.1), loader=data(), plan="fsdp=2")
 
 
+def an_average_of_a_divided_model() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loader=data(), plan="tp=2")
+    torch.optim.swa_utils.AveragedModel(engine.model)
+
+
 def a_forward_pass_beside_a_pipeline() -> None:
     model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
     engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, data(), plan="pp=2")
@@ -453,6 +459,7 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     (batches_read_ahead_without_a_word, r"engine\.backward\(loss, items=len\(x\)\), or set drop_last=True"),
     (a_model_in_ddp, "the model is wrapped by DistributedDataParallel"),
     (a_parameter_of_two_optimizers, "held by two of the optimizers"),
+    (an_average_of_a_divided_model, r"a copy of it \(AveragedModel, deepcopy\) would not be a model of its own"),
     (a_forward_pass_beside_a_pipeline, r"call engine\.step\(batch\), or use dp, fsdp, ep or tp"),
 ]
 

@@ -90,6 +90,7 @@ class OwnLoop(Engine):
         self._check_rule()
         if split is not None:
             split.begin_microbatch(last=True)
+            self._refuse_copies()
 
     # A step in two calls
 
@@ -301,9 +302,24 @@ class OwnLoop(Engine):
         """Let go of the model and the optimizers: no hooks of paceline remain."""
         for handle in (*self._hooks, *self._guards):
             handle.remove()
+        for module in self.model.modules():
+            module.__dict__.pop("__deepcopy__", None)
         super().close()
 
     # Backward
+
+    def _refuse_copies(self) -> None:
+        """A copy of a divided module would compute with the original's parts: an average of the weights that is none."""
+        plan, size = self.plan, self.group.size
+
+        def refuse(memo: Any) -> Any:
+            raise JobError(
+                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of its own. Copy it before "
+                f"setup and update it from engine.export, or use dp={size}"
+            )
+
+        for module in self.model.modules():
+            module.__deepcopy__ = refuse  # type: ignore[assignment]
 
     def _check_rule(self) -> None:
         name, several = SyncSpec.parse(self.plan.sync).name, len(self.optimizers) > 1
