@@ -82,3 +82,31 @@ def test_the_plan_that_train_would_choose_can_be_checked(tmp_path: Path) -> None
     outcome = paceline("check", "job.yaml", "--plan", "auto", "--steps", 2, folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert outcome.says("plan auto: dp=", "nothing is measured: 6 steps are over", "parity holds")
+
+
+@pytest.mark.slow
+def test_a_plan_that_ranks_refuse_is_counted_as_refused_and_fails_nothing(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch.nn.functional as F\n\n\ndef compared(output, target):\n"
+        "    return F.cross_entropy(output, target) + (output.mean(0) ** 2).sum()\n"
+    )
+    write_job(tmp_path / "job.yaml", loss="own.py:compared")
+    with started("paceline", "check", "job.yaml", "--all", "2", "--steps", "1", folder=tmp_path) as process:
+        outcome = ended(process, deadline_s=110)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.says("refused  dp=2: the loss compared is not the mean over its samples", "are refused")
+    assert "failed" not in outcome.out
+
+
+@pytest.mark.slow
+def test_what_a_check_cannot_tell_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Noisy(nn.Linear):\n    def __init__(self):\n        super().__init__(784, 10)\n\n"
+        "    def forward(self, x):\n        return super().forward(x.flatten(1) + torch.randn(len(x), 784, dtype=x.dtype))\n"
+    )
+    data = {"kind": "synthetic", "samples": 64, "shape": [784], "classes": 10}
+    write_job(tmp_path / "job.yaml", model="own.py:Noisy", data=data)
+    with started("paceline", "check", "job.yaml", "--plan", "dp=2", "--steps", "1", folder=tmp_path) as process:
+        outcome = ended(process, deadline_s=110)
+    assert outcome.code == 3, outcome.out + outcome.err
+    assert outcome.says("CANNOT TELL: the model draws random numbers")

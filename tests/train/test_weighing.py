@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
+from paceline.comm import Group
 from paceline.errors import PlanError
+from paceline.train.loop import train_in
 from ranks import Ranks
+from small_jobs import new_run, small_job
 
 SAMPLES, TOKENS, VOCAB, BATCH = 20, 6, 7, 8  # the last batch of an epoch has 4 samples
 PARTS = ["dp=1 microbatches=2", "dp=1 microbatches=8"]
@@ -443,3 +448,14 @@ def test_the_held_out_loss_is_weighed_as_the_training_loss(ranks: Ranks, plan: s
     alone = trained_and_measured("dp=1")
     for found in ranks(2, trained_and_measured, plan):
         assert found == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_record_of_a_run_says_what_cannot_be_weighed(tmp_path: Path) -> None:
+    (tmp_path / "noise.py").write_text(
+        "import torch.nn.functional as F\n\n\ndef noisy(output, target):\n    return F.cross_entropy(F.dropout(output, 0.5), target)\n"
+    )
+    run = tmp_path / "run"
+    train_in(new_run(run, small_job(loss=f"{tmp_path}/noise.py:noisy", stop={"steps": 2}), "dp=1 microbatches=2"), Group())
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (said,) = [event["said"] for event in events if event["event"] == "loss"]
+    assert "the loss noisy draws random numbers" in said[0]

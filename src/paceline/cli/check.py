@@ -87,21 +87,23 @@ def _show(parity: Parity, console: Console) -> None:
     for line in together(parity.report):
         console.print(f"  {line}", highlight=False, markup=False, style="dim")
     limit = parity.tolerance
-    table = Table("step", "loss", "one process", "loss differs", "gradients", "parameters", "buffers", box=None, pad_edge=False)
+    has_buffers = any(step.buffer.name for step in parity.steps)
+    columns = ["step", "loss", "one process", "loss differs", "gradients", "parameters", *["buffers"] * has_buffers]
+    table = Table(*columns, box=None, pad_edge=False)
     for number, step in enumerate(parity.steps, 1):
         differences = (
             _difference(step.loss_difference, limit.loss),
             _difference(step.gradient.difference, limit.gradient),
             _difference(step.parameter.difference, limit.parameter),
-            _difference(step.buffer.difference, limit.buffer),
+            *[_difference(step.buffer.difference, limit.buffer)] * has_buffers,
         )
         table.add_row(str(number), f"{step.loss:.7f}", f"{step.reference_loss:.7f}", *differences)
     console.print(table)
     for kind, worst in ((kind, _worst(parity, kind)) for kind in ("gradient", "parameter", "buffer")):
         if worst.name:
             console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}", highlight=False)
-    limits = f"{limit.loss:.1e} (loss), {limit.gradient:.1e} (gradients), {limit.parameter:.1e} (parameters), {limit.buffer:.1e} (buffers)"
-    limits += ", relative to one process in float64"
+    limits = f"{limit.loss:.1e} (loss), {limit.gradient:.1e} (gradients), {limit.parameter:.1e} (parameters)"
+    limits += f", {limit.buffer:.1e} (buffers)" * has_buffers + ", relative to one process in float64"
     if parity.holds:
         console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
         return
