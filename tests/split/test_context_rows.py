@@ -42,7 +42,9 @@ class Biased(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         n, t, c = x.shape
-        q, k, v = self.qkv(x).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x)
+        qkv += 0.1  # into what was gathered
+        q, k, v = qkv.reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
         scores = q @ k.mT / 3 + self.bias(self.distance).permute(2, 0, 1)
         x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(n, t, c))
         y: Tensor = self.head(x + self.mlp(x))

@@ -291,4 +291,5 @@ def _gathered(own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
     own = own.contiguous()
     flat = own.new_empty(own.numel() * group.size)
     group.all_gather(flat, own.view(-1))
-    return torch.cat(list(flat.view(group.size, *own.shape)), dim).narrow(dim, 0, rows)
+    whole = torch.cat(list(flat.view(group.size, *own.shape)), dim)
+    return whole if whole.shape[dim] == rows else whole.narrow(dim, 0, rows).clone()  # no view: the model may write into it
