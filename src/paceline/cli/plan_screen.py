@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -10,7 +11,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from paceline.bench.words import on_cores
 from paceline.plan.explain import LEAST, PART_NAMES, percent
+from paceline.plan.found import ERROR, equals, preferred
 from paceline.report.words import digits, seconds
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def _head(explanation: Explanation, console: Console) -> None:
 def _winner(explanation: Explanation, console: Console) -> None:
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
-    figures = [("step", str(seconds(prediction.step_time_s))), ("samples/s", digits(prediction.throughput))]
+    figures = [("step", f"{seconds(prediction.step_time_s)} ± {ERROR:.0%}"), ("samples/s", digits(prediction.throughput))]
     if explanation.tokens > 1:
         figures.append(("tokens/s", digits(prediction.throughput * explanation.tokens)))
     if prediction.mfu is not None:
@@ -136,18 +139,30 @@ def _bar(share: float) -> str:
 
 def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     priced = explanation.cost(explanation.winner)
-    _title(console, "the best plans", f"cost: of {priced.of}" if priced else "")
+    about = [f"predicted, ± {ERROR:.0%}; ≈ is equal within that", *([f"cost: of {priced.of}"] if priced else [])]
+    _title(console, "the best plans", "; ".join(about))
     table = _table("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
     for number, candidate in enumerate(explanation.found.best[:top], 1):
         table.add_row(*_row(explanation, number, candidate), style="" if number > 1 else "bold")
     _print(console, table)
+    if len(alike := equals(explanation.found.best[:top])) > 1:
+        _print(console, Text(_preference(explanation.found.best[:top], alike)))
+
+
+def _preference(best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
+    """Which plan to take of those that are equally fast as far as is known."""
+    taken = preferred(best)
+    numbers = ", ".join(str(number) for number, candidate in enumerate(best, 1) if candidate in alike)
+    why = f"the fewest moving parts and, of those, the most free memory ({memory(taken.prediction.memory_bytes)} taken)"
+    return f"Plans {numbers} are equally fast as far as the model can tell. Of these {taken.plan} has {why}: take it, or measure them."
 
 
 def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[RenderableType]:
     best, prediction, cost = explanation.winner.prediction.step_time_s, candidate.prediction, explanation.cost(candidate)
     step, plan = Text(str(seconds(prediction.step_time_s)), justify="right"), Text(str(candidate.plan))
     if number > 1:
-        step.append(f"\n+{percent(prediction.step_time_s / best - 1)}", style=_QUIET)
+        equal = "≈ " if candidate in equals(explanation.found.best) else ""
+        step.append(f"\n{equal}+{percent(prediction.step_time_s / best - 1)}", style=_QUIET)
         plan.append(f"\n{candidate.why}", style=_QUIET)
     return [
         str(number),
@@ -177,12 +192,15 @@ def _helps(explanation: Explanation, console: Console) -> None:
     if not explanation.helps:
         return
     _title(console, "what would help most", "throughput, by the same model")
+    named = on_cores if explanation.winner.layout.machines.device.kind == "cpu" else str
     table = _table("gain", "change", "what else", heads=False)
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
     for row in explanation.helps:
         helps = row.words.startswith("+")
         table.add_row(
-            Text(row.words, style=_GOOD if helps else _QUIET), Text(row.what, style="" if helps else _QUIET), Text(row.about, style=_QUIET)
+            Text(row.words, style=_GOOD if helps else _QUIET),
+            Text(named(row.what), style="" if helps else _QUIET),
+            Text(named(row.about), style=_QUIET),
         )
     _print(console, table)
 
