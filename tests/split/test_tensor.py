@@ -334,6 +334,25 @@ class Deceptive(nn.Module):
         return result
 
 
+class TiedTransposed(nn.Module):
+    """A linear layer, and torch's linear function with its weight the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(self.up(x)), self.up.weight.t())
+
+
+def test_a_linear_function_between_divided_tokens_is_followed() -> None:
+    model, batch = gpt()
+    model.get_submodule("blocks.0").mlp = TiedTransposed()
+    report = shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True)
+    assert report.done["blocks.1.mlp.0"] == "column"
+    assert "blocks.0.mlp.up" not in report.done
+
+
 class DataDependent(nn.Module):
     """Looks at what it has computed."""
 

@@ -157,6 +157,31 @@ class Untraceable(Layers):
         return y * self.up.weight.sum() if y.abs().max() > 0 else y
 
 
+class Reader(nn.Module):
+    """Looks at the values of a tensor that is no argument, and returns something made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.shelf.pop().square().mean()
+        return x * inner if inner > 0 else x
+
+
+class ReadsBesides(Layers):
+    """A module that cannot be traced reads divided features past its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader()
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.up(x))
+        self.reader.shelf.append(y)
+        return self.plain(self.reader(self.down(y)))
+
+
 def in_inner(model: nn.Module, of: Batch) -> Tensor:
     """The loss with what lies inside the divided layers."""
     result = model(of[0])  # type: ignore[index]
@@ -174,7 +199,7 @@ def with_penalty(model: nn.Module, of: Batch) -> Tensor:
 
 
 Case = tuple[Callable[[], Made], Callable[[nn.Module, Batch], Tensor]]
-MODELS = (HookedActivation, OwnFunction, Complex, Noisy, ReturnsInner, KeepsInner, Caches, Untraceable)
+MODELS = (HookedActivation, OwnFunction, Complex, Noisy, ReturnsInner, KeepsInner, Caches, Untraceable, ReadsBesides)
 
 
 def made(kind: type[Layers]) -> Made:
@@ -207,7 +232,7 @@ class FunctionalInput(Layers):
 
 def test_layers_whose_own_code_needs_whole_tensors_stay_whole_and_all_learn_as_in_one_process(ranks: Ranks) -> None:
     divided = ranks(2, all_agree)[0]
-    whole = {"HookedActivation", "OwnFunction", "Noisy", "ReturnsInner", "KeepsInner", "Untraceable"}
+    whole = {"HookedActivation", "OwnFunction", "Noisy", "ReturnsInner", "KeepsInner", "Untraceable", "ReadsBesides"}
     whole |= {"Caches", "Complex", "hooked_parameters", "hooked_modules"}
     for name, layers in divided.items():
         assert ("up" in layers) == (name not in whole), name

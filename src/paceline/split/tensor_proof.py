@@ -48,11 +48,11 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
     """Everything that can be divided over `ranks` ranks, or, in `refused`, why the model's heads cannot."""
     try:
         graph = trace(model, example, call)
+        found = find_regions(graph, _hints(model))
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
         text = " ".join(str(error).split())[:200]
         return Proof(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
     proof = Proof(graph, hints=_hints(model))
-    found = find_regions(graph, proof.hints)
     proof.why_whole = found.why_whole
     proof.notes += [f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()]
     proof.refused = _refusals(found.regions, ranks)

@@ -74,7 +74,7 @@ def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Lab
 
 def is_row(node: Node, labels: dict[int, Label]) -> bool:
     """Whether the node is a linear layer with divided inputs, so that its outputs are addends."""
-    if node.name != "linear":
+    if node.op != "linear":
         return False
     x, weight = labels.get(node.inputs[0]), labels.get(node.inputs[1])
     return (weight is not None and weight.dim == (0 if node.kwargs["transposed"] else 1)) or (

@@ -534,10 +534,13 @@ def _opaque(module: nn.Module, recorder: _Recorder, since: tuple[int, int], give
         first = next((x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
         if not path or first is None:
             return None
+        graph = recorder.graph
+        read = {v for node in graph.nodes[since[0] :] for v in node.inputs if graph.values[v].producer < since[0]}  # attributes, too
         recorder.forget(*since)
         recorder.graph.opaque[path] = " ".join(str(error).split())[:200]
         result = torch.empty_like(first, device="meta")
-        recorder.add("opaque", (*tree_leaves(given), *module.parameters()), {}, result)
+        known = {recorder.see(x) for x in (*tensors_of(given), *module.parameters())}
+        recorder.add("opaque", tuple(Ref(v) for v in sorted(known | read)), {}, result)
     return result
 
 
