@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from commands import events
@@ -19,6 +20,11 @@ from ranks import Ranks
 from small_jobs import new_run, plain, small_job, train_as_rank
 
 FAST = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_ranks, "PATIENCE_S", 0.0)
 
 
 def told(plan: str, steps: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
@@ -59,6 +65,14 @@ def test_a_stage_is_compared_with_the_same_stage_of_other_replicas_and_never_wit
     assert about["rank"] == 2
 
 
+def test_a_rank_is_named_only_when_it_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_ranks, "PATIENCE_S", 2.0)
+    even, slow = [FAST] * 2, [FAST, 2 * FAST]
+    assert not told("dp=2", ([even] * 40 + [slow] * 40) * 5), "1.6 s at a time"
+    [(_, about)] = told("dp=2", [even] * 40 + [slow] * 90)
+    assert (about["rank"], about["since_step"]) == (1, 41)
+
+
 def test_a_step_in_which_nothing_was_agreed_counts_for_nothing() -> None:
     assert not told("dp=2", [[]] * 100)
 
@@ -78,10 +92,15 @@ class SlowForAWhile(nn.Module):
         return y
 
 
+def train_without_patience(run: Path) -> None:
+    slow_ranks.PATIENCE_S = 0.0
+    train_as_rank(run)
+
+
 def test_a_rank_that_is_really_slow_is_told_in_the_record(ranks: Ranks, tmp_path: Path) -> None:
     job = small_job(model={"factory": f"{__file__}:SlowForAWhile"}, stop={"steps": 70})
     run = new_run(tmp_path / "run", job, "dp=2").path
-    ranks(2, train_as_rank, run)
+    ranks(2, train_without_patience, run)
     [slow] = [event for event in events(run, "slow_rank") if event["rank"] == 1]
     assert slow["ratio"] > 1.5
     assert 6 <= slow["since_step"] <= 25  # on a busy machine other steps are slow, too

@@ -14,6 +14,7 @@ from paceline.split.mesh import AXES
 
 WINDOW = 20  # steps over which a rank's median is taken
 WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another
+PATIENCE_S = 10.0  # of work, for which it must stay slow before it is named: on a shared machine, ranks are slow in turn for a moment
 SLOW, RECOVERED = 1.5, 1.2  # times the median of the others
 _LEAST_S = 0.002  # by which it must be slower: less is noise, and nothing to gain
 
@@ -32,6 +33,8 @@ class SlowRanks:
         self._seen = 0
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=WINDOW)
         self._slow: dict[int, int] = {}  # since which step
+        self._suspected: dict[int, tuple[int, float]] = {}  # since which step, and how much work ago
+        self._worked_s = 0.0
 
     def step(self, step: int, busy_s: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Take in how long each rank was busy in a step; yields the events that it brings."""
@@ -41,6 +44,7 @@ class SlowRanks:
         if self._seen <= WARM_UP:
             return
         self._steps.append((step, list(busy_s)))
+        self._worked_s += max(busy_s)
         if len(self._steps) < WINDOW:
             return
         medians = [statistics.median(column) for column in zip(*(busy for _, busy in self._steps), strict=True)]
@@ -49,11 +53,16 @@ class SlowRanks:
                 continue
             found = _Compared(medians[rank], statistics.median(medians[r] for r in others))
             if rank not in self._slow and found.is_slow:
-                self._slow[rank] = since = self._since(rank, others)
+                since, at_s = self._suspected.setdefault(rank, (self._since(rank, others), self._worked_s))
+                if self._worked_s - at_s < PATIENCE_S:
+                    continue
+                self._slow[rank] = since
                 yield "slow_rank", self._about(rank, found) | {"since_step": since, "step": step}
             elif rank in self._slow and found.is_over:
                 since = self._slow.pop(rank)
                 yield "slow_rank_over", self._about(rank, found) | {"since_step": since, "step": step}
+            if not found.is_slow:
+                self._suspected.pop(rank, None)
 
     def _about(self, rank: int, found: _Compared) -> dict[str, Any]:
         host = self.hosts[rank] if rank < len(self.hosts) else 0
