@@ -40,7 +40,7 @@ def sample(number: int) -> tuple[Tensor, int]:
 
 
 class Streamed(IterableDataset[Any]):
-    """0, 1, …, of which each loader process takes every so manieth."""
+    """0, 1, …, of which each of n loader processes takes every n-th."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.samples = samples

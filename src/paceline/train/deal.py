@@ -11,7 +11,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from paceline.comm import Group
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.train.loader import Loader, Workers
+from paceline.train.loader import Loader
+from paceline.train.loader_processes import Workers
 from paceline.train.sampler_state import name_of, samplers
 from paceline.train.samples import Samples
 from paceline.train.stream import Stream

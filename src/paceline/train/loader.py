@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import _remove_worker_pids, _set_worker_pids
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from paceline.errors import DataError, LoaderProcessError, PlanError
+from paceline.errors import DataError, PlanError
 from paceline.job.partition import Partition
+from paceline.train.loader_processes import Begin, Workers, failed
 from paceline.train.samples import Collate, Failure, Request, Samples
 from paceline.train.stream import Stream
 from paceline.train.whole import Flow, Piece
@@ -30,26 +29,6 @@ class Position(NamedTuple):
     step: int
     local: int
     total: int
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The loader processes of each rank, with the arguments that `DataLoader` has for them.
-
-    Not `persistent`, they end with each epoch, and the next ones get the dataset as it is then.
-    """
-
-    count: int = 0
-    prefetch_factor: int | None = None
-    persistent: bool = True
-    timeout_s: float = 0.0
-    init: Callable[[int], Any] | None = None
-    context: Any = None  # multiprocessing's
-
-    @property
-    def ahead(self) -> int:
-        """Batches that are asked for before the first of them is needed."""
-        return self.count * (2 if self.prefetch_factor is None else self.prefetch_factor)
 
 
 class Loader:
@@ -234,7 +213,7 @@ class Loader:
                 prefetch_factor=workers.prefetch_factor,
                 persistent_workers=workers.count > 0,
                 timeout=workers.timeout_s,
-                worker_init_fn=_Begin(workers.init) if workers.count else None,
+                worker_init_fn=Begin(workers.init) if workers.count else None,
                 multiprocessing_context=workers.context,
                 pin_memory=self.pin_memory,
                 snapshot_every_n_steps=int(self._samples.stateful),  # a dataset's own state, sent with each batch
@@ -298,7 +277,7 @@ class Loader:
         _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
         try:
             return next(batches)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # the last two where one died while it sent
             raise self._failed_processes(error) from error
         finally:
             _remove_worker_pids(id(batches))
@@ -309,6 +288,7 @@ class Loader:
             explained = DataError(batch.message)
             explained.from_users_code = True
             raise explained from batch.cause
+        read_whole = isinstance(batch, Piece)
         if isinstance(batch, Piece):
             if isinstance(self.partition, Flow):
                 taken = self.partition.take(self._turn, batch)
@@ -323,7 +303,8 @@ class Loader:
         self.indices = self._requests.popleft().indices
         if self._needs_samples:
             self._check_filled(step)
-        self.position = Position(epoch, step, self.partition.shares(step)[self.partition.replica], self.partition.size(step))
+        local = self.partition.shares(step)[self.partition.replica] if read_whole else len(self.indices)
+        self.position = Position(epoch, step, local, self.partition.size(step))
         last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
         self._next = (epoch + 1, 0) if last else (epoch, step + 1)
         return (self.example(1) if batch is None and self.fills_empty else batch,)
@@ -338,28 +319,13 @@ class Loader:
 
     # Loader processes
 
-    def _failed_processes(self, error: RuntimeError | None) -> DataError:
+    def _failed_processes(self, error: Exception | None) -> DataError:
         """The error of loader processes that failed; they are ended."""
         epoch, step = self._next
-        where = f"rank {self._rank}, before step {step} of epoch {epoch}"
-        workers = getattr(self._loader._iterator, "_workers", ())
-        dead = [(worker.pid, worker.exitcode) for worker in workers if worker.exitcode is not None]
+        processes = getattr(self._loader._iterator, "_workers", ())
+        ended = [(process.pid, process.exitcode) for process in processes if process.exitcode is not None]
         self.close()
-        if dead:
-            pid, code = dead[0]
-            more = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
-            advice = "" if code >= 0 else ". Those that were killed often lacked memory: try a smaller num_workers"
-            return LoaderProcessError(f"{where}: a DataLoader worker process (pid {pid}){more} {_end_of(code)}{advice}")
-        said = str(error).strip()
-        if "timed out" in said:
-            return LoaderProcessError(
-                f"{where}: no batch came from the {self.num_workers} DataLoader worker processes within their timeout of "
-                f"{self.workers.timeout_s:g} s. If reading is only slow, raise timeout or num_workers"
-            )
-        return LoaderProcessError(
-            f"{where}: the {self.num_workers} DataLoader worker processes failed: {said}. Those that were killed often lacked memory: "
-            "try a smaller num_workers"
-        )
+        return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
 
     def _reader_state(self) -> dict[str, Any] | None:
         """torchdata's own state at the batch to come; None where only the position matters, and before the first iteration."""
@@ -430,31 +396,6 @@ class _Steps:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Nothing, as `state_dict`."""
-
-
-class _Begin:
-    """The `worker_init_fn` of loader processes: shows them the user's dataset, as a DataLoader would, and calls the user's function."""
-
-    def __init__(self, init: Callable[[int], Any] | None) -> None:
-        self.init = init
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        samples: Any = info.dataset
-        object.__setattr__(info, "dataset", samples.dataset)  # the class refuses plain assignments
-        if self.init is not None:
-            self.init(worker)
-
-
-def _end_of(code: int) -> str:
-    """How a process with that exit code ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:  # a real-time signal
-        return f"was killed by signal {-code}"
 
 
 def _unchanged(batch: Any) -> Any:

@@ -61,8 +61,8 @@ def setup(
         loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`. `paceline.job.loss.Loss` tells how to
             weigh other items. None: the loop computes its own and calls `engine.backward(loss)` and `engine.update()`.
         loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every batch to the
-            replicas, so the same script does the same work on any number of them. `shuffle=False` keeps the order. None: every rank brings
-            its own data, and all ranks' losses count alike.
+            replicas, so the same script does the same work on any number of them. The order of its sampler and its other arguments are
+            kept, see docs/loader.md. None: every rank brings its own data, and all ranks' losses count alike.
         plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
         precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that adapts itself) or `fp64`.
         clip_norm: largest L2 norm of the gradient.

@@ -1,0 +1,76 @@
+"""The DataLoader worker processes of a rank: how they are started, and what is said when one fails."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from paceline.errors import LoaderProcessError
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The loader processes of each rank, with the arguments that `DataLoader` has for them.
+
+    Not `persistent`, they end with each epoch, and the next ones get the dataset as it is then.
+    """
+
+    count: int = 0
+    prefetch_factor: int | None = None
+    persistent: bool = True
+    timeout_s: float = 0.0
+    init: Callable[[int], Any] | None = None
+    context: Any = None  # multiprocessing's
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are asked for before the first of them is needed."""
+        return self.count * (2 if self.prefetch_factor is None else self.prefetch_factor)
+
+
+class Begin:
+    """The `worker_init_fn` of loader processes: shows them the user's dataset, as a DataLoader would, and calls the user's function."""
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        samples: Any = info.dataset
+        object.__setattr__(info, "dataset", samples.dataset)  # the class refuses plain assignments
+        if self.init is not None:
+            self.init(worker)
+
+
+def failed(where: str, workers: Workers, ended: Sequence[tuple[int, int]], error: Exception | None) -> LoaderProcessError:
+    """The error of loader processes, of which `ended` (pid, exit code) are no more; `error` is what torch said."""
+    if ended:
+        pid, code = ended[0]
+        more = f" (and {len(ended) - 1} more)" if len(ended) > 1 else ""
+        advice = "" if code >= 0 else ". Those that were killed often lacked memory: try a smaller num_workers"
+        return LoaderProcessError(f"{where}: a DataLoader worker process (pid {pid}){more} {_end_of(code)}{advice}")
+    said = f"{type(error).__name__}: {error}".strip()
+    if "timed out" in said:
+        return LoaderProcessError(
+            f"{where}: no batch came from the {workers.count} DataLoader worker processes within their timeout of "
+            f"{workers.timeout_s:g} s. If reading is only slow, raise timeout or num_workers"
+        )
+    return LoaderProcessError(
+        f"{where}: the {workers.count} DataLoader worker processes failed: {said}. Those that were killed often lacked memory: "
+        "try a smaller num_workers"
+    )
+
+
+def _end_of(code: int) -> str:
+    """How a process with that exit code ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
