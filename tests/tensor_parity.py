@@ -58,10 +58,10 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def gradients_agree(
-    make: Callable[[], Made], loss: Callable[[nn.Module, Batch], Tensor] = loss_of, *, sequence: bool = False
+    make: Callable[[], Made], loss: Callable[[nn.Module, Batch], Tensor] = loss_of, *, sequence: bool = False, large: int = 1 << 40
 ) -> TensorReport:
     """Hold the loss, gradients and buffers of the divided model, over two steps, against the whole one's; what was divided."""
-    tensor_lone.LARGE = 1 << 40
+    tensor_lone.LARGE = large
     group = own_group()
     full, batch = seeded(make)
     own, _ = seeded(make)
