@@ -262,6 +262,35 @@ def checkpointed_halves() -> nn.Module:
     return chain
 
 
+class Recomputes(torch.autograd.Function):
+    """Runs blocks without a graph, and again one by one in the backward pass, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Any) -> Tensor:
+        ctx.blocks, ctx.inputs = blocks, []
+        for block in blocks:
+            ctx.inputs.append(x)
+            x = block(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        for block, x in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = block(x)
+            torch.autograd.backward(y, gradient)
+            gradient = x.grad
+        return gradient, None
+
+
+@model
+def blocks_in_an_autograd_function() -> nn.Module:
+    first, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Chain(lambda model, x: model.head(Recomputes.apply(model.first(x), model.blocks)), first=first, head=head)
+
+
 # Modules reached otherwise
 
 
@@ -350,6 +379,23 @@ def functional_calls_with_other_weights() -> nn.Module:
 @model
 def a_gradient_of_torch_func() -> nn.Module:
     return Chain(lambda model, x: torch.func.grad(lambda z: one_after_the_other(model, z).square().sum())(x))
+
+
+@model
+def weights_that_are_computed() -> nn.Module:
+    """By parametrisation, and by a layer whose input has no batch."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        x = one_after_the_other(model, x)
+        y: Tensor = x @ model.maker(model.seed).view(WIDTH, WIDTH)
+        return y
+
+    class Normed(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.nn.utils.parametrizations.weight_norm(self.up)
+
+    return Chain(forward, Normed, maker=nn.Linear(3, WIDTH * WIDTH), seed=nn.Parameter(torch.ones(3)))
 
 
 # What pp refuses
@@ -519,7 +565,8 @@ def test_what_modules_keep_from_pass_to_pass_is_kept_by_stages(ranks: Ranks) -> 
 
 
 def test_checkpoints_of_a_models_own_are_not_cut(ranks: Ranks) -> None:
-    assert_same(ranks(2, divided, ["reentrant_checkpoints", "checkpointed_halves"], PP, 2, backend="shm"))
+    names = ["reentrant_checkpoints", "checkpointed_halves", "blocks_in_an_autograd_function"]
+    assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
 
 
 def test_modules_that_are_not_called_from_their_parent_are_found(ranks: Ranks) -> None:
@@ -541,10 +588,17 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) ->
     assert_refused(ranks(2, divided, list(words), PP, 2, backend="shm"), words)
 
 
+def test_weights_with_hooks_or_made_of_others_are_not_deferred_by_a_zero_bubble_schedule(ranks: Ranks) -> None:
+    names = ["weights_that_are_computed", "parameter_hooks", "a_batch_changed_in_place", "addition_in_place_between_blocks"]
+    plan = f"pp=2 microbatches=2 schedule=zero-bubble cut={','.join(f'blocks.{i}' for i in (1, 2, 3))}"
+    assert_same(ranks(2, divided, names, plan, 2, backend="shm"))
+
+
 def test_fsdp_gathers_what_is_used_outside_of_its_block_with_the_rest(ranks: Ranks) -> None:
     names = ["a_weight_of_a_block_used_by_the_model", "a_penalty_on_all_parameters", "a_block_in_a_method_of_its_own"]
     names += ["functional_calls", "functional_calls_with_other_weights", "forward_called_past_hooks", "a_block_that_changes_its_input"]
     names += ["a_gradient_in_the_forward_pass", "a_gradient_of_torch_func", "blocks_under_vmap", "one_block_under_two_names"]
+    names.append("blocks_in_an_autograd_function")
     assert_same(ranks(2, divided, names, FSDP, 1, backend="shm"))
 
 

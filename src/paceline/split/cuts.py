@@ -68,6 +68,8 @@ def too_few(cuts: int, stages: int, ranks: int, schedule: str, reasons: Sequence
     per_rank = stages // ranks
     fits = (cuts + 1) // per_rank
     help_ = f"pp={fits} or less" if fits > 1 else "train without pp (fsdp and tp divide any model)"
+    if per_rank > 1 and cuts + 1 >= ranks:
+        help_ = f"schedule=1f1b, or {help_}"
     why = f" {reasons[0]}." if reasons else ""
     return f"pp={ranks} with schedule={schedule} needs {stages} stages, and the model can be cut into {cuts + 1} at most: {help_}.{why}"
 

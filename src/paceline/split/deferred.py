@@ -38,9 +38,11 @@ def _compute(pending: list[Callable[[], None]]) -> None:
 
 
 def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> Tensor:
-    if not (torch.is_grad_enabled() and module.weight.requires_grad):
-        return F.linear(x, module.weight, module.bias)
-    y: Tensor = _Linear.apply(x, module.weight, module.bias, pending)
+    weight = module.weight  # looked up once: a parametrised one is computed then
+    # What makes a weight has its gradient with all others; a hook on one would be called with none.
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or weight._backward_hooks:
+        return F.linear(x, weight, module.bias)
+    y: Tensor = _Linear.apply(x, weight, module.bias, pending)
     return y
 
 
@@ -60,7 +62,7 @@ class _Linear(torch.autograd.Function):
         of_x, of_bias = ctx.dtypes
         ctx.pending.append(partial(_add_gradient, weight, dy, x))
         dx = (dy @ weight.to(dy.dtype)).to(of_x) if ctx.needs_input_grad[0] else None
-        db = dy.flatten(0, -2).sum(0).to(of_bias) if ctx.needs_input_grad[2] else None
+        db = dy.reshape(-1, dy.shape[-1]).sum(0).to(of_bias) if ctx.needs_input_grad[2] else None
         return dx, None, db, None
 
 

@@ -31,6 +31,7 @@ class Observed:
         writes_input: whether the batch is changed in place.
         checkpointed: activation checkpointing of the model's own, from and until when on the trace's clock.
         reentrant: whether some of it is re-entrant.
+        functions: the same times of the forward passes of `torch.autograd.Function`s.
         keeps: (module, attribute) of lists and dictionaries in which modules keep tensors that depend on parameters.
         counts: whether modules count, or set other numbers or texts on themselves.
     """
@@ -43,6 +44,7 @@ class Observed:
     writes_input: bool = False
     checkpointed: list[tuple[int, int]] = field(default_factory=list)
     reentrant: bool = False
+    functions: list[tuple[int, int]] = field(default_factory=list)
     keeps: list[tuple[str, str]] = field(default_factory=list)
     counts: bool = False
 
@@ -61,13 +63,24 @@ class Observed:
             yield from generator(*args, **kwargs)
             self.checkpointed.append((started, clock()))
 
+        function = autograd.Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            started = clock()
+            try:
+                return function.__func__(cls, *args, **kwargs)
+            finally:
+                self.functions.append((started, clock()))
+
         def note() -> None:
             self.reentrant = True
 
         with ExitStack() as stack:
             stack.callback(setattr, autograd, "_engine_run_backward", engine)
             stack.callback(setattr, checkpointing, "_checkpoint_without_reentrant_generator", generator)
+            stack.callback(setattr, autograd.Function, "apply", function)
             autograd._engine_run_backward = run_backward
+            autograd.Function.apply = classmethod(apply)
             checkpointing._checkpoint_without_reentrant_generator = without_reentrant
             stack.enter_context(without_reentrant_checkpoints(note))
             yield

@@ -50,6 +50,9 @@ def inseparable(blocks: Sequence[str], trace: Trace | None, observed: Observed) 
         elif block in observed.direct:
             found[block] = "its forward is called past its hooks"
     if trace is not None:
+        for visit in trace.visits:
+            if visit.name in blocks and any(start < visit.enter < stop for start, stop in observed.functions):
+                found.setdefault(visit.name, "it is called within a torch.autograd.Function, whose backward pass is its own")
         for block, reason in _in_operations(blocks, trace):
             found.setdefault(block, reason)
     return found

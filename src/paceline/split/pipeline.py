@@ -204,15 +204,16 @@ class Pipeline:
                 reasons = [too_few(len(cuts), self._count, self._pp.size, plan.schedule, reasons)]
         if reasons:  # not between all blocks
             names = names or [self._block_names[i] for i in even(len(self._block_names), self._count)]
-            if not names or not can_be_exported(self._model, self._observed):
-                raise PlanError("\n".join(reasons))
-            try:
-                self._pieces(example, names)
-                return True, names
-            except PlanError as error:
-                if len(cuts) + 1 < self._count:
-                    raise PlanError("\n".join([*reasons, str(error)])) from None
-                self.lines.append(f"pp: not every block can begin a stage: {reasons[0]}")
+            problem = ""
+            if names and can_be_exported(self._model, self._observed):
+                try:
+                    self._pieces(example, names)
+                    return True, names
+                except PlanError as error:
+                    problem = str(error)
+            if len(cuts) + 1 < self._count:
+                raise PlanError("\n".join([*reasons, problem] if problem else reasons))
+            self.lines.append(f"pp: not every block can begin a stage: {reasons[0]}")
         assert trace is not None, "without a trace there are no cuts, and that was raised"
         return False, [cut.before for cut in self._balanced(trace, cuts, example)]
 

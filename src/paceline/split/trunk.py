@@ -228,6 +228,8 @@ class Trace:
             return "the model calls modules inside of a transform of torch.func, whose tensors cannot be sent"
         if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.checkpointed):
             return "it would divide what the model computes as one activation checkpoint"
+        if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.functions):
+            return "it would divide what the model computes in one torch.autograd.Function, whose backward pass is its own"
         for name, key in self.observed.keeps:
             if any(is_in(name, v.name) for v in done):
                 return f"{name} keeps tensors in its {key}, from where later modules may take them"
