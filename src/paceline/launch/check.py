@@ -263,7 +263,7 @@ def check_all(
 
     checks, hold = Checks(job, cluster, steps=steps), True
     with checks.opened():
-        for plan in legal_plans(job, checks.cluster, most_ranks):
+        for plan in legal_plans(job, checks.cluster, range(min(2, most_ranks), most_ranks + 1)):
             try:
                 found: Parity | Exception = checks.check(plan)
             except PacelineError as error:
