@@ -88,7 +88,10 @@ def private_folder(path: Path) -> None:
         PermissionError: it belongs to another user, who could put links in it or read what is written there.
         OSError: it cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
     try:
         path.mkdir(mode=PRIVATE_FOLDER)
     except FileExistsError:
