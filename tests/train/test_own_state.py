@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import paceline
 from paceline.errors import CheckpointError, RunError
 from paceline.train import trackers
+from paceline.train.checkpoint import Checkpointer
 from paceline.train.engine import StepResult
 from paceline.train.plain_values import decode, encode
 from ranks import Ranks
@@ -133,6 +135,24 @@ def saves_elsewhere(folder: str) -> str:
 def test_ranks_that_save_into_folders_of_their_own_are_told_so(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2, saves_elsewhere, str(tmp_path)):
         assert f"{tmp_path}/0 on rank 0 and {tmp_path}/1 on rank 1" in said
+
+
+def saves_while_the_first_rank_is_late(folder: str) -> bool:
+    """Rank 0 looks into the folder only when the others have had the time to write."""
+    engine = plain_engine()
+    claim = Checkpointer._claim_folder
+
+    def late(self: Checkpointer) -> None:
+        time.sleep(0.5 * (self.rank == 0))
+        claim(self)
+
+    Checkpointer._claim_folder = late  # type: ignore[method-assign]
+    path = engine.save(folder)
+    return bool((path / "manifest.json").exists())
+
+
+def test_a_rank_that_is_late_removes_nothing_that_others_wrote(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, saves_while_the_first_rank_is_late, str(tmp_path), deadline_s=30) == [True, True]
 
 
 def plain_engine(**settings: Any) -> Any:

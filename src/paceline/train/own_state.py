@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,16 +45,29 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     taken.shared |= shared
     taken.own |= own
     group = engine.group
-    checkpointer = Checkpointer(folder, rank=group.rank, world=group.size, keep=keep, deadline_s=group.deadline_s, report=lambda *_: None)
+    made: list[Checkpointer] = []
+
+    def claim() -> None:
+        made.append(Checkpointer(folder, rank=group.rank, world=group.size, keep=keep, deadline_s=group.deadline_s, report=lambda *_: None))
+
+    def write() -> None:
+        made[0].save(engine.step_count, taken)
+        made[0].close()
+
+    _together(engine, claim)  # rank 0 removes what a crash left half-written; nobody may have begun before that
+    _together(engine, write)
+    return folder / step_name(engine.step_count)
+
+
+def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
+    """Call `do` on every rank, and return when all have; one rank's failure is raised on all."""
     problem = None
     try:
-        checkpointer.save(engine.step_count, taken)
-        checkpointer.close()
+        do()
     except CheckpointError as error:
         problem = str(error)
-    if problems := [said for said in group.gather_json(problem) if said is not None]:
+    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
         raise CheckpointError(problems[0])
-    return folder / step_name(engine.step_count)
 
 
 def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
