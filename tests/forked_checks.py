@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 
 from paceline.cluster.cluster import Cluster
+from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.launch.check import Checks, Parity
 from paceline.plan.plan import Plan
-from ranks import Ranks, run_processes
+from ranks import RankError, Ranks, run_processes
 
 
 def checked(ranks: Ranks, job: Job, plan: str, *, steps: int = 2) -> Parity:
@@ -17,10 +18,13 @@ def checked(ranks: Ranks, job: Job, plan: str, *, steps: int = 2) -> Parity:
     def launch(arguments: list[str], job: Job, cluster: Cluster, of: Plan) -> None:
         module, _, name = arguments[0].partition(":")
         function = getattr(importlib.import_module(module), name)
-        if name == "run_plan":
-            ranks(of.ranks, function, arguments[1:], deadline_s=100, backend="shm" if of.ranks > 1 else "gloo")
-        else:  # one process, in no group
-            run_processes([{"RANK": "0", "WORLD_SIZE": "1"}], function, [arguments[1:]], 100.0)
+        try:
+            if name == "run_plan":
+                ranks(of.ranks, function, arguments[1:], deadline_s=100, backend="shm" if of.ranks > 1 else "gloo")
+            else:  # one process, in no group
+                run_processes([{"RANK": "0", "WORLD_SIZE": "1"}], function, [arguments[1:]], 100.0)
+        except RankError as error:
+            raise LaunchError(str(error)) from error
 
     with Checks(job, steps=steps, launch=launch).opened() as checks:
         return checks.check(Plan.parse(plan))

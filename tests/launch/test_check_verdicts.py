@@ -69,6 +69,19 @@ class InFloat32(nn.Module):
         return self.last(held.to(self.last.weight.dtype))
 
 
+class OnlyInFloat32(nn.Module):
+    """Its largest number overflows the float32 that it is put into, as in a mask of some language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        if x.dtype is not torch.float32:
+            raise RuntimeError("value cannot be converted to type float without overflow")
+        return self.last(torch.tanh(self.first(x)))
+
+
 class Spectral(nn.Module):
     def __init__(self):
         super().__init__()
@@ -190,3 +203,9 @@ def test_a_model_that_draws_at_random_cannot_be_told(ranks: Ranks, tmp_path: Pat
 
 def test_a_split_is_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
     assert checked(ranks, job(tmp_path, "InFloat32"), "fsdp=2 precision=fp64 remat=none").verdict == "holds"
+
+
+def test_a_model_that_cannot_run_in_float64_is_held_against_one_process_in_float32(ranks: Ranks, tmp_path: Path) -> None:
+    found = checked(ranks, job(tmp_path, "OnlyInFloat32"), "dp=2")
+    assert found.holds
+    assert found.reference_precision == "fp32"

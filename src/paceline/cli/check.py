@@ -102,8 +102,9 @@ def _show(parity: Parity, console: Console) -> None:
     for kind, worst in ((kind, _worst(parity, kind)) for kind in ("gradient", "parameter", "buffer")):
         if worst.name:
             console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}", highlight=False)
+    exact = "float64" if parity.reference_precision == "fp64" else "float32, as the model does not run in float64"
     limits = f"{limit.loss:.1e} (loss), {limit.gradient:.1e} (gradients), {limit.parameter:.1e} (parameters)"
-    limits += f", {limit.buffer:.1e} (buffers)" * has_buffers + ", relative to one process in float64"
+    limits += f", {limit.buffer:.1e} (buffers)" * has_buffers + f", relative to one process in {exact}"
     if parity.holds:
         console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
         return

@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
-from paceline.errors import PlanError
+from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.auto import choose
 from paceline.launch.look import Launch, launch_to_look
 from paceline.launch.preflight import refuse_what_cannot_divide
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, Precision
 
 Verdict = Literal["holds", "differs", "cannot tell"]
 
@@ -83,6 +83,7 @@ class Parity:
             where the stages of a pipeline run apart.
         report: what the plan divided, in words.
         undecided: why the numbers can tell nothing of the plan; None where they can.
+        reference_precision: that of the one process; `fp32` only where the model cannot run in float64.
     """
 
     plan: Plan
@@ -92,6 +93,7 @@ class Parity:
     first_module: str | None = None
     report: list[str] = field(default_factory=list)
     undecided: str | None = None
+    reference_precision: Precision = "fp64"
 
     @property
     def largest(self) -> Tolerance:
@@ -186,10 +188,14 @@ class Checks:
 
     Args:
         launch: runs the function that its first argument names, with the others, on the ranks of a plan.
+
+    Attributes:
+        reference_precision: that of the one process: float64, or float32 where the model cannot run in float64.
     """
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS, launch: Launch = launch_to_look) -> None:
         self.job, self.cluster, self.steps, self._launch = job, to_run_on(cluster), steps, launch
+        self.reference_precision: Precision = "fp64"
         self._references: dict[_Parts, Path] = {}
         self._roundings: dict[tuple[Path, str], Tolerance] = {}
 
@@ -218,7 +224,9 @@ class Checks:
         rounding = self._roundings.get((reference, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
         factor = ROUNDING[precision]
         tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
-        return self._compared(plan, reference, tolerance, parts)
+        parity = self._compared(plan, reference, tolerance, parts)
+        parity.reference_precision = self.reference_precision
+        return parity
 
     def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance, parts: _Parts) -> Parity:
         with tempfile.TemporaryDirectory(dir=self._folder) as out:
@@ -244,11 +252,21 @@ class Checks:
         if parts not in self._references:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             (folder / "job.yaml").write_text(self.job.to_yaml())
-            plan = Plan(precision="fp64", microbatches=parts.microbatches)
-            arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), *parts.arguments]
-            self._launch(arguments, self.job, self.cluster, plan)
+            self._take_reference(folder, parts, self.reference_precision)
             self._references[parts] = folder
         return self._references[parts]
+
+    def _take_reference(self, folder: Path, parts: _Parts, precision: Precision) -> None:
+        plan = Plan(precision=precision, microbatches=parts.microbatches)
+        arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), *parts.arguments]
+        try:
+            self._launch(arguments, self.job, self.cluster, plan)
+        except LaunchError:
+            # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there is.
+            if precision != "fp64" or self._references:
+                raise
+            self._take_reference(folder, parts, "fp32")
+            self.reference_precision = "fp32"
 
 
 def check_all(
