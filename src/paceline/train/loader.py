@@ -312,9 +312,11 @@ class Loader:
     def _check_filled(self, step: int) -> None:
         shares = self.partition.shares(step)
         if len(shares) > 1 and 0 in shares:
+            last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
             raise PlanError(
-                f"{self._needs_samples} needs a sample on every replica, but batch {step} of an epoch holds {sum(shares)} samples for "
-                f"{len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
+                f"{self._needs_samples} needs a sample on every replica, but {'the last batch' if last else f'batch {step + 1}'} of an "
+                f"epoch holds {sum(shares)} samples for {len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a "
+                "larger last batch."
             )
 
     # Loader processes
