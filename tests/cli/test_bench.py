@@ -30,7 +30,7 @@ def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_pa
     with started("paceline", "bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 12, "--json", folder=tmp_path) as process:
         outcome = ended(process, deadline_s=200)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("run 6 of 6", "strong  1 device", "weak    2 devices", "report   b/report.html", "on synthetic data", "--steps 12")
+    assert outcome.says("run 6 of 6", "1 core ·", "strong  1 core", "weak    2 cores", "report   b/report.html", "on synthetic data", "--steps 12")
     assert outcome.says("With 2 repeats there is no interval to speak of"), "so two runs claim no speedup"
     assert "×" not in outcome.out
     assert "\x1b" not in outcome.out + outcome.err
@@ -38,7 +38,7 @@ def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_pa
     runs = measured(tmp_path)
     assert [run["setting"] for run in runs] == ["1-device", "2-devices", "2-devices-weak", "2-devices", "2-devices-weak", "1-device"]
     assert [run["samples"] for run in runs[:3]] == [16, 16, 16]
-    assert outcome.says("2 devices, weak: most steps had 16 samples, not 32"), "an epoch of 48 is a batch of 32 and one of 16"
+    assert outcome.says("2 cores, weak: most steps had 16 samples, not 32"), "an epoch of 48 is a batch of 32 and one of 16"
     assert all(run["steps"] == 12 and len(run["ranks"]) == (2 if run["setting"] != "1-device" else 1) for run in runs)
     assert not list(tmp_path.glob("b/runs/*/checkpoints"))
 
@@ -108,8 +108,8 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
     )
     outcome = paceline("bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 8, "--no-weak", folder=tmp_path)
     assert outcome.code == 1
-    assert outcome.says("2 devices failed and is left out from now on", "made for one", "warning  2 devices could not be measured")
-    assert outcome.says("paceline: 2 devices could not be measured: rank")
+    assert outcome.says("2 cores failed and is left out from now on", "made for one", "warning  2 cores could not be measured")
+    assert outcome.says("paceline: 2 cores could not be measured: rank")
     assert [run["setting"] for run in measured(tmp_path)] == ["1-device", "1-device"]
     assert (tmp_path / "b" / "report.html").exists()
 

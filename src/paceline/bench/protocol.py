@@ -20,7 +20,7 @@ from paceline.bench.load import OtherLoad
 from paceline.bench.result import Report
 from paceline.bench.settings import ONE, Setting, settings_for, target_of
 from paceline.bench.summary import Finished, finished, measured
-from paceline.bench.words import clock, count
+from paceline.bench.words import clock, count, on_cores
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
 from paceline.console import Console as SafeConsole
@@ -207,7 +207,7 @@ class Benchmark:
 
     def _measure(self, setting: Setting, round_: int) -> None:
         if self.console.is_terminal:  # the line about the finished run takes its place
-            self.console.print(f"{self._place()} · {setting.title} …", end="\r", highlight=False, markup=False)
+            self.console.print(f"{self._place()} · {self._title(setting)} …", end="\r", highlight=False, markup=False)
         path = self.directory.new_run(setting, round_)
         started, load = time.monotonic(), OtherLoad(self.cluster.hosts[0])
         try:
@@ -219,8 +219,8 @@ class Benchmark:
             self.stopped_by = "SIGINT"
         except PacelineError as error:
             if not self._was_stopped(path):
-                self.failures[setting.title] = str(error)
-                self._say(f"{setting.title} failed and is left out from now on:\n{error}", style="red")
+                self.failures[self._title(setting)] = str(error)
+                self._say(f"{self._title(setting)} failed and is left out from now on:\n{error}", style="red")
         else:
             shutil.rmtree(run.checkpoints)  # nobody goes on with a run that was made to be timed, and many of them fill a disk
             self.directory.add(result)
@@ -235,8 +235,8 @@ class Benchmark:
 
     def _tell(self, setting: Setting, run: Finished, took_s: float) -> None:
         self._took_s[setting.key] = took_s
-        missing = [s for _, s in self._missing() if s.title not in self.failures]
-        text = f"{self._place(-1)} · {setting.title}"
+        missing = [s for _, s in self._missing() if self._title(s) not in self.failures]
+        text = f"{self._place(-1)} · {self._title(setting)}"
         text += f" · {run.step_time_s * 1e3:.3g} ms a step · {run.samples / run.step_time_s:,.0f} samples/s"
         if setting.steps is None:
             text += f" · {run.training_time_s:.1f} s {'to the target' if run.reached else f'({run.reason})'}"
@@ -247,6 +247,9 @@ class Benchmark:
         """`run 3 of 15`"""
         due = self.repeat * len(self.settings)
         return f"run {due - len(self._missing()) + 1 + before} of {due}"
+
+    def _title(self, setting: Setting) -> str:
+        return on_cores(setting.title) if self.cluster.kind == "cpu" else setting.title
 
     def _say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, markup=False)

@@ -14,7 +14,7 @@ from paceline.bench.result import Measured, Report
 from paceline.bench.settings import DEFAULT_STEPS
 from paceline.bench.summary import FINAL_STEPS
 from paceline.bench.words import count, on_cores, percent, size
-from paceline.stats import Interval
+from paceline.stats import LEAST_REPEATS, Interval
 from paceline.train.meter import PARTS
 from paceline.train.run import WARM_UP_STEPS
 
@@ -124,10 +124,10 @@ def _results(report: Report) -> Table:
 
 
 def _result(setting: Measured, *, timed: bool, losses: bool) -> list[str | Text]:
-    row: list[str | Text] = [_time(setting.step_time_s), f"{setting.throughput.middle:,.0f}"]
+    row: list[str | Text] = [_time(setting.step_time_s, len(setting.runs)), f"{setting.throughput.middle:,.0f}"]
     if timed:
         whole = setting.time_to_target_s or setting.training_time_s
-        row.append(_time(whole) if whole else "")
+        row.append(_time(whole, len(setting.runs)) if whole else "")
     if losses:
         row.append("" if setting.final_loss is None else f"{setting.final_loss:.4g}")
     if setting.speedup is None or setting.efficiency is None:
@@ -174,11 +174,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _time(interval: Interval) -> str:
-    """`42.6 ms (14.9–47.3)`"""
+def _time(interval: Interval, repeats: int) -> str:
+    """`42.6 ms (14.9–47.3)`; without the interval where too few repeats give none."""
     scale, unit = (1.0, "s") if interval.middle >= 1 else (1e3, "ms")
     low, middle, high = (_digits(x * scale) for x in (interval.low, interval.middle, interval.high))
-    return f"{middle} {unit}" if low == high else f"{middle} {unit} ({low}–{high})"
+    return f"{middle} {unit}" if low == high or repeats < LEAST_REPEATS else f"{middle} {unit} ({low}–{high})"
 
 
 def _digits(x: float) -> str:
