@@ -134,7 +134,7 @@ class Benchmark:
                 if signals.first or self.stopped_by:
                     self.stopped_by = self.stopped_by or signals.first
                     break
-                if setting.title not in self.failures:
+                if self._title(setting) not in self.failures:
                     self._measure(setting, round_)
             self.stopped_by = self.stopped_by or signals.first
         report = self.report()
