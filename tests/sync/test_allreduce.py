@@ -153,16 +153,22 @@ def test_the_count_of_users_starts_anew_at_every_step(ranks: Ranks, bucket_bytes
     assert ranks(2, used_counts, bucket_bytes, 5) == [[2.0] * 4] * 2
 
 
-def with_sparse_gradients() -> None:
+def with_sparse_gradients() -> list[float]:
+    """The sum over each row of the agreed gradient, where every rank looks up a row of its own and one that both look up."""
     with joined(deadline_s=30) as group:
-        model, rule = nn.Embedding(10, 4, sparse=True), AllReduce()
+        model, rule = nn.Embedding(4, 2, sparse=True), AllReduce()
         rule.attach(Replica(model, group, torch.zeros(NOTES)))
-        model(torch.tensor([1, 2])).sum().backward()
+        model(torch.tensor([group.rank, 3])).sum().backward()
+        rule.after_backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        rows: list[float] = gradient.sum(1).tolist()
+        rule.detach()
+        return rows
 
 
-def test_a_sparse_gradient_is_refused_with_what_to_do(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="sparse=False"):
-        ranks(2, with_sparse_gradients)
+def test_a_sparse_gradient_is_summed_as_a_dense_one(ranks: Ranks) -> None:
+    assert ranks(2, with_sparse_gradients) == [[2.0, 2.0, 0.0, 4.0]] * 2
 
 
 def one_rule_after_another() -> list[int]:
