@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from families import ZOO, family_job
 from paceline.comm import Group
-from paceline.errors import JobError, NonFiniteError, PlanError
+from paceline.errors import NonFiniteError, PlanError
 from paceline.job.zoo.gpt import GPT
 from paceline.train.convert import export
 from paceline.train.loop import train_in
@@ -140,7 +140,7 @@ def test_parameters_of_no_part_of_the_model_cannot_be_divided() -> None:
     model, extra = Layers(), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
     data = DataLoader(TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.long)), batch_size=4)
-    with pytest.raises(JobError, match="parameters that are not the model's"):
+    with pytest.raises(PlanError, match=r"divides the model's parameters, and the optimizer holds others: optimizer\.0"):
         paceline.setup(model, optimizer, F.cross_entropy, data, plan="remat=block")
 
 

@@ -330,5 +330,5 @@ def test_samples_that_are_no_sequences_are_refused() -> None:
     )
     mask = torch.ones(3, TOKENS, dtype=torch.long)
     assert "have the dataset return dicts" in examine(llama(), 2, (batches()[0][0], mask, mask), without_labels).reasons[0]
-    with pytest.raises(PlanError, match="cp=2: NoPositions"):
+    with pytest.raises(PlanError, match="cp=2: the model has no attention"):
         divide_context(NoPositions(), {}, Group(0, 2), batches()[0], without_labels)
