@@ -189,7 +189,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     found = verdicts(choice)
     assert found["ep=2"].startswith("failed: ep=2: the model has no mixture of experts"), choice.lines
     assert found["fsdp=2"] == "kept", choice.lines
-    assert found["dp=1"] == "not kept: slower", choice.lines
+    assert found["dp=1"].startswith("not kept: slower"), choice.lines
     assert choice.plan.fsdp == 2
     row = next(line for line in choice.lines if line.startswith("  fsdp=2 "))
     assert re.match(r"  fsdp=2 +22 ms +[\d.]+ ms \(.* to .*\) +\d\.\d\d \(.*\) of [\d.]+ ms +kept", row)

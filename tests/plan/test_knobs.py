@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -148,9 +149,15 @@ def test_a_clear_case_is_decided_at_once(challenger_s: float, verdict: str) -> N
 
 def test_a_row_shows_both_sides_of_its_pairs() -> None:
     """The machine was slower in these rounds than when the best plan was measured before: the ratio is of what stands beside it."""
-    line = compared([(1.0, 2.0)] * LEAST_ROUNDS).tried(FUSED).line()
-    assert "1 s (1 to 1)" in line
-    assert "0.50 (0.50 to 0.50) of 2 s" in line
+    rounds = [(1.0, 2.0)] * (LEAST_ROUNDS - 1) + [(1.1, 2.2)]
+    line = compared(rounds).tried(FUSED).line()
+    assert re.search(r"  1 s \([01].* to 1.*\) ", line)
+    assert re.search(r"0\.50 of 2 s", line)
+
+
+def test_two_rounds_show_medians_without_an_interval() -> None:
+    line = compared([(4.0, 1.0), (5.0, 1.0)]).tried(FUSED).line()
+    assert re.search(r"  4\.5 s +4\.50 of 1 s +not kept: slower, in each of 2 rounds$", line)
 
 
 def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:

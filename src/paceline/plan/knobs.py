@@ -18,7 +18,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.plan.check import reasons_against
 from paceline.plan.plan import Plan
-from paceline.stats import Interval, median_interval
+from paceline.stats import LEAST_REPEATS, Interval, median_interval
 
 KNOBS = ("memory_format", "fused", "pin", "compile")  # the plan keys that say how a rank computes, not what
 BUDGET_S = 8.0  # of measuring knobs, where a step is short
@@ -90,7 +90,9 @@ class Tried:
 
     def line(self) -> str:
         """One row of the table."""
-        ratio = f"{self.ratio.middle:5.2f} ({self.ratio.low:.2f} to {self.ratio.high:.2f})" if self.ratio else ""
+        ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
+        if self.ratio and self.ratio.low < self.ratio.high:
+            ratio += f" ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
         ratio += f" of {shown_s(self.best_s.middle)}" if self.best_s else ""
         predicted = shown_s(self.predicted_s) if self.predicted_s else ""
         step = _shown(self.step_s) if self.step_s else ""
@@ -210,7 +212,10 @@ class Comparison:
             verdict = f"not kept: slower, in each of {len(self.ratios)} rounds"
         else:
             verdict = "not kept: no difference"
-        return Tried(str(knob), verdict, median_interval(self.challenger), ratio, knob.predicted_s, median_interval(self.best))
+        step, best = median_interval(self.challenger), median_interval(self.best)
+        if len(self.ratios) < LEAST_REPEATS:  # medians alone: so few rounds give no interval that is worth showing
+            ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
+        return Tried(str(knob), verdict, step, ratio, knob.predicted_s, best)
 
 
 def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
@@ -257,4 +262,5 @@ def shown_s(seconds: float) -> str:
 
 def _shown(step_s: Interval) -> str:
     unit, scale = ("ms", 1e3) if step_s.middle < 1 else ("s", 1.0)
-    return f"{step_s.middle * scale:.4g} {unit} ({step_s.low * scale:.4g} to {step_s.high * scale:.4g})"
+    middle = f"{step_s.middle * scale:.4g} {unit}"
+    return middle if step_s.low == step_s.high else f"{middle} ({step_s.low * scale:.4g} to {step_s.high * scale:.4g})"
