@@ -197,11 +197,11 @@ def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
-    """Parameters, gradients and buffers; the last as `buffer/RANK/NAME`."""
-    held = engine.named_parameters()
+    """Parameters, gradients and persistent buffers (others are caches and counters); the last as `buffer/RANK/NAME`."""
+    held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
     found |= {f"gradient/{name}": _copy(p.grad) for name, p in held.items() if p.grad is not None}
-    return found | {f"buffer/{rank}/{name}": _copy(b) for rank, buffers in _buffers(engine) for name, b in buffers.items()}
+    return found | {f"buffer/{rank}/{name}": _copy(b) for rank, buffers in _buffers(engine) for name, b in buffers.items() if name in kept}
 
 
 def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
