@@ -13,7 +13,7 @@ from rich.text import Text
 
 from paceline.bench.words import on_cores
 from paceline.plan.explain import LEAST, PART_NAMES, percent
-from paceline.plan.found import ERROR, equals, preferred
+from paceline.plan.found import equals, error_of, preferred
 from paceline.report.words import digits, seconds
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _head(explanation: Explanation, console: Console) -> None:
 def _winner(explanation: Explanation, console: Console) -> None:
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
-    figures = [("step", f"{seconds(prediction.step_time_s)} ± {ERROR:.0%}"), ("samples/s", digits(prediction.throughput))]
+    figures = [("step", f"{seconds(prediction.step_time_s)} ± {error_of(best):.0%}"), ("samples/s", digits(prediction.throughput))]
     if explanation.tokens > 1:
         figures.append(("tokens/s", digits(prediction.throughput * explanation.tokens)))
     if prediction.mfu is not None:
@@ -139,7 +139,7 @@ def _bar(share: float) -> str:
 
 def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     priced = explanation.cost(explanation.winner)
-    about = [f"predicted, ± {ERROR:.0%}; ≈ is equal within that", *([f"cost: of {priced.of}"] if priced else [])]
+    about = [f"predicted, ± {error_of(explanation.winner):.0%}; ≈: too near the fastest to tell apart", *([f"cost: of {priced.of}"] if priced else [])]
     _title(console, "the best plans", "; ".join(about))
     table = _table("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
     for number, candidate in enumerate(explanation.found.best[:top], 1):

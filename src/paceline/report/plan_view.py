@@ -15,7 +15,7 @@ from paceline.plan.cost.prediction import PARTS
 from paceline.plan.explain import PART_NAMES, Explanation, shares_of_time
 from paceline.plan.explain import percent as share
 from paceline.plan.explain_scaling import Scaled
-from paceline.plan.found import ERROR, Candidate
+from paceline.plan.found import Candidate, error_of
 from paceline.report import plan_charts as charts
 from paceline.report import words
 from paceline.report.chart import Chart
@@ -88,7 +88,7 @@ class PlanView:
         devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
         if device.kind == "cpu":
             devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
-        return f"{words.seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± {ERROR:.0%}."
+        return f"{words.seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± {error_of(self.best):.0%}."
 
     @property
     def badges(self) -> list[str]:
