@@ -101,7 +101,9 @@ def parity(ranks: Ranks, folder: Path, family: str, text: str, *, backend: str =
 
 def held(found: Parity) -> None:
     worst = max(found.steps, key=lambda s: s.gradient.difference)
-    assert found.holds, f"{found.plan}: {found.largest} beyond {found.tolerance}, gradient {worst.gradient}, {found.first_module}, {found.steps[-1]}"
+    assert found.holds, (
+        f"{found.plan}: {found.largest} beyond {found.tolerance}, gradient {worst.gradient}, {found.first_module}, {found.steps[-1]}"
+    )
 
 
 @pytest.mark.parametrize("plan", plans(ALONE, TWO_AXES, THREE_AXES))

@@ -139,7 +139,10 @@ def _bar(share: float) -> str:
 
 def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     priced = explanation.cost(explanation.winner)
-    about = [f"predicted, ± {error_of(explanation.winner):.0%}; ≈: too near the fastest to tell apart", *([f"cost: of {priced.of}"] if priced else [])]
+    about = [
+        f"predicted, ± {error_of(explanation.winner):.0%}; ≈: too near the fastest to tell apart",
+        *([f"cost: of {priced.of}"] if priced else []),
+    ]
     _title(console, "the best plans", "; ".join(about))
     table = _table("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
     for number, candidate in enumerate(explanation.found.best[:top], 1):
