@@ -215,11 +215,7 @@ def test_attention_and_feed_forward_are_divided_in_pairs(name: str, family: Any)
     assert layer.matrices == sum(gemm.n * gemm.k * gemm.times for gemm in layer.gemms if not gemm.batch)
 
 
-# A split keeps layers around a torch.autograd.Function whole, whose own backward pass may need all of a tensor; a prediction divides them.
-_OWN_BACKWARD = pytest.param("bloom", marks=pytest.mark.xfail(strict=True, reason="predictions do not see autograd functions"))
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "swin", _OWN_BACKWARD, "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "swin", "bloom", "deepseek_v3"])
 def test_what_is_divided_is_what_the_split_proves(name: str, family: Any) -> None:
     """Pairs alone: what is divided without a partner, such as heads, is divided elsewhere."""
     of = family(name)

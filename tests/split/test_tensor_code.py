@@ -81,6 +81,45 @@ class Normalised(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
+class Gelu(torch.autograd.Function):
+    """As in Bloom: element by element, there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y * 0.5 * (1.0 + torch.tanh(0.79788456 * y * (1 + 0.044715 * y * y)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        t = torch.tanh(0.79788456 * y * (1 + 0.044715 * y * y))
+        return gradient * (0.5 * y * ((1 - t * t) * (0.79788456 + 0.1070322243 * y * y)) + 0.5 * (1 + t))
+
+
+class Counting(torch.autograd.Function):
+    """Its gradient depends on how many features there are, of which a rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / gradient.shape[-1]
+
+
+class PointwiseFunction(Layers):
+    def between(self, y: Tensor) -> Tensor:
+        result: Tensor = Gelu.apply(y)
+        return result
+
+
+class CountingFunction(Layers):
+    def between(self, y: Tensor) -> Tensor:
+        result: Tensor = Counting.apply(y)
+        return result
+
+
 class OwnFunction(Layers):
     def between(self, y: Tensor) -> Tensor:
         result: Tensor = Normalised.apply(y)
@@ -199,7 +238,10 @@ def with_penalty(model: nn.Module, of: Batch) -> Tensor:
 
 
 Case = tuple[Callable[[], Made], Callable[[nn.Module, Batch], Tensor]]
-MODELS = (HookedActivation, OwnFunction, Complex, Noisy, ReturnsInner, KeepsInner, Caches, Untraceable, ReadsBesides)
+MODELS = (
+    *(HookedActivation, OwnFunction, PointwiseFunction, CountingFunction, Complex, Noisy),
+    *(ReturnsInner, KeepsInner, Caches, Untraceable, ReadsBesides),
+)
 
 
 def made(kind: type[Layers]) -> Made:
@@ -232,7 +274,7 @@ class FunctionalInput(Layers):
 
 def test_layers_whose_own_code_needs_whole_tensors_stay_whole_and_all_learn_as_in_one_process(ranks: Ranks) -> None:
     divided = ranks(2, all_agree)[0]
-    whole = {"HookedActivation", "OwnFunction", "Noisy", "ReturnsInner", "KeepsInner", "Untraceable", "ReadsBesides"}
+    whole = {"HookedActivation", "OwnFunction", "CountingFunction", "Noisy", "ReturnsInner", "KeepsInner", "Untraceable", "ReadsBesides"}
     whole |= {"Caches", "Complex", "hooked_parameters", "hooked_modules"}
     for name, layers in divided.items():
         assert ("up" in layers) == (name not in whole), name

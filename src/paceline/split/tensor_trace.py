@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from paceline.job.batch import Batch
+from paceline.split.pointwise import is_pointwise
 
 Call = Callable[[nn.Module, Batch], Any]
 Kind = Literal["parameter", "input", "constant", "result"]
@@ -546,11 +547,14 @@ def _opaque(module: nn.Module, recorder: _Recorder, since: tuple[int, int], give
 
 @contextmanager
 def _own_functions(recorder: _Recorder) -> Iterator[None]:
-    """Record each autograd function of the model as one operation: what its backward pass does is not known."""
+    """Record each autograd function of the model as one operation, of unknown gradient, unless it is proven to be pointwise."""
     apply = Function.__dict__["apply"]
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         seen = recorder.quiet or cls.__module__.startswith(("torch.", "paceline."))
+        if not seen:
+            with _silence(recorder):
+                seen = is_pointwise(cls, args, kwargs)
         nodes, entries = len(recorder.graph.nodes), len(recorder.graph.entries)
         result = apply.__get__(None, cls)(*args, **kwargs)
         if not seen:
