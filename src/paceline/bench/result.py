@@ -116,7 +116,7 @@ class Report:
 
     @property
     def on_cores(self) -> bool:
-        """Whether it was measured on a machine without GPUs, whose devices are cores."""
+        """Whether the report is of a machine without GPUs, whose devices are cores."""
         return not any(rank.gpu_memory_bytes for setting in self.settings for rank in setting.ranks)
 
     def to_json(self) -> str:

@@ -117,7 +117,7 @@ def error_of(candidate: Candidate) -> float:
 
 
 def equals(best: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates whose predicted times differ from that of the fastest one by less than predictions are wrong.
+    """Plans that predictions cannot tell from the fastest one: nearer to it than predictions err.
 
     Always by `ERROR`: what is not known of other hardware shifts all plans for it alike, more than one against another.
     """
@@ -126,7 +126,10 @@ def equals(best: Sequence[Candidate]) -> list[Candidate]:
 
 
 def preferred(best: Sequence[Candidate]) -> Candidate:
-    """Of the candidates that are equally fast as far as is known, the one with the fewest moving parts, then with the most free memory."""
+    """The simplest of the plans that predictions cannot tell from the fastest one.
+
+    The fewest moving parts count first, then the most free memory.
+    """
     return min(equals(best), key=lambda c: (moving_parts(c.plan), c.prediction.memory_bytes, c.prediction.step_time_s))
 
 

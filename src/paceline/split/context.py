@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
@@ -19,6 +18,7 @@ from paceline.job.zoo.moe import Router
 from paceline.split.attention_calls import attends
 from paceline.split.context_check import NO_TOKENS, examine, masked, tokens_of, undivided
 from paceline.split.context_rows import divide_rows
+from paceline.split.own_attention import OwnAttention
 from paceline.split.parts import Parts
 from paceline.split.replace_forward import replace_forward
 from paceline.split.ring import held, join_ring, ring_attention
@@ -49,7 +49,7 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
     context = Context(cp, found.own_loss)
     attend, modules = _Attend(join_ring(cp)), dict(model.named_modules())
     for name in dict.fromkeys(found.attention):
-        context.undo.append(_run_under(attend, modules[name]))
+        context.undo.append(attend.install(modules[name]))
     for module in model.modules():
         if hasattr(module, "set_attn_implementation"):
             context.undo.append(_without_masks(module, cp.size))
@@ -141,17 +141,12 @@ class Context:
 _LOSS_KEYWORDS = ("shift_labels", "num_items_in_batch")  # as transformers names them; the number here for every sample
 
 
-class _Attend(TorchFunctionMode):
-    """While this is on, `F.scaled_dot_product_attention` is that of all ranks' tokens."""
+class _Attend(OwnAttention):
+    """Attention is that of all ranks' tokens."""
 
     def __init__(self, ring: str) -> None:
+        super().__init__()
         self.ring = ring
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return self.attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
 
     def attend(
         self,
@@ -161,8 +156,7 @@ class _Attend(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **kwargs: Any,
     ) -> Tensor:
         """As the function in whose place it stands."""
         if attn_mask is not None or dropout_p > 0:
@@ -170,18 +164,8 @@ class _Attend(TorchFunctionMode):
                 f"attention over cp ranks has {'no mask' if attn_mask is not None else 'no dropout'}, and the model asks for it"
             )
         if query.is_meta:  # shapes only, which are the same alone: what other splits trace is attention as they know it
-            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        return ring_attention(query, key, value, self.ring, causal=is_causal, scale=scale)
-
-
-def _run_under(attend: _Attend, module: nn.Module) -> Callable[[], None]:
-    """Have one module do the same under `attend`: in recomputation and in compiled code as well."""
-
-    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with attend:
-            return forward(*args, **kwargs)
-
-    return replace_forward(module, run)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
+        return ring_attention(query, key, value, self.ring, causal=is_causal, scale=kwargs.get("scale"))
 
 
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:

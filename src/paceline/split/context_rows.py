@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.split.attention_calls import attention_calls
+from paceline.split.own_attention import OwnAttention
 from paceline.split.parts import Parts
 from paceline.split.replace_forward import replace_forward
 from paceline.split.tensor_trace import Entry, Graph, Ref, trace
@@ -50,7 +50,7 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
                 parts[parameter].summed.add("cp")
     calls = list(dict.fromkeys(call.module for call in attention_calls(graph)))
     for name in calls:
-        undo.append(replace_forward(modules[name], partial(_under, _OwnQueries(group))))
+        undo.append(_OwnQueries(group).install(modules[name]))
     attention = f"attention ({len(calls)} modules) for its own queries" if calls else "attention for all tokens"
     line = f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own ones, {attention}, the rest for all"
     return undo, line
@@ -195,22 +195,12 @@ def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any
     return _Gathered.apply(forward(*args, **kwargs), 1, given.shape[1], group)
 
 
-def _under(mode: TorchFunctionMode, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with mode:
-        return forward(*args, **kwargs)
-
-
-class _OwnQueries(TorchFunctionMode):
-    """While this is on, `F.scaled_dot_product_attention` is computed for this rank's queries, and gathered."""
+class _OwnQueries(OwnAttention):
+    """Attention is computed for this rank's queries, and gathered."""
 
     def __init__(self, group: Group) -> None:
+        super().__init__()
         self.group = group
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return self.attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
 
     def attend(
         self,
@@ -220,12 +210,11 @@ class _OwnQueries(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **kwargs: Any,
     ) -> Tensor:
         """As the function in whose place it stands."""
         if query.is_meta:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         tokens, keys, group = query.shape[-2], key.shape[-2], self.group
         if is_causal:
             attn_mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
@@ -234,7 +223,7 @@ class _OwnQueries(TorchFunctionMode):
             attn_mask = _Summed.apply(attn_mask, group) if whole else _Own.apply(attn_mask, attn_mask.dim() - 2, group)
         key, value = _Summed.apply(key, group), _Summed.apply(value, group)
         own = _Own.apply(query, query.dim() - 2, group)
-        mixed = F.scaled_dot_product_attention(own, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+        mixed = F.scaled_dot_product_attention(own, key, value, attn_mask, dropout_p, **kwargs)
         whole_output: Tensor = _Gathered.apply(mixed, mixed.dim() - 2, tokens, group)
         return whole_output
 

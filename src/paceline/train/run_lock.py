@@ -50,7 +50,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """Of a new acquisition by this process."""
+        """This process as a new holder, with a token of its own."""
         return cls(socket.gethostname(), os.getpid(), _started(os.getpid()) or 0, _boot(), round(time.time(), 3), secrets.token_hex(8))
 
     @classmethod
@@ -65,7 +65,7 @@ class Holder:
 
     @property
     def runs_here(self) -> bool:
-        """Whether it is a process of this host that lives; False also where this process cannot see it."""
+        """Whether the holder is a living process of this host, as far as this process can see."""
         return self.machine == _boot() and _started(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ class RunLock:
             raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then try again.") from error
 
     def _content(self) -> bytes:
-        """What is in the file now; opened anew, because NFS looks at the server only then."""
+        """The lock file's bytes now; it is opened anew, because NFS asks the server only then."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:

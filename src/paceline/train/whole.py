@@ -321,7 +321,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def cut(batch: Any, rows: slice | list[int]) -> Any:
-    """Those rows of everything in a batch that has a row for each of its samples."""
+    """A batch of some rows of another: of each tensor, list or array in it."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):

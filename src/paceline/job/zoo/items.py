@@ -62,7 +62,7 @@ def adds_up(loss: object) -> bool:
 
 
 def is_known(loss: object) -> bool:
-    """Whether it is certain what a loss is the mean over: torch's own losses, not classes derived from them."""
+    """Whether a loss is one of torch's own, whose mean is known; derived classes are not."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in (F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss)
 
