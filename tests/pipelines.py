@@ -158,9 +158,25 @@ class AsideBlock(nn.Module):
         return y
 
 
+class AsideTwice(Aside):
+    """Its blocks call one layer twice in a forward pass, with inputs of different shapes (DeBERTa does so with its projections)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AsideTwiceBlock() for _ in range(4))
+
+
+class AsideTwiceBlock(AsideBlock):
+    def forward(self, x: Tensor, aside: list[Tensor]) -> Tensor:
+        first = torch.tanh(self.up(x[:, 0]))
+        y: Tensor = super().forward(x, aside) + self.down(first).unsqueeze(1)
+        return y
+
+
 CASES = {
     "gpt": Case(gpt, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside": Case(Aside, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
+    "aside_twice": Case(AsideTwice, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "mlp": Case(mlp, vectors, classes),
     "llama": Case(lambda: huggingface("llama"), masked_tokens, classes),
     "gpt2": Case(lambda: huggingface("gpt2"), tokens, classes),

@@ -74,6 +74,13 @@ def test_a_model_that_only_a_traced_graph_shows_is_exported(ranks: Ranks, plan: 
     assert_same(found, alone(CASES["aside"]))
 
 
+def test_an_exported_model_may_call_a_layer_twice(ranks: Ranks) -> None:
+    """torch.export gives the layer another name at its second call; the weights and gradients are those of one layer."""
+    found = ranks(2, piped, "aside_twice", "pp=2 microbatches=2")
+    assert "torch.export" in found[0]["lines"][0]
+    assert_same(found, alone(CASES["aside_twice"], 2))
+
+
 class Shared(nn.Module):
     """One layer, used by every block."""
 

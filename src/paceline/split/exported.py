@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from paceline.job.batch import Batch
 from paceline.split.stages import Finish, as_it_is, copied, give_away
 from paceline.split.trunk import Call, Shape, quiet
 
+_CALL = re.compile(r"@\d+(?=\.|$)")  # torch.export's mark on the name of a module in its second and later calls
+
 
 @dataclass
 class Piece:
@@ -25,9 +28,11 @@ class Piece:
 
     Attributes:
         received, sent: the tensors that come in and go out.
+        names: the model's name of each parameter and buffer, by the graph's, which has several where a module is called twice.
     """
 
     graph: nn.Module
+    names: dict[str, str]
     node: fx.Node
     inputs: list[fx.Node]
     incoming: list[fx.Node]
@@ -39,7 +44,7 @@ class Piece:
 
     def parameters(self) -> set[str]:
         """The parameters that the stage computes with, some by a later one of their names."""
-        return {name.removeprefix("model.") for name, _ in self.graph.named_parameters(remove_duplicate=False)}
+        return {self.names[name] for name, _ in self.graph.named_parameters(remove_duplicate=False)}
 
     def run(self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:
         """The values of all nodes that are known after the stage."""
@@ -82,7 +87,7 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
             f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at modules that are called "
             "once"
         )
-    pieces = _pieces(pipe.split_gm, nodes, output)
+    pieces = _pieces(pipe.split_gm, nodes, output, set(_named_tensors(model)))
     _infer_shapes(pieces, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
     return pieces
 
@@ -99,9 +104,13 @@ class ExportedStage:
 
     def _forward(self, *received: Tensor, batch: Batch) -> Any:
         piece = self._piece_of(batch)
-        tensors = {f"model.{n}": t for n, t in [*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()]}
-        there = {n for n, _ in [*piece.graph.named_parameters(remove_duplicate=False), *piece.graph.named_buffers()]}
-        known = piece.run(batch, received, {n: t for n, t in tensors.items() if n in there})
+        tensors = _named_tensors(self.module)
+        if missing := sorted(set(piece.names.values()) - tensors.keys()):
+            raise PlanError(
+                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another stage's: give all batches the "
+                "same shape, or train without pp."
+            )
+        known = piece.run(batch, received, {name: tensors[own] for name, own in piece.names.items()})
         if self._last:
             return self.finish(piece.output([known[node] for node in piece.results]))
         sent = tuple(known[node].contiguous() for node in piece.outgoing)
@@ -141,7 +150,7 @@ class _Flat(nn.Module):
         return self._run(self.model, tensors)
 
 
-def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output) -> list[Piece]:
+def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output, known: set[str]) -> list[Piece]:
     order = {node: i for i, node in enumerate(nodes)}
     inputs = [node for node in split_gm.graph.nodes if node.op == "placeholder"]
     [output] = [node for node in split_gm.graph.nodes if node.op == "output"]
@@ -153,10 +162,26 @@ def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Outp
         return max((len(nodes) if user is output else order.get(user, -1) for user in node.users), default=-1)
 
     crossing = [[n for n, i in made.items() if i < k <= needed_until(n)] for k in range(len(nodes) + 1)]
+    graphs = [split_gm.get_submodule(str(node.target)) for node in nodes]
     return [
-        Piece(split_gm.get_submodule(str(node.target)), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
-        for k, node in enumerate(nodes)
+        Piece(graph, _model_names(graph, known), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
+        for k, (graph, node) in enumerate(zip(graphs, nodes, strict=True))
     ]
+
+
+def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
+    """The model's names of a graph's parameters and buffers; none for constants, which are the graph's own."""
+    found = {}
+    for name in _named_tensors(graph):
+        own = name.removeprefix("model.")
+        own = own if own in known else _CALL.sub("", own)
+        if own in known:
+            found[name] = own
+    return found
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _infer_shapes(pieces: Sequence[Piece], batch: tuple[Tensor, ...]) -> None:
