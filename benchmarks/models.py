@@ -6,8 +6,9 @@ Every model of `models_cases.py` (Hugging Face configurations, plain modules, an
 these are installed) is checked by the code of `paceline check`, under a plan for each axis and under three products: a
 few steps on real ranks against the same steps of one process in float64. An outcome is one of
 
-- `agree`: loss, gradients, parameters and buffers are those of one process;
-- `cannot_tell`: what one process differs by in the same precision is too large to say;
+- `agree`: loss, gradients, parameters and buffers are those of one process; where rounding in float32 is too large to say, the same plan is
+  checked with `precision=fp64`, as `paceline check` advises;
+- `cannot_tell`: that did not tell either;
 - `refused_before_start`: paceline said before any rank was started why it cannot be, and what to do;
 - `refused_late`: a rank was started, and then refused;
 - `crashed`: a rank raised something else, died, or was not done in time;
@@ -29,7 +30,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measure import environment_line
@@ -121,9 +122,11 @@ def tried(case: Case, axes: list[str]) -> list[Result]:
 
 
 def outcome_of(checks: Checks, plan: Plan) -> tuple[str, str]:
-    """The outcome of one check, and why."""
+    """The outcome of one check, and why; of another in float64 where rounding in float32 leaves it open."""
     try:
         parity = checks.check(plan)
+        if parity.verdict == "cannot tell" and parity.undecided is None:
+            parity = checks.check(replace(plan, precision="fp64"))
     except RankFailure as error:
         refused = error.record is not None and error.record.explained
         return ("refused_late" if refused else "crashed"), str(error)

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from paceline.cluster.discover import discover
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.job.loss import LossSpec
 from paceline.job.zoo.gpt import GPT
 from paceline.launch.look import launch_to_look
+from paceline.launch.preflight import _kept as kept_as
 from paceline.launch.preflight import refuse_what_cannot_divide
 from paceline.launch.train import train
 from paceline.plan.plan import Plan
@@ -161,3 +164,78 @@ def test_only_a_cut_that_the_plan_names_refuses_the_plan(monkeypatch: pytest.Mon
     assert preflight.reasons(plan) == []
     named = Plan.parse("pp=2 microbatches=2 cut=bottom.0")
     assert "nothing is computed before bottom.0" in preflight.reasons(named)[0]
+
+
+# losses that cannot be computed in parts
+
+
+class Pairs(Dataset[dict[str, Tensor]]):
+    """Samples of a model that computes its own loss."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(4, generator=drawn), "labels": torch.randint(3, (), generator=drawn)}
+
+
+class Contrasting(nn.Module):
+    """Its loss compares the samples of a batch with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(y @ y.T, torch.arange(len(y)))}
+
+
+class Classifying(Contrasting):
+    """Its loss is a mean over samples."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    """A sum that does not say that it is one."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def averaged(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over samples."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def own_job(model: str) -> Job:
+    factory = {"factory": f"{__file__}:{model}"}
+    return Job(model=factory, data=f"{__file__}:Pairs", loss="model", optimizer="sgd", global_batch=8, stop={"steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("plan", "nearest"), [("dp=2", "dp=1"), ("fsdp=2", "dp=1"), ("tp=2 microbatches=2", "tp=2"), ("dp=2 tp=2", "tp=2")]
+)
+def test_a_models_loss_over_the_samples_together_is_refused_where_a_plan_parts_them(plan: str, nearest: str) -> None:
+    *reasons, proposed = Preflight(own_job("Contrasting")).refusal(Plan.parse(plan), discover())
+    assert f"plan {plan} computes a batch in" in reasons[0]
+    assert proposed == f"Nearest plan that works: {nearest}."
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "dp=1 microbatches=4"])
+def test_a_models_mean_over_samples_is_refused_nowhere(plan: str) -> None:
+    assert Preflight(own_job("Classifying")).refusal(Plan.parse(plan), discover()) == []
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=1 microbatches=2"])
+def test_a_loss_of_ones_own_that_is_no_mean_is_refused_before_ranks_start(plan: str) -> None:
+    own = {name: job("Recurrent").model_copy(update={"loss": LossSpec(name=f"{__file__}:{name}")}) for name in ("summed", "averaged")}
+    assert "It is a sum" in Preflight(own["summed"]).refusal(Plan.parse(plan), discover())[0]
+    assert Preflight(own["averaged"]).refusal(Plan.parse(plan), discover()) == []
+
+
+def test_an_answer_is_not_kept_beyond_an_edit_of_paceline_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept_as(job("Recurrent"), Plan.parse("tp=2"))
+    monkeypatch.setattr("paceline.launch.preflight._newest_source", lambda: 1)
+    assert kept_as(job("Recurrent"), Plan.parse("tp=2")) != before

@@ -1,4 +1,4 @@
-"""Ask, before ranks are started, whether a plan can divide the job's model: in a process of its own, and once for the same work.
+"""Ask, before ranks are started, whether a plan can divide a job's model and batches: in its own process, once for the same work.
 
 Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since a refusal.
 """
@@ -17,6 +17,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.look import Launch, launch_to_look
+from paceline.plan.case import loss_is_tried
 from paceline.plan.history import cache_folder, digests, made_cache_folder
 from paceline.plan.plan import Plan
 
@@ -26,17 +27,19 @@ _WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "bat
 
 
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None, *, launch: Launch = launch_to_look) -> None:
-    """Return where ranks can be started under the plan, as far as shapes tell. A plan that divides no model is not looked at.
+    """Return where ranks can be started under the plan, as far as shapes tell, and a few samples tell of the loss.
+
+    A plan that divides no model is not looked at, but for the losses of users and models.
 
     Args:
         world: the number of ranks that were started already; another plan that is proposed needs exactly these.
-        launch: starts the process that divides the model.
+        launch: starts the process that looks.
 
     Raises:
-        PlanError: the plan cannot divide the job's model; every reason, and the nearest plan that works.
+        PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest plan that works.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
-    if not plan.splits:
+    if not plan.splits and not loss_is_tried(job, plan):
         return
     known = _kept(job, plan)
     if known.is_file():
@@ -65,9 +68,9 @@ def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None, launch: La
 
 
 def _kept(job: Job, plan: Plan) -> Path:
-    """The file that says that the plan can divide the model: named by the work, the plan and all code that is known to bear on it."""
+    """The file that says that the plan can be started: named by the work, the plan and all code that is known to bear on it."""
     values = job.model_dump(mode="json", include=set(_WORK))
-    key = {"job": values, "files": list(digests(values)), "plan": str(plan), "paceline": _newest_source()}
+    key = {"job": values, "files": list(digests(values)), "plan": str(plan) if plan.splits else "whole", "source": _newest_source()}
     key |= {package: _version(package) for package in ("paceline", "torch", "transformers")}
     return cache_folder() / _FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 

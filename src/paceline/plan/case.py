@@ -21,6 +21,12 @@ READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
+def loss_is_tried(job: Job, plan: Plan) -> bool:
+    """Whether the plan computes batches in parts, and the loss is one that only trying tells to be a mean over samples."""
+    in_parts = plan.cp == 1 and plan.readers * plan.microbatches > 1
+    return in_parts and (job.loss.name == "model" or ":" in job.loss.name)
+
+
 @dataclass(frozen=True)
 class Case:
     """A plan, held against a job and a cluster.

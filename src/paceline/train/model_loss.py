@@ -22,7 +22,7 @@ from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
 
-_SAMPLES = 4
+SAMPLES = 4
 _TOLERANCE = {"fp64": 1e-6, "fp32": 2e-5, "bf16": 2e-2}
 _REFUSED = 1e-2  # a loss that differs by more is not one with a small term beside it
 
@@ -38,8 +38,8 @@ def examine(engine: Engine) -> list[str]:
         if isinstance(loss, ModelsOwn):
             loss.terms = (Term("labels", shifted=True, ignored=IGNORED),)
         return []
-    example = engine.loader.example(_SAMPLES)
-    parts = engine.readers.size * engine.plan.microbatches
+    example = engine.loader.example(SAMPLES)
+    parts = engine.plan.readers * engine.plan.microbatches
     with _SetAside(engine), _Watch() as watch:
         whole = _told(engine, _loss_of(engine, example))
         terms = [term for call in watch.calls if (term := _traced(call, example)) is not None]

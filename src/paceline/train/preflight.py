@@ -1,4 +1,4 @@
-"""Preflight: whether a plan can divide a job's model, found out in shapes, in one process, before a rank is started.
+"""Preflight: whether a plan can divide a job's model and batches, found out in one process before a rank is started.
 
 The model is divided as the ranks will divide it, for a rank of every pipeline stage, and takes a step without memory (see `rehearse.py`).
 What the division refuses is refused here. What only the model's own code raises on tensors without values says nothing about real ones,
@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from paceline.plan.anatomy import anatomy
 from paceline.plan.case import DEGREES, Case, Check
 from paceline.plan.nearest import nearest_plan
 from paceline.plan.plan import Plan
+from paceline.train.loss_preflight import reasons_of_loss
 from paceline.train.rehearse import StepFailed, as_rehearsed, rehearsed_role, with_data_at_hand
 
 BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
@@ -61,37 +63,43 @@ class Preflight:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._data: DataSets | None = None
         self._known: dict[Plan, list[str]] = {}
         self._runs_whole: bool | None = None
 
+    @cached_property
+    def _data(self) -> DataSets:
+        return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+
     def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> list[str]:
         """The reasons against a plan, and after them the nearest plan that works; empty where the plan can be started."""
-        reasons = self.reasons(plan)
+        divided = self.reasons(plan)
+        reasons = divided or reasons_of_loss(self.job, plan, self._data)
         if not reasons:
             return []
         until = time.monotonic() + BUDGET_S
 
-        def reason(case: Case) -> str | None:
+        def division(case: Case) -> str | None:
             if not case.plan.splits:
                 return None
             if case.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
                 return "there was no time to try it"
             return "\n".join(self.reasons(case.plan)) or None
 
-        nearest = nearest_plan(plan, self.job, cluster, world, further=(Check(reason, _KEYS),))
+        def loss(case: Case) -> str | None:
+            return "\n".join(reasons_of_loss(self.job, case.plan, self._data)) or None
+
+        further = (Check(division, _KEYS), Check(loss, ("microbatches", *DEGREES)))
+        nearest = nearest_plan(plan, self.job, cluster, world, further=further)
         return [*reasons, f"Nearest plan that works: {nearest}."] if nearest is not None else reasons
 
     def reasons(self, plan: Plan) -> list[str]:
-        """Why ranks would refuse the plan, or fail under it; empty where nothing was found."""
+        """Why ranks would refuse to divide the model, or fail; empty where nothing was found."""
         if plan not in self._known:
             self._known[plan] = self._divided(plan) if plan.splits else []
         return self._known[plan]
 
     def _divided(self, plan: Plan) -> list[str]:
         job = with_data_at_hand(self.job)
-        if self._data is None:
-            self._data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
         rehearsed = as_rehearsed(job, plan, [])
         as_it_is = replace(rehearsed, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
         if rehearsed.cut != plan.cut and sum(shape.numel for shape in anatomy(job.model).parameters) > _SMALL:
@@ -109,7 +117,6 @@ class Preflight:
         return []
 
     def _of_stage(self, job: Job, plan: Plan, stage: int) -> list[str]:
-        assert self._data is not None
         try:
             rehearsed_role(job, plan, self._data, stage)
         except StepFailed as error:
@@ -125,7 +132,6 @@ class Preflight:
     def _whole_runs(self, job: Job) -> bool:
         """Whether the undivided model takes a step without memory; where it does not, that says nothing about a divided one."""
         if self._runs_whole is None:
-            assert self._data is not None
             try:
                 self._runs_whole = rehearsed_role(job, Plan(), self._data, 0).not_rehearsed is None
             except Exception:  # noqa: BLE001 - whatever the user's model raises

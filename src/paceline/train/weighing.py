@@ -133,14 +133,23 @@ class Weighing:
         """
         if not self._examines or step & (step - 1) or active_fake_mode() is not None:
             return
+        pair = self._two_samples(output, target, position)
+        if pair is not None:
+            self.hold(*pair)
+
+    def hold(self, output: Any, target: Tensor) -> None:
+        """Hold the loss of two samples or more against the losses of their parts, where it is a user's own.
+
+        Raises:
+            PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
+        """
+        if not self._examines:
+            return
         if self._trial is None:
             self._trial = in_float64(_copied(self.loss))
-        pair = self._two_samples(output, target, position)
-        if pair is None:
-            return
         devices = [target.device.index or 0] if target.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(target.device.type, enabled=False):
-            self._examine(*pair)
+            self._examine(output, target)
 
     def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:
         """An output and target of two samples or more: this part's; with those of an earlier part or of other ranks, where it has one."""
