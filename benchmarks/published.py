@@ -10,7 +10,8 @@ fitted to that very table, and the formula of the pipeline's bubble.
 All tables are predicted with one set of constants (`paceline/plan/cost/constants.py`) and one derating a software stack (printed). They
 were found by `published_fit.py` from timings of collectives and from a tenth of vTrain's table; deratings of other stacks from a tenth of
 each table. What was used to fit is set aside, printed, and not scored. Figures: `mean_error`, `median_error`, `p90_error`, `mean_regret`,
-`rank_correlation`, `oom_missed`, `rows_used`, over the discriminating tables, or over all that are there where none of them is.
+`rank_correlation`, `oom_missed`, `rows_used`, over the discriminating tables, or over all that are there where none of them is; and
+`mean_error_elsewhere`, over the other tables, of hardware and software that no constant was fitted to: the ± of plans for such machines.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\npredicted against measured: {options.plot}")
     if options.json:
         figures = {name: getattr(total, name) for name in FIGURES} | {"rows_used": total.rows, "null_mean_error": total.null_mean_error}
+        if others := _others(predicted):
+            figures["mean_error_elsewhere"] = score(others).mean_error
         by_table = {f"{name}_of_{table}": value for table, found in _scores(predicted).items() for name, value in _few(found).items()}
         print(json.dumps({"figures": figures | by_table, "environment": {"machine": environment_line()}}, default=float))
     return 0
@@ -96,6 +99,11 @@ def _scores(predicted: Sequence[Predicted]) -> dict[str, Score]:
     return {table: score([each for each in predicted if each.row.table == table]) for table in tables}
 
 
+def _others(predicted: Sequence[Predicted]) -> list[Predicted]:
+    """Rows of hardware and software that no constant was fitted to."""
+    return [each for each in predicted if each.row.table not in DISCRIMINATING]
+
+
 def _few(found: Score) -> dict[str, float]:
     kept = ("rows", "mean_error", "p90_error", "bias", "mean_regret", "rank_correlation", "memory_median_error", "null_mean_error")
     return {name: value for name, value in asdict(found).items() if name in kept and not math.isnan(value)}
@@ -111,6 +119,7 @@ def _print(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Se
     judged = [each for each in predicted if each.row.table in DISCRIMINATING]
     if judged and len(scores) > 1:
         print(_line("the discriminating tables", score(judged)))
+        print(_line("the other tables", score(_others(predicted))))
     print(_line("all tables", score(predicted)))
     _print_what_is_behind(predicted, skipped, aside)
     if every:
