@@ -173,10 +173,36 @@ class AsideTwiceBlock(AsideBlock):
         return y
 
 
+class AsideConstant(Aside):
+    """Its blocks use torch.no_grad: for a scale, for a running mean that they keep, and to change in place what has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AsideConstantBlock() for _ in range(4))
+
+
+class AsideConstantBlock(AsideBlock):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: Tensor, aside: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            scale = 1 + self.down.weight.abs().mean() + x.square().mean()
+            self.mean.lerp_(scale, 0.1)
+        y = super().forward(x, aside) * scale / self.mean.clone()
+        with torch.no_grad():
+            y = y.clamp_(-0.05, 0.05)
+        return y + x
+
+
 CASES = {
     "gpt": Case(gpt, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside": Case(Aside, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside_twice": Case(AsideTwice, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
+    "aside_constant": Case(AsideConstant, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "mlp": Case(mlp, vectors, classes),
     "llama": Case(lambda: huggingface("llama"), masked_tokens, classes),
     "gpt2": Case(lambda: huggingface("gpt2"), tokens, classes),

@@ -81,6 +81,13 @@ def test_an_exported_model_may_call_a_layer_twice(ranks: Ranks) -> None:
     assert_same(found, alone(CASES["aside_twice"], 2))
 
 
+def test_an_exported_model_may_use_no_grad(ranks: Ranks) -> None:
+    """Gradients stop where the model stops them and nowhere else, and what it changes in place there is changed."""
+    found = ranks(2, piped, "aside_constant", "pp=2 microbatches=2")
+    assert "torch.export" in found[0]["lines"][0]
+    assert_same(found, alone(CASES["aside_constant"], 2))
+
+
 class Shared(nn.Module):
     """One layer, used by every block."""
 

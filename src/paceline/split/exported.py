@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining import Pipe, SplitPoint
+from torch.distributed.pipelining._IR import MultiUseParameterConfig, annotate_split_points
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.stages import Finish, as_it_is, copied, give_away
+from paceline.split.no_grad_regions import inline_no_grad
+from paceline.split.stages import Finish, as_it_is, copied, give_away, leave_buffers
 from paceline.split.trunk import Call, Shape, quiet
 
 _CALL = re.compile(r"@\d+(?=\.|$)")  # torch.export's mark on the name of a module in its second and later calls
@@ -46,6 +48,10 @@ class Piece:
         """The parameters that the stage computes with, some by a later one of their names."""
         return {self.names[name] for name, _ in self.graph.named_parameters(remove_duplicate=False)}
 
+    def buffers(self) -> set[str]:
+        """The buffers that the stage computes with or changes."""
+        return {self.names[name] for name, _ in self.graph.named_buffers(remove_duplicate=False) if name in self.names}
+
     def run(self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:
         """The values of all nodes that are known after the stage."""
         known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(zip(self.inputs, _tensors(batch), strict=True))
@@ -74,7 +80,12 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     flat = _Flat(_with_fakes(model, fake), call, batch, output)
     try:
         with quiet():
-            pipe = pipeline(flat, tuple(fake(t) for t in _tensors(batch)), split_spec={f"model.{c}": SplitPoint.BEGINNING for c in cuts})
+            annotate_split_points(flat, {f"model.{c}": SplitPoint.BEGINNING for c in cuts})
+            program = torch.export.export(flat, tuple(fake(t) for t in _tensors(batch)))
+            inline_no_grad(program)
+            pipe = Pipe._from_traced(flat, program, MultiUseParameterConfig.REPLICATE)
+    except PlanError:
+        raise
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
@@ -88,18 +99,29 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
             "once"
         )
     pieces = _pieces(pipe.split_gm, nodes, output, set(_named_tensors(model)))
-    _infer_shapes(pieces, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
+    try:
+        _infer_shapes(pieces, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(
+            f"pp: the stages that torch.export makes of the model cannot be run ({type(error).__name__}: {first}). Cut "
+            "elsewhere (cut=), or train without pp (fsdp divides any model)."
+        ) from error
     return pieces
 
 
 class ExportedStage:
     """As `Stage`, for a `Piece`. It has no blocks; its graph computes with the parameters of `module`, whatever shards these."""
 
-    def __init__(self, model: nn.Module, piece_of: Callable[[Batch], Piece], device: torch.device, own: set[str], *, last: bool) -> None:
+    def __init__(
+        self, model: nn.Module, pieces_of: Callable[[Batch], Sequence[Piece]], example: Batch, i: int, device: torch.device, own: set[str]
+    ) -> None:
+        pieces = pieces_of(example)
         self.finish: Finish = as_it_is
-        self._piece_of, self._last = piece_of, last
+        self._piece_of, self._last = (lambda batch: pieces_of(batch)[i]), i == len(pieces) - 1
         self.module = copied(model)
         give_away(self.module, model, own, device)
+        leave_buffers(self.module, set().union(*(piece.buffers() for piece in pieces)) - pieces[i].buffers(), device)
         self.module.__dict__["forward"] = self._forward
 
     def _forward(self, *received: Tensor, batch: Batch) -> Any:

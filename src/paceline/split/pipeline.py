@@ -80,7 +80,7 @@ class Pipeline:
         owners = self._owners(extents)
         self._refuse_shards_of_shared(owners, plan)
         self.trace = next((extent.trace for extent in extents if isinstance(extent, Extent)), None)
-        self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, extents[i], owners) for i in self._own}
+        self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, extents[i], example, owners) for i in self._own}
         splits_backward = plan.schedule == "zero-bubble"
         self._deferred = {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
         self.stages = [stage.module for stage in self._stages.values()]
@@ -246,10 +246,10 @@ class Pipeline:
                     f"schedule={other}, or fsdp=1"
                 )
 
-    def _stage(self, i: int, extent: Extent | Piece, owners: dict[str, set[int]]) -> Stage | ExportedStage:
+    def _stage(self, i: int, extent: Extent | Piece, example: Batch, owners: dict[str, set[int]]) -> Stage | ExportedStage:
         own = {name for name, stages in owners.items() if i in stages}
         if isinstance(extent, Piece):
-            return ExportedStage(self._model, lambda b: cast(Piece, self._extents_of(b)[i]), self._device, own, last=i == self._count - 1)
+            return ExportedStage(self._model, lambda b: cast(Sequence[Piece], self._extents_of(b)), example, i, self._device, own)
         return Stage(self._model, extent, lambda b: cast(Extent, self._extents_of(b)[i]), self._call, self._device, own)
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:

@@ -141,7 +141,7 @@ class Stage:
         self.module = copied(model)
         give_away(self.module, model, own, device)
         self._stand_in_for_others(extent)
-        self._leave_buffers(extent)
+        leave_buffers(self.module, extent.trace.buffers_changed_after(extent.stop), device)
         root = self.module.__dict__
         self._as_model = {"forward": self.module.forward} | {kind: root[kind] for kind in _HOOKS}
         root.update({"forward": self._forward} | {kind: type(root[kind])() for kind in _HOOKS})
@@ -190,14 +190,6 @@ class Stage:
                 module.__dict__["_call_impl"] = partial(_then, module._call_impl, partial(keep, module, ()))
             else:
                 module.register_forward_hook(keep, prepend=True)
-
-    def _leave_buffers(self, extent: Extent) -> None:
-        """Buffers that a later stage changes are that stage's; here they are no buffers, so that nothing outdated is saved."""
-        late = extent.trace.buffers_changed_after(extent.stop)
-        for name, module in self.module.named_modules():
-            for key, buffer in list(module._buffers.items()):
-                if f"{name}.{key}".lstrip(".") in late and buffer is not None:
-                    _no_buffer(module, key, self.device)
 
     def _turn(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current = self._pass
@@ -263,6 +255,14 @@ def give_away(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.d
             if parameter is not None and names[id(parameter)] not in own:
                 del module._parameters[name]
                 module.__dict__[name] = Shape(tuple(parameter.shape), parameter.dtype, False).zero(device)
+
+
+def leave_buffers(copy_: nn.Module, others: set[str], device: torch.device) -> None:
+    """Make buffers that another stage changes plain attributes of a stage's modules, so that nothing outdated is saved."""
+    for name, module in copy_.named_modules():
+        for key, buffer in list(module._buffers.items()):
+            if f"{name}.{key}".lstrip(".") in others and buffer is not None:
+                _no_buffer(module, key, device)
 
 
 def _bound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
