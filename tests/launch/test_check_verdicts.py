@@ -205,6 +205,12 @@ def test_a_split_is_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
     assert checked(ranks, job(tmp_path, "InFloat32"), "fsdp=2 precision=fp64 remat=none").verdict == "holds"
 
 
+def test_stages_are_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
+    """A stage leaves the model's forward pass early; what is drawn after that must have the model's own dtype again."""
+    found = checked(ranks, job(tmp_path, "plain"), "pp=2 microbatches=2 precision=fp64")
+    assert found.verdict == "holds", found.largest
+
+
 def test_a_model_that_cannot_run_in_float64_is_held_against_one_process_in_float32(ranks: Ranks, tmp_path: Path) -> None:
     found = checked(ranks, job(tmp_path, "OnlyInFloat32"), "dp=2")
     assert found.holds

@@ -6,13 +6,12 @@ Everything here is undone at the end of its context.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from paceline.job.batch import Batch
@@ -95,26 +94,22 @@ def _sums(engine: Engine, batch: Batch) -> dict[str, float]:
 @contextmanager
 def all_in_float64() -> Iterator[None]:
     """Within, modules that ask for float32 or less (`x.float()`, a new tensor, a softmax in float32) get float64."""
-    mode, depth = _Wide(), 0
+    call, depth = nn.Module.__call__, 0
 
-    def enter(module: nn.Module, inputs: Any) -> None:
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         depth += 1
-        if depth == 1:
-            mode.__enter__()
+        try:  # and no hooks: they are not called where a pipeline's stage leaves the model's forward pass early
+            with _Wide() if depth == 1 else nullcontext():
+                return call(module, *args, **kwargs)
+        finally:
+            depth -= 1
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0:
-            mode.__exit__(None, None, None)
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    nn.Module.__call__ = called  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 def in_float64(loss: Callable[..., Any]) -> Callable[..., Any]:
