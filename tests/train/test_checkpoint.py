@@ -244,6 +244,18 @@ def test_release_does_nothing_when_nothing_is_being_copied(tmp_path: Path) -> No
     saving.close()
 
 
+def test_a_rank_whose_file_went_away_leaves_no_checkpoint(tmp_path: Path) -> None:
+    first, second = (checkpointer(tmp_path, rank=rank, world=2) for rank in range(2))
+    second.save(3, Snapshot({"weight": torch.ones(4)}))
+    second.close()
+    [written] = tmp_path.glob(".step-*/rank-1.safetensors")
+    written.unlink()
+    first.save(3, Snapshot({"weight": torch.ones(4)}))
+    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors has 0 bytes of the [0-9,]+ that rank 1 wrote"):
+        first.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_the_newest_are_kept_and_the_staging_buffer_fits_every_size(tmp_path: Path) -> None:
     events: Events = []
     saving = checkpointer(tmp_path, keep=2, events=events)

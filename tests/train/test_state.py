@@ -72,6 +72,7 @@ def train(engine: Engine, steps: int) -> list[float]:
 def save(engine: Engine, folder: Path, values: dict[str, Any] | None = None) -> None:
     group = engine.group
     checkpointer = Checkpointer(folder, rank=group.rank, world=group.size, keep=1, deadline_s=30, report=lambda *_: None)
+    group.barrier()  # rank 0 has removed what was left half-written
     checkpointer.save(engine.step_count, snapshot(engine, values or {}))
     checkpointer.close()
     group.barrier()

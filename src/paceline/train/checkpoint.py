@@ -262,6 +262,9 @@ class Checkpointer:
     def _publish(self, partial: Path, manifest: Manifest) -> Iterator[None]:
         """Make the folder a checkpoint once every rank's shard is in it."""
         receipts = yield from self._await_receipts(partial)
+        for rank, receipt in enumerate(receipts):
+            if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
+                raise CheckpointError(f"{shard_name(rank)} has {size:,} bytes of the {receipt.shard.bytes:,} that rank {rank} wrote")
         manifest.shards = [receipt.shard for receipt in receipts]
         manifest.tensors = merge(receipts)
         manifest.aliases = {alias: name for receipt in receipts for alias, name in receipt.aliases.items()}
