@@ -32,13 +32,13 @@ from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
-from paceline.launch.auto import Choice, choose
-from paceline.plan.auto import auto_plan
-from paceline.plan.knobs import KNOBS
-from paceline.plan.plan import Plan, cores_of
-from paceline.plan.space import legal_plans
+from paceline.planner.auto import auto_plan
+from paceline.planner.knobs import KNOBS
+from paceline.planner.legal_plans import legal_plans
+from paceline.plans.plan import Plan, cores_of
 from paceline.stats import Interval, median_interval
-from paceline.train.contender import Contender, part_of
+from paceline.tuning.auto import Choice, choose
+from paceline.tuning.candidate import Contender, part_of
 from served import Ranks
 
 RANKS, ROUNDS, BLOCK_S, LONG_STEPS = 2, 3, 1.2, 20_000

@@ -44,13 +44,13 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.launch.auto import choose
 from paceline.launch.local import ALLOCATOR
-from paceline.plan.knobs import KNOBS
-from paceline.plan.plan import Plan, Transport, cores_of
+from paceline.planner.knobs import KNOBS
+from paceline.plans.plan import Plan, Transport, cores_of
 from paceline.stats import Interval, median_interval
-from paceline.train.loop import Loop, build_engine
-from paceline.train.run import Run
+from paceline.training.loop import Loop, build_engine
+from paceline.training.record.run import Run
+from paceline.tuning.auto import choose
 from served import Ranks
 
 TRANSPORT: Transport = "shm"

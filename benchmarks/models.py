@@ -38,8 +38,8 @@ from models_cases import Case, cases
 from models_forked import RankFailure, fork_to_look, start_server
 from paceline.cluster.discover import discover, environment
 from paceline.errors import LaunchError, PacelineError
-from paceline.launch.check import Checks
-from paceline.plan.plan import Plan
+from paceline.parity.check import Checks
+from paceline.plans.plan import Plan
 
 PLANS = {
     "dp": "dp=2",
@@ -60,7 +60,7 @@ _IMPORTS = (  # what ranks would otherwise each import; our own first, which see
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"),
     *("numpy", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils"),
     *("transformers.generation.utils", "transformers.modeling_layers", "transformers.loss.loss_utils"),
-    *("paceline.train.loop", "paceline.train.parity", "paceline.train.divided"),
+    *("paceline.training.loop", "paceline.parity.ranks", "paceline.engine.split_model"),
 )
 _REASON = 160  # characters of a reason that are printed
 

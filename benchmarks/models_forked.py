@@ -21,7 +21,7 @@ from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.launch.failure import ErrorRecord
 from paceline.launch.place import on_this_machine
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 
 _GRACE_S = 2.0  # for the other ranks to say what they saw, after one has failed
 _fork = multiprocessing.get_context("forkserver")
@@ -101,7 +101,7 @@ def _run(
 ) -> None:
     import torch
 
-    from paceline.job.imports import load_object
+    from paceline.job.read.imports import load_object
 
     os.environ.update(environment)
     if listener is not None:

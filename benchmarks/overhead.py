@@ -40,10 +40,10 @@ from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.launch.local import ALLOCATOR
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from paceline.stats import median_interval
-from paceline.train.loop import Loop, build_engine
-from paceline.train.run import Run
+from paceline.training.loop import Loop, build_engine
+from paceline.training.record.run import Run
 
 BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 20, 5, 40, 8
 PLAIN, PLAIN_ALLOCATOR, OURS = "plain loop", "plain loop, same allocator", "paceline train"

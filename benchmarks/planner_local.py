@@ -35,15 +35,15 @@ from typing import Any
 
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
-from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
 from paceline.errors import ClusterError, PacelineError
-from paceline.launch.calibrate import calibrate
 from paceline.launch.local import ALLOCATOR
-from paceline.plan.calibrate import Calibration
-from paceline.plan.cost.prediction import Prediction
-from paceline.plan.plan import Plan
-from paceline.plan.predict import modelled
-from paceline.train.run import Run
+from paceline.planner.calibrate import Calibration
+from paceline.planner.cost.prediction import Prediction
+from paceline.planner.predict import modelled
+from paceline.plans.plan import Plan
+from paceline.training.record.run import Run
+from paceline.tuning.calibrate import calibrate
 from planner_local_cases import GIGABIT, JOBS, Case, cases, cluster_at, job_of, precisions_of
 from served import Ranks
 

@@ -16,9 +16,9 @@ import torch
 
 from measure import our_steps
 from paceline.comm.backend import joined
-from paceline.train.loop import Loop, build_engine, built, seed_all
-from paceline.train.record import _kernel_counts
-from paceline.train.run import Run, read_lines
+from paceline.training.loop import Loop, build_engine, built, seed_all
+from paceline.training.record.recorder import _kernel_counts
+from paceline.training.record.run import Run, read_lines
 
 
 def serve(folder: Path) -> None:

@@ -7,7 +7,7 @@ rank correlation, the error of the memory, and the *regret*: in each group of ro
 the measured time of the plan that is predicted fastest / the best measured − 1. Beside it stands the *null model*: one share of the peak,
 fitted to that very table, and the formula of the pipeline's bubble.
 
-All tables are predicted with one set of constants (`paceline/plan/cost/constants.py`) and one derating a software stack (printed). They
+All tables are predicted with one set of constants (`paceline/planner/cost/constants.py`) and one derating a software stack (printed). They
 were found by `published_fit.py` from timings of collectives and from a tenth of vTrain's table; deratings of other stacks from a tenth of
 each table. What was used to fit is set aside, printed, and not scored. Figures: `mean_error`, `median_error`, `p90_error`, `mean_regret`,
 `rank_correlation`, `oom_missed`, `rows_used`, over the discriminating tables, or over all that are there where none of them is; and
@@ -26,8 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from measure import environment_line
-from paceline.plan.cost.estimate import estimate
-from paceline.plan.cost.prediction import Prediction
+from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.prediction import Prediction
 from published_null import null_seconds
 from published_rows import DISCRIMINATING, Row, Skipped, read, set_aside
 from published_score import Predicted, Score, score

@@ -5,7 +5,7 @@
 From timings of NCCL's all-reduce (`tables/calib_collectives.csv`): what links reach, and what starting a collective takes. From a tenth
 of the rows of vTrain's table: what launching, starting kernels, vectors and the update take. Then, from the rows of each table that are
 set aside, one derating a software stack: the median of those with which each row's step takes what was measured. Prints the constants, to
-be written into `paceline/plan/cost/constants.py` and `published_stacks.py`; changes no file.
+be written into `paceline/planner/cost/constants.py` and `published_stacks.py`; changes no file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import brentq, least_squares
 
-from paceline.cluster.hardware import CATALOGUE
-from paceline.plan.cost import compute, constants, stages
-from paceline.plan.cost.estimate import estimate
-from paceline.plan.cost.layout import Layout, Machines
-from paceline.plan.cost.traffic import all_reduce_s, way
-from paceline.plan.trace import Trace
+from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.planner.cost import compute, constants, stages
+from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.layout import Layout, Machines
+from paceline.planner.cost.traffic import all_reduce_s, way
+from paceline.trace.graph import Trace
 from published import TABLES
 from published_rows import Row, read, set_aside
 

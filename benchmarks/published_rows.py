@@ -10,12 +10,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-from paceline.cluster.hardware import Accelerator, LinkSpec, accelerator
+from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec, accelerator
 from paceline.errors import ClusterError
-from paceline.job.dimensions import Dimensions
-from paceline.plan.cost.compute import peak_flops
-from paceline.plan.cost.layout import Layout, Machines, Precision
-from paceline.plan.transformer import transformer
+from paceline.job.read.dimensions import Dimensions
+from paceline.planner.cost.compute import peak_flops
+from paceline.planner.cost.layout import Layout, Machines, Precision
+from paceline.trace.transformer import transformer
 from published_stacks import StackFacts, facts
 
 DISCRIMINATING = (

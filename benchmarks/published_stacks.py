@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.plan.cost.layout import Layout, Stack
+from paceline.planner.cost.layout import Layout, Stack
 
 
 @dataclass(frozen=True)

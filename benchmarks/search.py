@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.cluster.named import named_cluster
 from paceline.job.job import Job
-from paceline.plan.search import search
+from paceline.planner.search.search import search
 
 JOB = Path(__file__).parents[1] / "examples" / "plan" / "gpt_1t.yaml"
 CLUSTER = "512x8xH100-SXM, 400gbit"

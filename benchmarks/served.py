@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from paceline.cluster.emulate import EmulatedHost
+from paceline.cluster.emulate.hosts import EmulatedHost
 from paceline.launch.place import on_hosts, on_this_machine
 from paceline.launch.port import ADDRESS
 

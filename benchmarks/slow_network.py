@@ -42,13 +42,13 @@ from typing import Any
 from measure import environment_line
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import discover, environment
-from paceline.cluster.emulate import Emulation
+from paceline.cluster.emulate.hosts import Emulation
 from paceline.job.job import Job
 from paceline.launch.local import ALLOCATOR
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from paceline.report.environment import described
 from paceline.report.rules_page import Rates, RuleFigures, write_rules_page
-from paceline.train.run import Run
+from paceline.training.record.run import Run
 from served import Ranks
 
 HOSTS, TARGET_STEPS, SMOOTHED, MAX_STEPS = 4, 150, 25, 250

@@ -25,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from measure import our_steps
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.data.loader import held_out_batches
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
-from paceline.plan.plan import Plan, Transport
+from paceline.plans.plan import Plan, Transport
 from paceline.split.mesh import Mesh
-from paceline.train.loader import held_out_batches
-from paceline.train.loop import Loop, build_engine, built, loader_of, seed_all
-from paceline.train.run import Run
+from paceline.training.loop import Loop, build_engine, built, loader_of, seed_all
+from paceline.training.record.run import Run
 
 DEADLINE_S = 300.0
 

@@ -46,10 +46,10 @@ from paceline.cluster.discover import environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from paceline.split.memory import held_bytes, predicted_bytes
 from paceline.stats import Interval, median_interval
-from paceline.train.loop import build_engine, built, seed_all
+from paceline.training.loop import build_engine, built, seed_all
 from served import Ranks
 
 LLAMA = {

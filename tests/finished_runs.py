@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.bench.result import Curve, Measured, RankUse
-from paceline.bench.settings import ONE, Setting
-from paceline.bench.summary import Finished, measured
-from paceline.plan.plan import Plan
-from paceline.train.meter import PARTS
+from paceline.benchmark.result import Curve, Measured, RankUse
+from paceline.benchmark.settings import ONE, Setting
+from paceline.benchmark.summary import Finished, measured
+from paceline.engine.meter import PARTS
+from paceline.plans.plan import Plan
 
 STEPS = 20
 

@@ -7,8 +7,8 @@ import importlib
 from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError
 from paceline.job.job import Job
-from paceline.launch.check import Checks, Parity
-from paceline.plan.plan import Plan
+from paceline.parity.check import Checks, Parity
+from paceline.plans.plan import Plan
 from ranks import RankError, Ranks, run_processes
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cluster.accelerator import Accelerator, LinkSpec
+from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.plan.cost.layout import Layout, Machines
-from paceline.plan.cost.prediction import PARTS, Prediction
-from paceline.plan.found import Candidate, Excluded, Found, Hint
-from paceline.plan.plan import Plan
-from paceline.plan.trace import Block, Gemm, Trace
+from paceline.planner.cost.layout import Layout, Machines
+from paceline.planner.cost.prediction import PARTS, Prediction
+from paceline.planner.search.result import Candidate, Excluded, Found, Hint
+from paceline.plans.plan import Plan
+from paceline.trace.graph import Block, Gemm, Trace
 
 TRACE = Trace(
     tuple(Block("layer", f"layers.{i}", (Gemm(1024, 4096, 1024),), matrices=12_000_000, boundary=1024) for i in range(8)), tokens=1024

@@ -14,7 +14,7 @@ from paceline.comm import Group
 from paceline.split.layout import Layout
 from paceline.split.mesh import AXES, Mesh
 from paceline.split.parts import Part
-from paceline.train.checkpoint import Checkpointer, Snapshot
+from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
 SHAPES = {  # of a model that has what is easily lost
     "embedding": (10, 6),  # tied to the head, so on the first and the last stage

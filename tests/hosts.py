@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate import Emulation, LinkBytes
-from paceline.cluster.emulate_network import Wire, plug, unplug, wires
-from paceline.cluster.emulate_record import Record
+from paceline.cluster.emulate.hosts import Emulation, LinkBytes
+from paceline.cluster.emulate.network import Wire, plug, unplug, wires
+from paceline.cluster.emulate.record import Record
 from paceline.launch.place import on_hosts
 from ranks import run_processes
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.cgroup import place_of_group
-from paceline.cluster.emulate_record import FOLDER, Record
+from paceline.cluster.emulate.cgroup import place_of_group
+from paceline.cluster.emulate.record import FOLDER, Record
 from paceline.errors import ClusterError
 
 _GRACE_S = 3.0  # for threads and processes that are about to end

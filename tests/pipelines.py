@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm import Group
-from paceline.job.zoo.gpt import GPT
-from paceline.plan.plan import Plan
+from paceline.job.zoo.models.gpt import GPT
+from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, whole_parts
-from paceline.split.pipeline import Pipeline
+from paceline.split.pipeline.pipeline import Pipeline
 
 Weights = dict[str, Tensor]
 ROWS, STEPS, CPU = 8, 3, torch.device("cpu")

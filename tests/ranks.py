@@ -153,7 +153,7 @@ def _run_rank(start: _Start, folder: str, stack: Path, outcome: Connection) -> N
     import paceline.comm.shm
     import paceline.comm.tcp
     import paceline.comm.transport
-    from paceline.cluster.emulate import enter_host
+    from paceline.cluster.emulate.hosts import enter_host
     from paceline.launch.failure import ErrorRecord
 
     os.environ.clear()
@@ -223,6 +223,6 @@ def start_fork_server() -> None:
     """Start the process that ranks are forked from, with what they import already there."""
     from multiprocessing import forkserver
 
-    imports = ["torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline.train.loop"]  # the first optimizer wants _dynamo
+    imports = ["torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline.training.loop"]  # the first optimizer wants _dynamo
     _fork_server.set_forkserver_preload(imports)
     forkserver.ensure_running()

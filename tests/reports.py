@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from paceline.bench.result import Curve, Measured, RankUse, Report
+from paceline.benchmark.result import Curve, Measured, RankUse, Report
 from paceline.stats import Interval
 
 ENVIRONMENT = {

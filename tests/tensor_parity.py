@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm import Group
 from paceline.job.batch import Batch
-from paceline.split import tensor_lone
 from paceline.split.parts import Part, whole_parts
-from paceline.split.tensor import TensorReport, shard_tensors
+from paceline.split.tensor.division import TensorReport, shard_tensors
+from paceline.split.tensor.division import unpaired as tensor_lone
 
 Made = tuple[nn.Module, Batch]
 

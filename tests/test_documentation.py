@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from paceline.cluster.cluster import Cluster
-from paceline.plan.plan import Plan
-from paceline.plan.sync import CODECS, RULES, CompressSpec
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import CODECS, RULES, CompressSpec
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -26,7 +26,7 @@ from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS
 from paceline.job.zoo.losses import _LOSSES
 from paceline.job.zoo.metrics import _METRICS
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 README, REFERENCE = (ROOT / "README.md").read_text(), (ROOT / "docs" / "job.md").read_text()

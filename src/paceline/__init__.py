@@ -11,17 +11,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.bench.protocol import bench
+    from paceline.benchmark.protocol import bench
     from paceline.cluster.cluster import Cluster
     from paceline.errors import PacelineError
     from paceline.job.job import Job
-    from paceline.launch.check import check
-    from paceline.launch.train import train
-    from paceline.plan.choose import plan
-    from paceline.plan.plan import Plan
-    from paceline.plan.predict import predict
-    from paceline.train.run import Run
-    from paceline.train.setup import setup
+    from paceline.parity.check import check
+    from paceline.planner.choose import plan
+    from paceline.planner.predict import predict
+    from paceline.plans.plan import Plan
+    from paceline.runner.train import train
+    from paceline.training.own_loop.setup import setup
+    from paceline.training.record.run import Run
 
 __all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "plan", "predict", "setup", "train"]
 
@@ -29,14 +29,14 @@ _HOMES = {
     "Cluster": "paceline.cluster.cluster",
     "Job": "paceline.job.job",
     "PacelineError": "paceline.errors",
-    "Plan": "paceline.plan.plan",
-    "Run": "paceline.train.run",
-    "bench": "paceline.bench.protocol",
-    "check": "paceline.launch.check",
-    "plan": "paceline.plan.choose",
-    "predict": "paceline.plan.predict",
-    "setup": "paceline.train.setup",
-    "train": "paceline.launch.train",
+    "Plan": "paceline.plans.plan",
+    "Run": "paceline.training.record.run",
+    "bench": "paceline.benchmark.protocol",
+    "check": "paceline.parity.check",
+    "plan": "paceline.planner.choose",
+    "predict": "paceline.planner.predict",
+    "setup": "paceline.training.own_loop.setup",
+    "train": "paceline.runner.train",
 }
 
 
@@ -59,7 +59,7 @@ class _Folder(ModuleType):
 
 
 class _Package(ModuleType):
-    """This package: once `paceline.train.loop`, say, is imported, the import system binds the folder `train` here, over the verb."""
+    """This package: once `paceline.training.loop`, say, is imported, the import system binds the folder `train` here, over the verb."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _HOMES and isinstance(value, ModuleType):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.plan.calibrate import Calibration, Pace
-from paceline.plan.cost.prediction import PARTS, Prediction
-from paceline.plan.plan import Plan
+from paceline.planner.calibrate import Calibration, Pace
+from paceline.planner.cost.prediction import PARTS, Prediction
+from paceline.plans.plan import Plan
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -13,8 +13,8 @@ from torch import nn
 from commands import paceline, write_job
 from grids import save_all
 from paceline.job.job import Job
-from paceline.train.checkpoint import Snapshot
-from paceline.train.run import Run
+from paceline.training.checkpoint.writer import Snapshot
+from paceline.training.record.run import Run
 
 
 def trained(job: Path) -> Run:

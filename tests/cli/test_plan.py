@@ -23,9 +23,9 @@ from paceline.cli.plan_screen import count, fitted, show
 from paceline.cli.where import to_run_on
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.job import Job
-from paceline.plan.explain import explain
-from paceline.plan.explain_changes import Change
-from paceline.plan.plan import Plan
+from paceline.planner.explain.changes import Change
+from paceline.planner.explain.explain import explain
+from paceline.plans.plan import Plan
 
 GPT = {"transformer": {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}}
 NAME = "1x4xA100-SXM-80, 2.5/h"
@@ -143,7 +143,7 @@ def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_
     def fails(*_: object) -> None:
         raise LaunchError("rank 0 raised: no memory\nTraceback …")
 
-    monkeypatch.setattr("paceline.launch.calibrate.calibrate", fails)
+    monkeypatch.setattr("paceline.tuning.calibrate.calibrate", fails)
     out = StringIO()
     assert command._measured(job(), cluster(), Console(file=out, width=200)) is None
     assert out.getvalue().strip() == "not measured: rank 0 raised: no memory; the figures of the catalogue stand in"

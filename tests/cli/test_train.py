@@ -12,8 +12,8 @@ import pytest
 from commands import checkpoints, losses, paceline, write_job
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
-from paceline.plan.plan import Plan
-from paceline.train.run import Run
+from paceline.plans.plan import Plan
+from paceline.training.record.run import Run
 
 
 @pytest.fixture

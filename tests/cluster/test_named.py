@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.cluster import Cluster, cluster_from, named_cluster
-from paceline.cluster.hardware import CATALOGUE
+from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.cluster.named import read_name
 from paceline.errors import ClusterError
 

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint import Checkpointer, Snapshot
-from paceline.train.checkpoint_read import load, load_latest
-from paceline.train.division import Seat
+from paceline.training.checkpoint.reader import load, load_latest
+from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
 VALUES = 700_000  # float32: three pieces of a shard
 

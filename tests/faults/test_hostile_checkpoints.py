@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint import Checkpointer, Snapshot
-from paceline.train.checkpoint_read import load_latest
-from paceline.train.manifest import MANIFEST
+from paceline.training.checkpoint.manifest import MANIFEST
+from paceline.training.checkpoint.reader import load_latest
+from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 from small_jobs import small_job, train_here
 
 Change = Callable[[dict[str, Any]], object]

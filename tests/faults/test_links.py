@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from commands import checkpoints, ended, losses, started, wait_for_step, write_job
-from paceline.cluster.emulate_network import plug, unplug, wires
-from paceline.cluster.emulate_record import Record
+from paceline.cluster.emulate.network import plug, unplug, wires
+from paceline.cluster.emulate.record import Record
 
 WHAT = Path(__file__).with_name("what_goes_wrong.py")
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]

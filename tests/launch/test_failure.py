@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.engine.status import Phase, RankStatus
 from paceline.errors import CheckpointError, DataError, LoaderProcessError, SyncError
 from paceline.launch.failure import ErrorRecord, RankEnd, hang, root_cause
-from paceline.train.status import Phase, RankStatus
 
 
 def end(

@@ -13,8 +13,8 @@ import pytest
 
 from commands import checkpoints, ended, events, losses, paceline, started, wait_for_step, write_job
 from paceline.cluster.cluster import Cluster, Emulate
-from paceline.cluster.emulate import LinkBytes
-from paceline.cluster.emulate_record import Record
+from paceline.cluster.emulate.hosts import LinkBytes
+from paceline.cluster.emulate.record import Record
 from paceline.errors import LaunchError
 from paceline.launch.local import launch
 from paceline.launch.place import places_on

@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+from paceline.engine.status import Phase, StatusBoard
 from paceline.errors import JobError, SyncError, tell_of_failure
-from paceline.train.status import Phase, StatusBoard
 
 RANK = int(os.environ.get("RANK", 0))
 

@@ -15,7 +15,7 @@ from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.rule import Replica
-from paceline.train.run import Run
+from paceline.training.record.run import Run
 from ranks import Ranks, run_on_ranks
 from small_jobs import new_run, train_as_rank
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.engine.engine import Engine
 from paceline.job.loss import LossSpec
-from paceline.train.engine import Engine
 from ranks import Ranks
 
 SAMPLES, FEATURES, CLASSES = 61, 12, 5  # 61 leaves a last batch of 13, or of 1 with a global batch of 20 or 12

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train.run import Run
+from paceline.training.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank, train_here
 

@@ -15,9 +15,9 @@ import paceline
 from families import family_job
 from paceline.comm.backend import joined
 from paceline.job.job import Job
-from paceline.plan.plan import Plan
-from paceline.train.loop import build_engine, built, seed_all
-from paceline.train.run import Run
+from paceline.plans.plan import Plan
+from paceline.training.loop import build_engine, built, seed_all
+from paceline.training.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, train_as_rank
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.job.job import Job
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank, train_here
 

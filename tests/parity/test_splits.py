@@ -8,9 +8,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from families import family_job
-from paceline.launch.check import TOLERANCES, Parity
-from paceline.plan.plan import Plan
-from paceline.train.parity import run_plan, run_reference
+from paceline.parity.check import TOLERANCES, Parity
+from paceline.parity.ranks import run_plan, run_reference
+from paceline.plans.plan import Plan
 from ranks import Ranks
 
 STEPS = 5

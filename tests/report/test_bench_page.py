@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from browser import Browser
-from paceline.bench.result import Measured, Report
-from paceline.bench.words import on_cores
+from paceline.benchmark.result import Measured, Report
+from paceline.benchmark.words import on_cores
+from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.report.definitions import DEFINITIONS
 from paceline.report.page import write_bench_page
-from paceline.train.meter import PARTS
 from reports import alike, around, rank_use, report, setting
 
 needs_chromium = pytest.mark.needs_chromium

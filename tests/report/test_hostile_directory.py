@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.result import Report
+from paceline.benchmark.result import Report
 from paceline.errors import PacelineError, RunError
 from paceline.report.page import write_bench_page, write_run_page
 from paceline.report.run_record import RunRecord
-from paceline.train.run import Run
+from paceline.training.record.run import Run
 from small_jobs import small_job, train_here
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from browser import Browser
-from paceline.comm.limit import Limit
-from paceline.comm.links import LeftOut, Measured
-from paceline.comm.speed import Speed
+from paceline.comm.measure.limit import Limit
+from paceline.comm.measure.links import LeftOut, Measured
+from paceline.comm.measure.speed import Speed
 from paceline.report.links_view import write_links_page
 
 pytestmark = pytest.mark.needs_chromium

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from browser import Browser
 from found_plans import candidate, cluster, found, job
-from paceline.plan.batch_advice import BatchAdvice, BatchPoint
-from paceline.plan.cost.prediction import PARTS
-from paceline.plan.explain import PART_NAMES, Explanation, explain
-from paceline.plan.explain_changes import Change
-from paceline.plan.explain_scaling import Scaled
+from paceline.planner.cost.prediction import PARTS
+from paceline.planner.explain.batch_advice import BatchAdvice, BatchPoint
+from paceline.planner.explain.changes import Change
+from paceline.planner.explain.explain import PART_NAMES, Explanation, explain
+from paceline.planner.explain.scaling import Scaled
 from paceline.report.plan_charts import SPAN_COLOURS, TIME_COLOURS, Point, front
 from paceline.report.plan_view import write_plan_page
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.engine import meter
 from paceline.report import words
 from paceline.report.definitions import DEFINITIONS, PARTS
 from paceline.report.environment import described
 from paceline.stats import Interval
-from paceline.train import meter
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ import paceline
 from families import ZOO, family_job
 from paceline.comm import Group
 from paceline.errors import NonFiniteError, PlanError
-from paceline.job.zoo.gpt import GPT
-from paceline.train.convert import export
-from paceline.train.loop import train_in
-from paceline.train.run import Run
+from paceline.job.zoo.models.gpt import GPT
+from paceline.training.checkpoint.convert import export
+from paceline.training.loop import train_in
+from paceline.training.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, train_as_rank, train_here
 

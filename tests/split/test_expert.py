@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.job.zoo.gpt import GPT
-from paceline.job.zoo.moe import MoE, moe_counts, weigh_balance
+from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models.moe import MoE, moe_counts, weigh_balance
 from paceline.split.expert import divide_experts, expert_reasons
 from paceline.split.parts import whole_parts
 from ranks import Backend, Ranks

@@ -10,7 +10,7 @@ import torch
 from paceline.comm import Group
 from paceline.comm.backend import join
 from paceline.errors import PlanError
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from paceline.split.mesh import AXES, READERS, Mesh
 from ranks import Ranks
 

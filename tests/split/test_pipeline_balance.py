@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.split.balance import balanced, costs
-from paceline.split.trunk import Cut, Trace
+from paceline.split.pipeline.balance import balanced, costs
+from paceline.split.pipeline.forward_trace import Cut, Trace
 from pipelines import CPU
 
 _COSTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=8)

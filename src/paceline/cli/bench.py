@@ -38,8 +38,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")] = False,
 ) -> None:
     """Measure how a job scales, in interleaved runs on 1 and N devices, and say what limits it."""
-    from paceline.bench.protocol import Benchmark
-    from paceline.bench.table import figures, show
+    from paceline.benchmark.protocol import Benchmark
+    from paceline.benchmark.table import figures, show
     from paceline.cli.where import to_run_on
     from paceline.console import Console
     from paceline.errors import RunError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.launch.check import Parity, Worst
+    from paceline.parity.check import Parity, Worst
 
 _NAMED = 10  # parameters, where parity fails
 CANNOT_TELL = 3  # the exit code
@@ -60,13 +60,13 @@ def command(
 
 def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
     from paceline.cluster.discover import to_run_on
-    from paceline.launch.auto import choose
+    from paceline.tuning.auto import choose
 
     return str(choose(job, to_run_on(cluster), lambda line: console.print(line, highlight=False, markup=False)).plan)
 
 
 def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> int:
-    from paceline.launch.check import check
+    from paceline.parity.check import check
 
     parity = check(job, text, cluster, steps=steps)
     _show(parity, console)
@@ -135,8 +135,8 @@ def _difference(value: float, tolerance: float) -> str:
 
 def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console: Console) -> int:
     from paceline.errors import PlanError
-    from paceline.launch.check import check_all
-    from paceline.plan.plan import Plan
+    from paceline.parity.check import check_all
+    from paceline.plans.plan import Plan
 
     counts = {"holds": 0, "differs": 0, "cannot tell": 0, "refused": 0, "failed": 0}
 

@@ -15,10 +15,10 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.cluster import probe
-    from paceline.cluster.checks import Finding
     from paceline.cluster.cluster import Host
-    from paceline.comm import speed
+    from paceline.cluster.doctor import probe
+    from paceline.cluster.doctor.checks import Finding
+    from paceline.comm.measure import speed
 
 _WIDTH = 100
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Say what this machine has for training, what is missing, and how fast it is. Exit code 1 where it cannot train at all."""
     from paceline.cluster.discover import environment
-    from paceline.cluster.probe import Probe
+    from paceline.cluster.doctor.probe import Probe
     from paceline.console import Console
 
     console = Console(highlight=False)
@@ -81,8 +81,8 @@ class Measured:
 
 def _discovered() -> tuple[Host, str | None, list[Finding]]:
     """This host, and the version of its GPUs' driver. A driver that does not work is a finding, and leaves only cores."""
-    from paceline.cluster.checks import Finding
     from paceline.cluster.discover import discover
+    from paceline.cluster.doctor.checks import Finding
     from paceline.cluster.gpus import find_gpus
     from paceline.errors import ClusterError
 
@@ -105,8 +105,8 @@ def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
 
 
 def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> dict[str, list[Finding]]:
-    from paceline.cluster.checks import check_data_plane, check_load, check_machine, check_system
-    from paceline.cluster.software import check_software, check_variables
+    from paceline.cluster.doctor.checks import check_data_plane, check_load, check_machine, check_system
+    from paceline.cluster.doctor.software import check_software, check_variables
 
     return {
         "machine": [*check_machine(host, driver), check_load(host.cores)],
@@ -161,9 +161,9 @@ def _collectives(ranks: int, variables: Mapping[str, str]) -> speed.Speeds:
 
     with scratch_folder() as folder:
         file = Path(folder, "speeds.json")
-        arguments = ["paceline.comm.speed:run_rank", str(file)]
+        arguments = ["paceline.comm.measure.speed:run_rank", str(file)]
         launch(arguments, ranks=ranks, threads=1, pin_cores=None, deadline_s=60, saves=False, env=variables)
-        from paceline.comm.speed import Speeds  # with torch, so once the ranks have had the machine to themselves
+        from paceline.comm.measure.speed import Speeds  # with torch, so once the ranks have had the machine to themselves
 
         return Speeds.load(file)
 
@@ -209,7 +209,7 @@ def _show_measured(console: Console, host: Host, measured: Measured, *, busy: bo
 def _show_local(console: Console, host: Host, speeds: list[probe.Speed]) -> None:
     from rich.table import Table
 
-    from paceline.cluster.probe import copy_bytes
+    from paceline.cluster.doctor.probe import copy_bytes
 
     tasks = sorted(dict.fromkeys((s.what, s.dtype) for s in speeds), key=lambda task: task[0] == "copy")
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")

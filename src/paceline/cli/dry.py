@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.job.job import Job
-    from paceline.train.rehearse import Rehearsal
+    from paceline.training.dry_run.dry_run import Rehearsal
 
 
 _WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
@@ -25,8 +25,8 @@ _LEGEND = (
 
 def rehearse(job: Job, text: str, console: Console) -> bool:
     """Rehearse a plan and say what was found; whether it can run."""
-    from paceline.plan.plan import Plan
-    from paceline.train.rehearse import rehearse
+    from paceline.plans.plan import Plan
+    from paceline.training.dry_run.dry_run import rehearse
 
     plan = Plan.parse(text)
     try:

@@ -25,7 +25,7 @@ def command(
     ] = Layout.FILE,
 ) -> None:
     """Write the weights of a run's newest checkpoint as one safetensors file, or as a folder in Hugging Face's layout."""
-    from paceline.train.convert import export, export_hf
+    from paceline.training.checkpoint.convert import export, export_hf
 
     with warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")

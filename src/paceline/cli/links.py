@@ -15,7 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
-    from paceline.launch.links import Found, Wanted
+    from paceline.runner.links import Found, Wanted
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -43,7 +43,7 @@ def command(
     """
     from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
-    from paceline.launch import links
+    from paceline.runner import links
 
     where = to_run_on(cluster) or discover()
     wanted = links.Wanted(
@@ -63,7 +63,7 @@ def command(
 
 def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
     from paceline.console import Console
-    from paceline.launch.links import measure_links
+    from paceline.runner.links import measure_links
 
     with Console(stderr=True).status("") as status:
         return measure_links(where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks"))
@@ -71,8 +71,8 @@ def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
 
 def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
     """As one of a torchrun's ranks, which can join over one transport only; None but on rank 0."""
-    from paceline.launch.links import Found, measure_as_rank
-    from paceline.launch.torchrun import fail
+    from paceline.runner.links import Found, measure_as_rank
+    from paceline.runner.torchrun import fail
 
     if named is not None and len(wanted.transports) > 1:
         raise typer.BadParameter("under torchrun name one transport: its ranks join once", param_hint="--transports")
@@ -87,7 +87,7 @@ def _report(found: Found, where: Cluster, plot: Path | None, *, as_json: bool) -
     """Everything that was found, on the screen, on a page and as JSON; then what is wrong with it, as an error."""
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment
-    from paceline.comm.links import figures
+    from paceline.comm.measure.links import figures
     from paceline.console import Console
     from paceline.errors import LaunchError, SyncError
 

@@ -14,10 +14,10 @@ from paceline.report.words import digits, seconds
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
-    from paceline.comm.limit import Limit
-    from paceline.comm.links import LeftOut, Measured
-    from paceline.comm.speed import Speed
-    from paceline.launch.links import Found
+    from paceline.comm.measure.limit import Limit
+    from paceline.comm.measure.links import LeftOut, Measured
+    from paceline.comm.measure.speed import Speed
+    from paceline.runner.links import Found
 
 _WIDTH = 116
 _COLUMNS = 8  # sizes beside each other
@@ -38,8 +38,8 @@ _SECTIONS = {
 
 def show(found: Found, where: Cluster, console: Console) -> None:
     """Everything that was found, then what the figures mean."""
-    from paceline.comm.limit import Limit
-    from paceline.comm.links import caveats
+    from paceline.comm.measure.limit import Limit
+    from paceline.comm.measure.links import caveats
 
     console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     console.print("[bold]paceline links[/] on", where.describe(), markup=True)
@@ -129,7 +129,7 @@ def _is(left: LeftOut, collective: str, name: str) -> bool:
 
 
 def _size(size_bytes: int) -> str:
-    from paceline.comm.links import size_text
+    from paceline.comm.measure.links import size_text
 
     text = size_text(size_bytes)
     number = text.rstrip("KMGiB")

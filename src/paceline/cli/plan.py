@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.plan.batch_advice import BatchAdvice
-    from paceline.plan.calibrate import Calibration
-    from paceline.plan.explain import Explanation
-    from paceline.plan.explain_scaling import Scaled
+    from paceline.planner.calibrate import Calibration
+    from paceline.planner.explain.batch_advice import BatchAdvice
+    from paceline.planner.explain.explain import Explanation
+    from paceline.planner.explain.scaling import Scaled
 
 _ON_PAGE = 30  # plans in the pictures of a page
 
@@ -50,8 +50,8 @@ def command(
     from paceline.cli.plan_screen import fitted, show, show_advice
     from paceline.console import Console
     from paceline.job.job import Job
-    from paceline.plan.explain import explain
-    from paceline.plan.search import search
+    from paceline.planner.explain.explain import explain
+    from paceline.planner.search.search import search
 
     console, what = fitted(Console()), Job.load(job)
     if accept_batch is not None and accept_batch.exists():
@@ -92,7 +92,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
 
     from paceline.console import Console
     from paceline.errors import PacelineError
-    from paceline.launch.calibrate import calibrate
+    from paceline.tuning.calibrate import calibrate
 
     def say(line: str) -> None:
         console.print(Text(line, style="dim"))
@@ -107,7 +107,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
 
 def _advice(job: Job, cluster: Cluster, calibration: Calibration | None) -> BatchAdvice:
     from paceline.console import Console
-    from paceline.plan.batch_advice import advise
+    from paceline.planner.explain.batch_advice import advise
 
     with Console(stderr=True).status("searching the best plan for every batch"):
         return advise(job, cluster, calibration)
@@ -119,7 +119,7 @@ def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None
 
     from paceline.errors import JobError
     from paceline.files import write_whole
-    from paceline.train.run import differences
+    from paceline.training.record.run import differences
 
     accepted = advice.job(job)
     try:
@@ -146,7 +146,7 @@ def _next(explanation: Explanation, job: Path, cluster: str | None, console: Con
 
 def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path) -> tuple[Scaled, ...]:
     from paceline.console import Console
-    from paceline.plan.explain_scaling import scaling
+    from paceline.planner.explain.scaling import scaling
     from paceline.report.plan_view import write_plan_page
 
     with Console(stderr=True).status("searching the best plan for more and fewer devices"):

@@ -11,15 +11,15 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.words import on_cores
-from paceline.plan.explain import LEAST, PART_NAMES, percent
-from paceline.plan.found import equals, error_of, preferred
+from paceline.benchmark.words import on_cores
+from paceline.planner.explain.explain import LEAST, PART_NAMES, percent
+from paceline.planner.search.result import equals, error_of, preferred
 from paceline.report.words import digits, seconds
 
 if TYPE_CHECKING:
-    from paceline.plan.batch_advice import BatchAdvice
-    from paceline.plan.explain import Explanation
-    from paceline.plan.found import Candidate
+    from paceline.planner.explain.batch_advice import BatchAdvice
+    from paceline.planner.explain.explain import Explanation
+    from paceline.planner.search.result import Candidate
 
 _WIDTH = 120
 _BAR = 32  # characters of the whole

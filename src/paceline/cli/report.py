@@ -12,10 +12,10 @@ def command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run, or of a benchmark.")],
 ) -> None:
     """Write report.html about a run or a benchmark: one file that opens in any browser, without a network."""
-    from paceline.bench.result import Report
+    from paceline.benchmark.result import Report
     from paceline.errors import RunError
     from paceline.report.page import write_bench_page, write_run_page
-    from paceline.train.run import Run
+    from paceline.training.record.run import Run
 
     if (directory / "report.json").is_file():
         page = write_bench_page(Report.load(directory / "report.json"), directory)

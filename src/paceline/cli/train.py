@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from paceline.train.run import Run
+    from paceline.training.record.run import Run
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -35,9 +35,9 @@ def command(
 ) -> None:
     """Train a job on every device of this machine, on hosts that it emulates, or on the ranks of a torchrun."""
     from paceline.cli.where import to_run_on
-    from paceline.launch.torchrun import fail
-    from paceline.launch.train import train
     from paceline.printable import printable
+    from paceline.runner.torchrun import fail
+    from paceline.runner.train import train
 
     try:
         record = train(job, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from paceline.cluster.rate import bits_per_s
+from paceline.cluster.emulate.rate import bits_per_s
 
 T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
@@ -168,7 +168,7 @@ class Cluster(_Part):
     @model_validator(mode="after")
     def _hosts_differ(self) -> Cluster:
         if self.emulate and not self.hosts:
-            from paceline.cluster.emulated import hosts_of
+            from paceline.cluster.emulate.emulated import hosts_of
 
             object.__setattr__(self, "hosts", hosts_of(self.emulate))
         if not self.hosts:

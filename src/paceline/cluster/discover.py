@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.cluster import Cluster, Host, Link
+from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
 from paceline.errors import ClusterError
 

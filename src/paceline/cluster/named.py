@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.cluster.catalogue.hardware import Accelerator, accelerator
 from paceline.cluster.cluster import Cluster, Device, Host, Link
-from paceline.cluster.hardware import Accelerator, accelerator
 from paceline.errors import ClusterError
 
 _SHAPE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(?![-+.\d]+\s*[x×*])(\S.*)", re.IGNORECASE)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.allreduce.point_to_point import Messages, start_messages
 from paceline.comm.checked import same_call, same_messages
 from paceline.comm.deadline import failed_wait, missing_ranks, register
-from paceline.comm.point_to_point import Messages, start_messages
 from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.subgroup import make_process_group
 from paceline.errors import LoaderProcessError, PacelineError, SyncError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationInfo, field_validator
 
-from paceline.job.imports import resolve_import_path
+from paceline.job.read.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Data(Spec):
             DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of differing length,
                 NaN or Inf, or a missing optional package.
         """
-        from paceline.job.zoo.datasets import build_data
+        from paceline.job.zoo.data.datasets import build_data
 
         return build_data(cast("DataSpec", self), input_shape=input_shape, seed=seed)
 

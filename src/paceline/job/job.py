@@ -9,12 +9,12 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, Validati
 
 from paceline.errors import JobError
 from paceline.job.data import DataSpec
-from paceline.job.explain import explain
-from paceline.job.imports import import_path_of
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
+from paceline.job.read.imports import import_path_of
+from paceline.job.read.messages import explain
 from paceline.job.spec import Spec
 from paceline.job.stop import StopSpec
 
@@ -105,12 +105,12 @@ class Job(Spec):
         Raises:
             JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a misspelled one.
         """
-        from paceline.job.source import read_job
+        from paceline.job.read.yaml_file import read_job
 
         return read_job(Path(file))
 
     def to_yaml(self) -> str:
         """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""
-        from paceline.job.source import to_yaml
+        from paceline.job.read.yaml_file import to_yaml
 
         return to_yaml(self.model_dump(mode="json", exclude_defaults=True))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from paceline.job.imports import resolve_import_path
+from paceline.job.read.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import JobError
-from paceline.job.dimensions import Dimensions
-from paceline.job.imports import resolve_import_path
+from paceline.job.read.dimensions import Dimensions
+from paceline.job.read.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.engine.status import RankStatus
 from paceline.errors import PacelineError, SyncError
-from paceline.train.status import RankStatus
 
 HOST = socket.gethostname()
 _LOST_PEER = (

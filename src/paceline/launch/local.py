@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.engine.status import RankStatus, StatusBoard
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.launch.failure import HOST, ErrorRecord, Failure, RankEnd, hang, root_cause
-from paceline.launch.kernel import is_stopped, oom_kills
 from paceline.launch.place import Place, on_this_machine
+from paceline.launch.procfs import is_stopped, oom_kills
 from paceline.launch.signals import StopSignals
-from paceline.train.status import RankStatus, StatusBoard
 
 # glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the step of a small
 # convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient, which would only lie there;

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate import EmulatedHost, Emulation, LinkBytes
-from paceline.cluster.namespace import inside
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
+from paceline.cluster.emulate.namespace import inside
 from paceline.launch.port import ADDRESS, listen
 
 

@@ -19,9 +19,9 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cluster.emulate import enter_host
+from paceline.cluster.emulate.hosts import enter_host
 from paceline.errors import ClusterError, on_failure
-from paceline.job.imports import load_object
+from paceline.job.read.imports import load_object
 from paceline.launch.failure import ErrorRecord
 
 _PR_SET_PDEATHSIG = 1

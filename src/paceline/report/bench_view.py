@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from paceline.bench.limits import excess_s
-from paceline.bench.result import Measured, Report
+from paceline.benchmark.limits import excess_s
+from paceline.benchmark.result import Measured, Report
 from paceline.errors import RunError
 from paceline.report import charts, words
 from paceline.report.chart import Chart

@@ -10,7 +10,7 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from paceline.bench.result import Curve, Measured
+from paceline.benchmark.result import Curve, Measured
 from paceline.report.definitions import PARTS
 from paceline.report.words import digits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.stats import LEAST_REPEATS
-from paceline.train.run import WARM_UP_STEPS
+from paceline.training.record.run import WARM_UP_STEPS
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Definition:
     text: str
 
 
-_PARTS = {  # those of `paceline.train.meter.PARTS`, in its order
+_PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
     "data": ("data wait", "The part of a step in which a rank waits for its next batch."),
     "compute": (
         "compute",

@@ -11,9 +11,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from paceline.comm.limit import Limit
-from paceline.comm.links import Measured, caveats, size_text
-from paceline.comm.speed import BUS_FACTORS, Speed
+from paceline.comm.measure.limit import Limit
+from paceline.comm.measure.links import Measured, caveats, size_text
+from paceline.comm.measure.speed import BUS_FACTORS, Speed
 from paceline.report import words
 from paceline.report.chart import Chart
 from paceline.report.charts import GREY, SERIES, empty_figure

@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from paceline.bench import words
-from paceline.bench.result import Report
+from paceline.benchmark import words
+from paceline.benchmark.result import Report
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.report.bench_view import BenchView
@@ -23,7 +23,7 @@ from paceline.report.definitions import Used
 from paceline.report.environment import described
 from paceline.report.run_charts import run_charts
 from paceline.report.run_view import RunView
-from paceline.train.run import Run
+from paceline.training.record.run import Run
 
 PAGE = "report.html"
 # What values of wrong types and shapes end in; the directory may be anybody's.

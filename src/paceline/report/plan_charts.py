@@ -10,9 +10,9 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from paceline.plan.batch_advice import BatchAdvice
-from paceline.plan.cost.prediction import Span
-from paceline.plan.explain_scaling import Scaled
+from paceline.planner.cost.prediction import Span
+from paceline.planner.explain.batch_advice import BatchAdvice
+from paceline.planner.explain.scaling import Scaled
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, empty_figure
 from paceline.report.words import digits, percent, seconds
 

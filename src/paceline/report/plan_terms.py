@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.plan.explain import PART_NAMES
+from paceline.planner.explain.explain import PART_NAMES
 from paceline.report.definitions import DEFINITIONS, Definition, Used
 
 _TERMS = {

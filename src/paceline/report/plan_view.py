@@ -9,13 +9,13 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
-from paceline.plan.batch_advice import BatchAdvice
-from paceline.plan.cost.pipeline import timeline
-from paceline.plan.cost.prediction import PARTS
-from paceline.plan.explain import PART_NAMES, Explanation, shares_of_time
-from paceline.plan.explain import percent as share
-from paceline.plan.explain_scaling import Scaled
-from paceline.plan.found import Candidate, error_of
+from paceline.planner.cost.pipeline import timeline
+from paceline.planner.cost.prediction import PARTS
+from paceline.planner.explain.batch_advice import BatchAdvice
+from paceline.planner.explain.explain import PART_NAMES, Explanation, shares_of_time
+from paceline.planner.explain.explain import percent as share
+from paceline.planner.explain.scaling import Scaled
+from paceline.planner.search.result import Candidate, error_of
 from paceline.report import plan_charts as charts
 from paceline.report import words
 from paceline.report.chart import Chart

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from paceline.engine.meter import PARTS
 from paceline.files import read_text, whole_lines
-from paceline.train.meter import PARTS
-from paceline.train.run import WARM_UP_STEPS, Run
+from paceline.training.record.run import WARM_UP_STEPS, Run
 
 _NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
 FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps

@@ -7,7 +7,7 @@ import time
 from functools import cached_property
 from typing import Any
 
-from paceline.bench.words import listed
+from paceline.benchmark.words import listed
 from paceline.errors import RunError
 from paceline.report import charts, words
 from paceline.report.bench_view import Card
@@ -15,8 +15,8 @@ from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
 from paceline.report.run_record import RunRecord, timed
 from paceline.report.sync_view import SyncView
-from paceline.train.progress import event_sentence
-from paceline.train.run import WARM_UP_STEPS, Run
+from paceline.training.record.progress import event_sentence
+from paceline.training.record.run import WARM_UP_STEPS, Run
 
 TROUBLE = ("nonfinite", "restart", "checkpoint_damaged", "checkpoint_failed", "lines_lost", "rewind", "resume", "slow_rank")
 TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up

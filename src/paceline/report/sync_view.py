@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from paceline.report import charts, words
 from paceline.report.bench_view import Row
 from paceline.report.chart import Chart

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from paceline.comm.bucket import Bucket
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.plan.blocks import find_blocks, submodules
-from paceline.plan.plan import Plan
-from paceline.split.allocate import allocate
-from paceline.split.context import Context, divide_context
+from paceline.plans.plan import Plan
+from paceline.split.context.division import Context, divide_context
+from paceline.split.deferred_init.allocate import allocate
+from paceline.split.deferred_init.initialise import Recorded
 from paceline.split.expert import divide_experts
 from paceline.split.fsdp import FullySharded, shard_fully
-from paceline.split.initialise import Recorded
 from paceline.split.mesh import REPLICA, Mesh
 from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
 from paceline.split.pieces import inseparable, refuse_writes, watched
-from paceline.split.pipeline import Pipeline, fitting_microbatches
+from paceline.split.pipeline.pipeline import Pipeline, fitting_microbatches
 from paceline.split.remat import compile_blocks, rematerialise
-from paceline.split.tensor import TensorReport, shard_tensors
+from paceline.split.tensor.division import TensorReport, shard_tensors
+from paceline.trace.blocks import find_blocks, submodules
 
 Call = Callable[[nn.Module, Batch], Any]
 

@@ -18,7 +18,7 @@ from torch.autograd.function import Function
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.job.zoo.moe import by_expert, combined, without_values
+from paceline.job.zoo.models.moe import by_expert, combined, without_values
 from paceline.split.parts import Parts, shard_parameter
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.plan.plan import Plan
-from paceline.plan.sync import SyncSpec
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import SyncSpec
 
 AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # the last one varies fastest: its ranks are neighbours, which talk most
 READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones

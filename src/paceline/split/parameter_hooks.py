@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import PlanError
-from paceline.plan.plan import Plan
+from paceline.plans.plan import Plan
 from paceline.split.parts import Parts
 
 _KEPT_UP_TO_DATE = ("_flat_weights",)  # torch.nn.RNNBase looks them up again when they have changed

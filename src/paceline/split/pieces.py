@@ -9,8 +9,8 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.observed import Observed
-from paceline.split.trunk import Call, Trace, Visit, is_in
+from paceline.split.pipeline.forward_trace import Call, Trace, Visit, is_in
+from paceline.split.pipeline.observed import Observed
 
 
 def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[Trace | None, Observed]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import paceline.split.ring  # noqa: F401 - registers its operator
+import paceline.split.context.ring  # noqa: F401 - registers its operator
 from paceline.errors import PlanError
 from paceline.split.compile_cache import keep_compiled_code_private
 

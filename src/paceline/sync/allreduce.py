@@ -33,7 +33,7 @@ class AllReduce(SyncRule):
     no replica used keeps `grad=None`, as in a single process. With gradient accumulation only the last backward pass communicates.
 
     Args:
-        algorithm: how a sum is made (see `paceline.comm.algorithms`): flat, ring, tree, hierarchical, or auto.
+        algorithm: how a sum is made (see `paceline.comm.allreduce.algorithms`): flat, ring, tree, hierarchical, or auto.
         compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes go as they are.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.algorithms import Algorithm
+from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.comm.group import Group
 from paceline.comm.worker import Task, Worker
 from paceline.errors import PlanError

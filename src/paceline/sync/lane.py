@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.cluster.link_speed import Links
-from paceline.comm.algorithms import Algorithm, Auto, algorithm_for
+from paceline.cluster.doctor.link_speed import Links
+from paceline.comm.allreduce.algorithms import Algorithm, Auto, algorithm_for
 from paceline.comm.bucket import Bucket
 from paceline.comm.group import Group
 from paceline.comm.worker import Worker

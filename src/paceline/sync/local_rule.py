@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import Algorithm, algorithm_for
+from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
 from paceline.comm.group import Group
 from paceline.sync.fragments import Flat, by_dtype
 from paceline.sync.rule import Replica, SyncRule

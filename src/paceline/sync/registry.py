@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import PlanError
-from paceline.plan.plan import Plan
-from paceline.plan.sync import RULES, SyncSpec, others
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import RULES, SyncSpec, others
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.rule import Replica, SyncRule
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import paceline.sync.compress.choice as choice_module
-from paceline.cluster.link_speed import Links, LinkSpeed
+from paceline.cluster.doctor.link_speed import Links, LinkSpeed
 from paceline.comm import Group
-from paceline.comm.algorithms import Flat
+from paceline.comm.allreduce.algorithms import Flat
 from paceline.comm.backend import joined
 from paceline.sync.compress.choice import Choice, predict
 from paceline.sync.compress.rehearsal import Cost, rehearse

@@ -8,15 +8,15 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import JobError
-from paceline.job.imports import load_object
 from paceline.job.model import ModelSpec
-from paceline.job.nearest import nearest
+from paceline.job.read.imports import load_object
+from paceline.job.read.nearest import nearest
 from paceline.job.zoo.arguments import check_call, checked_args
-from paceline.job.zoo.gpt import GPT
-from paceline.job.zoo.huggingface import bert, from_config, image_shape, resnet50
-from paceline.job.zoo.moe import MoE
-from paceline.job.zoo.simclr import SimCLR
-from paceline.job.zoo.vision import cifar_cnn, mlp
+from paceline.job.zoo.data.simclr import SimCLR
+from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models.huggingface import bert, from_config, image_shape, resnet50
+from paceline.job.zoo.models.moe import MoE
+from paceline.job.zoo.models.vision import cifar_cnn, mlp
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import JobError
-from paceline.job.explain import wrong_value
-from paceline.job.nearest import nearest
+from paceline.job.read.messages import wrong_value
+from paceline.job.read.nearest import nearest
 
 
 def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:

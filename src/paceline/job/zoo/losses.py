@@ -14,9 +14,9 @@ from torch import Tensor
 
 from paceline.errors import DataError, JobError
 from paceline.job.batch import rows
-from paceline.job.imports import load_object
 from paceline.job.loss import Loss, LossSpec
-from paceline.job.nearest import nearest
+from paceline.job.read.imports import load_object
+from paceline.job.read.nearest import nearest
 from paceline.job.zoo.arguments import check_call, checked_args
 
 IGNORED = -100  # the label that torch and transformers leave out
@@ -130,7 +130,7 @@ class ModelsOwn:
     """The loss that the model computed itself: `output.loss` or `output["loss"]`.
 
     Attributes:
-        terms: what it is the mean over, by the parts of a batch; none: the samples. The engine finds out (`paceline.train.model_loss`).
+        terms: what it is the mean over, by the parts of a batch; none: the samples. The engine finds out (`paceline.engine.model_loss`).
     """
 
     def __init__(self) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.cluster.link_speed import Links
+from paceline.cluster.doctor.link_speed import Links
 from paceline.comm import Group
-from paceline.comm.algorithms import Algorithm, Auto
-from paceline.comm.measure_links import measure_links
+from paceline.comm.allreduce.algorithms import Algorithm, Auto
+from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
 from paceline.sync.compress.rehearsal import Cost, rehearse, wait_for
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.errors import CheckpointError, PlanError, SyncError
-from paceline.plan.sync import CompressSpec
+from paceline.plans.sync_info import CompressSpec
 from paceline.sync.compress.chunked import Chunked
 from paceline.sync.compress.codec import Codec
 from paceline.sync.compress.half import Cast

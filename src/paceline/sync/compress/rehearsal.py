@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.comm.point_to_point import Messages
+from paceline.comm.allreduce.point_to_point import Messages
 from paceline.sync.compress.compressor import Compressor
 from paceline.sync.traffic import Traffic
 

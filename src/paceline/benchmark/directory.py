@@ -1,0 +1,76 @@
+"""A benchmark's directory: what is measured (`protocol.json`), each finished run (`measured.jsonl`), the runs themselves, the report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.benchmark.settings import Setting
+from paceline.benchmark.summary import Finished
+from paceline.errors import RunError
+from paceline.files import write_whole
+from paceline.training.record.run import Lines, differences, read_lines
+
+PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
+
+
+class Directory:
+    """Where a benchmark keeps what it measures, so that one that was interrupted goes on where it stopped.
+
+    Raises:
+        RunError: there is something in `path`, and it is no benchmark.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = path / PROTOCOL
+        try:
+            self.protocol: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+            occupied = self.protocol is None and path.exists() and (not path.is_dir() or any(path.iterdir()))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{file} cannot be read: {error}. Name another directory with --out.") from error
+        if occupied:
+            raise RunError(f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out.")
+
+    def begin(self, protocol: dict[str, Any]) -> None:
+        """Keep to `protocol` from now on, or go on with what was begun under the same one.
+
+        Raises:
+            RunError: what was begun here measures something else, all of which is named; or nothing can be written.
+        """
+        protocol = json.loads(json.dumps(protocol))
+        if self.protocol is None:
+            try:
+                (self.path / "runs").mkdir(parents=True, exist_ok=True)
+                write_whole(self.path / PROTOCOL, json.dumps(protocol, indent=1))
+            except OSError as error:
+                raise RunError(f"the benchmark cannot be kept in {self.path}: {error.strerror}. Name a directory with --out.") from error
+            self.protocol = protocol
+        elif found := list(differences(self.protocol, protocol)):
+            raise RunError(f"{self.path} belongs to another benchmark: {'; '.join(found)}. Name another directory with --out.")
+
+    def finished(self, settings: Sequence[Setting]) -> dict[str, list[Finished]]:
+        """The runs that were measured, by setting, in the order of their rounds."""
+        found: dict[str, list[Finished]] = {setting.key: [] for setting in settings}
+        try:
+            for line in read_lines(self.path / MEASURED):
+                run = Finished.load(line)
+                found[run.setting].append(run)
+        except (KeyError, TypeError) as error:
+            raise RunError(f"{self.path / MEASURED} has a line that is no run of this benchmark: {error!r}") from error
+        return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
+
+    def new_run(self, setting: Setting, round_: int) -> Path:
+        """The directory of a run that is to be made; what one that never finished left there is removed."""
+        path = self.path / "runs" / f"{setting.key}-r{round_ + 1}"
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def add(self, run: Finished) -> None:
+        """Keep a finished run."""
+        lines = Lines(self.path / MEASURED)
+        lines.write(json.dumps(run.to_json()))
+        lines.close()

@@ -1,0 +1,147 @@
+"""What a benchmark found, as plain values: written by `bench/`, drawn by `report/`, kept as `report.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import RunError
+from paceline.files import read_text
+from paceline.stats import Interval
+
+Scaling = Literal["strong", "weak"]
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """What one rank did in a step, in the median over the measured steps of all repeats.
+
+    Attributes:
+        parts_s: seconds of a step by part, the names of `paceline.engine.meter.PARTS`; they sum to the step.
+        wire_bytes: what the rank put on the wire to the other replicas per step.
+        saved_bytes: what compression took off that.
+        compression_error: L2 norm of what compression left out, over that of what was to be sent; None where nothing was compressed.
+        memory_bytes: largest resident memory seen (shared pages by their share).
+    """
+
+    parts_s: dict[str, float]
+    wire_bytes: float | None = None
+    memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
+    saved_bytes: float | None = None
+    compression_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A loss over the run of one repeat: what a step found, at which second of training and after how many samples."""
+
+    steps: list[int]
+    seconds: list[float]
+    samples: list[int]
+    losses: list[float | None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way to run the job, over all its repeats.
+
+    Attributes:
+        label: for tables and legends, e.g. `1 device`, `2 devices`, or the plan where several have as many devices.
+        scaling: `strong` has the job's global batch, `weak` the same batch per device as one device has. One device is both.
+        global_batch: samples per optimizer step.
+        step_time_s: median step time of each repeat, warm-up excluded; their median and interval.
+        throughput: samples per second = global batch / step time.
+        training_time_s: from the first step to the stop rule.
+        time_to_target_s: the same where the job names a target and every repeat reached it.
+        speedup: T1 / TN of the same scaling (for weak scaling N * T1 / TN of a step, which has N times the samples); None for one device.
+        is_speedup: whether the intervals of the compared times do not overlap; else there is no difference to speak of.
+        efficiency: speedup / devices.
+        energy_joules: per step, all ranks; None where the machine does not tell.
+        runs: the run directories, relative to the benchmark's.
+        pairs: speedup of each repeat, against the one-device run of the same round.
+        final_loss: mean training loss of the last steps, in the median over the repeats; None where it was not finite.
+    """
+
+    label: str
+    plan: str
+    devices: int
+    scaling: Scaling
+    global_batch: int
+    step_time_s: Interval
+    throughput: Interval
+    training_time_s: Interval | None = None
+    time_to_target_s: Interval | None = None
+    speedup: Interval | None = None
+    is_speedup: bool = False
+    efficiency: Interval | None = None
+    energy_joules: float | None = None
+    tokens_per_sample: float | None = None
+    ranks: list[RankUse] = field(default_factory=list)
+    curve: Curve | None = None
+    runs: list[str] = field(default_factory=list)
+    pairs: list[float] = field(default_factory=list)
+    final_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A benchmark of one job on one machine.
+
+    Attributes:
+        settings: one per plan, device count and scaling, in the order asked for; the one-device setting first.
+        limits: two or three sentences: what a reader learns, and what holds the scaling back.
+        warnings: what makes the figures less sure (load on the machine, few repeats, an interrupted benchmark).
+        knobs: what the automatic plan tried, one line each; empty where the plans were given.
+        complete: whether every repeat of every setting was measured.
+    """
+
+    job: str
+    command: str
+    cluster: str
+    created: str
+    repeats: int
+    steps: int | None
+    target: str | None
+    settings: list[Measured]
+    limits: list[str]
+    warnings: list[str]
+    environment: dict[str, Any]
+    knobs: list[str] = field(default_factory=list)
+    complete: bool = True
+    synthetic: bool = False
+
+    @property
+    def on_cores(self) -> bool:
+        """Whether the report is of a machine without GPUs, whose devices are cores."""
+        return not any(rank.gpu_memory_bytes for setting in self.settings for rank in setting.ranks)
+
+    def to_json(self) -> str:
+        """The report as JSON that `load` reads back."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def load(cls, file: Path) -> Report:
+        """Read a report again.
+
+        Raises:
+            RunError: the file is missing or no report.
+        """
+        try:
+            values = json.loads(read_text(file))
+            return cls(**(values | {"settings": [_measured(s) for s in values["settings"]]}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RunError(f"{file} cannot be read as a benchmark's report: {error}") from error
+
+
+def _measured(values: dict[str, Any]) -> Measured:
+    intervals = {
+        name: Interval(**values[name])
+        for name in ("step_time_s", "throughput", "training_time_s", "time_to_target_s", "speedup", "efficiency")
+        if values.get(name) is not None
+    }
+    curve = Curve(**values["curve"]) if values.get("curve") else None
+    return Measured(**(values | intervals | {"ranks": [RankUse(**rank) for rank in values["ranks"]], "curve": curve}))

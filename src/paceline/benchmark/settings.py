@@ -1,0 +1,144 @@
+"""What a benchmark compares: the same job on 1 and N devices, with the same global batch and the same batch per device, and other plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.benchmark.result import Scaling
+from paceline.benchmark.words import count
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import EvaluateSpec, Job
+from paceline.job.stop import StopSpec
+from paceline.planner.check.case import DEGREES
+from paceline.plans.plan import Plan
+from paceline.runner.preflight import refuse_what_cannot_divide
+
+DEFAULT_STEPS = 60  # of a run that is not trained to a target
+ONE = "1-device"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the job. `steps`: how many; None trains until the job's own stop rule. `key` names its runs."""
+
+    key: str
+    label: str
+    plan: Plan
+    devices: int
+    scaling: Scaling
+    global_batch: int
+    steps: int | None
+
+    @property
+    def title(self) -> str:
+        """The label, and that the scaling is weak where it is."""
+        return f"{self.label}, weak" if self.scaling == "weak" else self.label
+
+    def job(self, job: Job) -> Job:
+        """The job as this setting runs it. A weak one has another global batch at an unchanged learning rate: it measures speed only."""
+        changes: dict[str, object] = {"global_batch": self.global_batch}
+        if self.steps is not None:
+            changes |= {"stop": StopSpec(steps=self.steps), "evaluate": EvaluateSpec(every_steps=self.steps)}
+        return job.model_copy(update=changes)
+
+
+def target_of(job: Job) -> str | None:
+    """The loss or metrics that the job's stop rule names, in words; None where it names none."""
+    rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
+    return " or ".join([*rules, *(f"{name} > {value:g}" for name, value in job.stop.metric_above.items())]) or None
+
+
+def settings_for(
+    job: Job,
+    cluster: Cluster,
+    base: Plan,
+    *,
+    plans: Sequence[Plan | str] = (),
+    devices: Sequence[int] | None,
+    steps: int | None,
+    weak: bool,
+) -> list[Setting]:
+    """One device, then N at the same global batch, then the plans, then N at the same batch per device.
+
+    Args:
+        base: the plan that is run on N devices, with `dp=N` and, without GPUs, one thread per device.
+        plans: settings of their own, run as `paceline train --plan` would.
+        devices: the values of N; None is 1 and all. One device is always measured, for every speedup is against it.
+        steps: of every run; None trains to the job's target, or 60 steps where it names none.
+        weak: whether to measure weak scaling.
+
+    Raises:
+        PlanError: a plan cannot run the job on the cluster, or a number of devices is none. Lists every reason.
+    """
+    counts = _device_counts(job, cluster, base, devices)
+    if steps is None and target_of(job) is None:
+        steps = DEFAULT_STEPS
+    chosen = [Setting(_key(n), count(n, "device"), on_devices(base, n, cluster), n, "strong", job.global_batch, steps) for n in counts]
+    for plan in plans:
+        setting = _of_plan(plan, job, cluster, steps)
+        if setting.plan not in [s.plan for s in chosen]:
+            chosen.append(setting)
+    if weak:
+        chosen += [
+            Setting(
+                f"{_key(n)}-weak", count(n, "device"), on_devices(base, n, cluster), n, "weak", job.global_batch * n, steps or DEFAULT_STEPS
+            )
+            for n in counts
+            if n > 1
+        ]
+    if reasons := list(dict.fromkeys(_reasons_against(chosen, job, cluster))):
+        raise PlanError("\n".join(reasons))
+    for setting in chosen:
+        refuse_what_cannot_divide(setting.job(job), setting.plan, cluster)
+    return chosen
+
+
+def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
+    """The base plan on so many devices, without GPUs with one thread each, so that N devices are N cores.
+
+    Where its replicas take several devices and these are no whole number of replicas, every device is a replica.
+    """
+    threads = base.threads if cluster.kind == "cuda" else 1
+    if devices % (base.ranks // base.dp) == 0:
+        return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
+    parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
+    return replace(base, **(dict.fromkeys(DEGREES, 1) | _WHOLE | {"dp": devices, "threads": threads, "microbatches": parts}))
+
+
+_WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}  # means nothing without a split
+
+
+def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int] | None) -> list[int]:
+    if devices is None:
+        every = cluster.devices
+        most = every if not on_devices(base, every, cluster).check(job, cluster) else base.ranks
+        return sorted({1, most})
+    if not devices:
+        raise PlanError("no number of devices is given; the numbers of devices are separated by commas, e.g. 1,2")
+    if wrong := [n for n in devices if n < 1]:
+        raise PlanError(f"a number of devices is at least 1, not {wrong[0]}")
+    return sorted({1, *devices})
+
+
+def _of_plan(plan: Plan | str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
+    """A plan as `paceline train` would run it, its threads spelled out. Without GPUs it uses as many devices as it has threads in all."""
+    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
+    devices = parsed.ranks
+    if cluster.kind == "cpu":
+        parsed = replace(parsed, threads=parsed.threads_for(cluster.hosts[0], parsed.ranks))
+        devices *= parsed.threads
+    key = re.sub(r"[^a-z0-9]+", "-", str(parsed))
+    return Setting(key, str(parsed), parsed, devices, "strong", job.global_batch, steps)
+
+
+def _reasons_against(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[str]:
+    for setting in settings:
+        yield from setting.plan.check(setting.job(job), cluster)
+
+
+def _key(devices: int) -> str:
+    return count(devices, "device").replace(" ", "-")

@@ -1,0 +1,297 @@
+"""What this machine has for training and what is amiss, each in a line with what to do about it.
+
+`root` is where the kernel's files are looked up.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.cluster.cluster import Host
+from paceline.cluster.doctor.energy import Energy, cpu_energy, gpu_energy
+from paceline.cluster.doctor.probe import cache_bytes
+from paceline.cluster.emulate.cgroup import cpu_quota
+
+_ROOT = Path("/")
+_FEATURES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bf16", "amx_bf16": "AMX", "asimd": "NEON", "sve": "SVE", "bf16": "bf16"}
+_OWN_CLOCK = ("intel_pstate", "amd-pstate-epp")  # drivers whose `powersave` goes to full speed under load
+_NVIDIA = "0x10de"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line about one topic. A `problem` keeps paceline from training; a `note` costs speed, or something that one may want."""
+
+    level: Literal["ok", "note", "problem"]
+    topic: str
+    text: str
+    advice: str | None = None
+
+
+def check_machine(host: Host, driver: str | None, root: Path = _ROOT) -> Iterator[Finding]:
+    """Processor, memory, GPUs and network."""
+    yield _processor(host, root)
+    yield _cores(host, root)
+    yield _clock(root)
+    yield _memory(host)
+    yield from _gpus(host, driver, root)
+    yield _network(host)
+    yield _energy("CPU energy", cpu_energy(root))
+    if host.gpus:
+        yield _energy("GPU energy", _gpu_counter())
+
+
+def check_system(root: Path = _ROOT) -> Iterator[Finding]:
+    """What the kernel lets a run do: shared memory, loopback, files."""
+    yield _segment()
+    yield _dev_shm(root)
+    yield _loopback()
+    yield from _limits(root)
+    yield _temporary_folder()
+
+
+def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
+    """Who could read what ranks send each other, with these environment variables."""
+    plain = "gloo, NCCL and tcp send tensors in plaintext, and gloo and NCCL ask nobody who they are"
+    advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
+    interfaces = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"]
+    inside = [name for name in interfaces if "DEVTYPE=wireguard" in _read(root / "sys/class/net" / name / "uevent")]
+    if interfaces and inside == interfaces:
+        return Finding("ok", "data plane", f"between hosts over {', '.join(dict.fromkeys(inside))}, which is WireGuard: encrypted")
+    if interfaces:
+        return Finding("note", "data plane", f"between hosts over {', '.join(dict.fromkeys(interfaces))}: {plain}", advice)
+    address = variables.get("MASTER_ADDR", "127.0.0.1")
+    if address != "localhost" and not address.startswith("127.") and address != "::1":
+        return Finding("note", "data plane", f"between hosts, at {address}: {plain}", advice)
+    return Finding("ok", "data plane", f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md")
+
+
+def check_load(cores: int, seconds: float = 0.5) -> Finding:
+    """What else this machine does now, over `seconds`, without this process and what it started."""
+    busy, steal, others = other_load(seconds)
+    if steal > 0.05 * cores:
+        advice = "measure again when the physical host is quiet, or on dedicated cores"
+        return Finding("note", "load", f"the physical host takes {steal:.1f} of the {cores} cores away (steal time)", advice)
+    if busy > 0.1 * cores:
+        names = ", ".join(f"{name} {used:.1f}" for name, used in others[:3]) or "by processes that cannot be seen from here"
+        advice = "end or wait for it before you measure; runs beside it are slower"
+        return Finding("note", "load", f"{busy:.1f} of {cores} cores are busy with other work: {names}", advice)
+    return Finding("ok", "load", f"{busy:.1f} of {cores} cores are busy with other work")
+
+
+def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]]]:
+    """Cores that others keep busy, cores that a hypervisor takes, and the processes with their cores, the busiest first."""
+    import psutil
+
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    machine, before = psutil.cpu_times(), {pid: used_s for pid, (_, used_s) in _processes().items()}
+    started = time.monotonic()
+    time.sleep(seconds)
+    passed_s = time.monotonic() - started
+    now, after = psutil.cpu_times(), _processes()
+    cores = {pid: (used_s - before.get(pid, 0.0)) / passed_s for pid, (_, used_s) in after.items()}
+    busy_s = sum(now[:3]) - sum(machine[:3])  # user, nice, system
+    own_cores = sum(used for pid, used in cores.items() if pid in own)
+    others = [(f"{after[pid][0]} (pid {pid})", used) for pid, used in cores.items() if pid not in own and used >= 0.05]
+    others.sort(key=lambda other: -other[1])
+    return max(0.0, busy_s / passed_s - own_cores), (now.steal - machine.steal) / passed_s, others
+
+
+# The machine
+
+
+def _processor(host: Host, root: Path) -> Finding:
+    flags = _cpu_flags(root)
+    features = list(dict.fromkeys(name for flag, name in _FEATURES.items() if flag in flags))
+    caches = ", ".join(f"L{level} {_size(size)}" for level, size in cache_bytes(root).items())
+    text = f"{host.cpu}: {', '.join(features) or 'features unknown'}" + (f"; caches {caches}" if caches else "")
+    if flags and not {"avx2", "asimd"} & flags:
+        return Finding("note", "processor", f"{text}. Without AVX2, torch takes its slowest code")
+    return Finding("ok", "processor", text)
+
+
+def _cores(host: Host, root: Path) -> Finding:
+    there, usable, quota = os.cpu_count() or host.cores, sum(map(len, host.affinity)), cpu_quota(root)
+    text = f"{host.cores} logical, {host.physical_cores} physical" + (f"; affinity leaves {usable} of {there}" if usable < there else "")
+    if quota is not None and quota < usable:
+        advice = (
+            "more ranks or threads than that are throttled together; raise the limit (docker --cpus, Kubernetes limits.cpu) to use more"
+        )
+        return Finding("note", "cores", f"{text}; the control group allows the time of {quota:g}", advice)
+    return Finding("ok", "cores", text)
+
+
+def _clock(root: Path) -> Finding:
+    folder = root / "sys/devices/system/cpu/cpu0/cpufreq"
+    governor, driver = _read(folder / "scaling_governor"), _read(folder / "scaling_driver")
+    if not governor:
+        return Finding("ok", "clock", "the frequency governor is not visible, as in most virtual machines")
+    if governor == "powersave" and driver not in _OWN_CLOCK:
+        return Finding("note", "clock", f"governor powersave ({driver}) keeps the clock low", "cpupower frequency-set -g performance")
+    return Finding("ok", "clock", f"governor {governor} ({driver})")
+
+
+def _memory(host: Host) -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit = f", of {_size(memory.total)} in the machine (control group)" if host.memory_bytes < memory.total else ""
+    text = f"{_size(host.memory_bytes)}{limit}; {_size(memory.available)} available now"
+    if memory.available < 0.1 * memory.total:
+        return Finding(
+            "note", "memory", text, "end what uses it, or train with a smaller batch: the kernel kills a process when it runs out"
+        )
+    return Finding("ok", "memory", text)
+
+
+def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
+    for gpu in host.gpus:
+        links = [link for link in host.links if link.name.startswith(f"cuda:{gpu.index}-") or link.name.endswith(f"-cuda:{gpu.index}")]
+        ways = ", ".join(f"{link.kind} {_gbps(link.bandwidth_gbps)} ({link.name})" for link in links)
+        yield Finding("ok", f"cuda:{gpu.index}", f"{gpu.name}, {_size(gpu.memory_bytes)}, driver {driver}; {ways or 'links unknown'}")
+    if host.gpus:
+        return
+    on_bus = [d for d in root.glob("sys/bus/pci/devices/*") if _read(d / "vendor") == _NVIDIA and _read(d / "class").startswith("0x03")]
+    if on_bus and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+        advice = "install the NVIDIA driver (in a container: start it with --gpus all)"
+        yield Finding("note", "GPU", f"{len(on_bus)} of NVIDIA on the bus, but none that the driver shows", advice)
+    elif (root / "dev/kfd").exists():
+        yield Finding("note", "GPU", "AMD's are not used by paceline, which trains on the cores here")
+    else:
+        yield Finding("ok", "GPU", "none; ranks run on the cores")
+
+
+def _network(host: Host) -> Finding:
+    links = [link for link in host.links if link.kind in ("ethernet", "loopback")]
+    return Finding(
+        "ok", "network", ", ".join(f"{link.name} {_gbps(link.bandwidth_gbps)}".strip() for link in links) or "no interface is up"
+    )
+
+
+def _energy(topic: str, energy: Energy) -> Finding:
+    if energy.why_not is None:
+        return Finding("ok", topic, "counted by the hardware; runs note it")
+    by_root = "root only" in energy.why_not
+    advice = "run as root, or let others read: chmod a+r /sys/class/powercap/*/energy_uj (fine-grained energy can leak secrets)"
+    return Finding("note", topic, f"not available: {energy.why_not}", advice if by_root else None)
+
+
+def _gpu_counter() -> Energy:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return gpu_energy(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError as error:
+        return Energy([], f"NVML says {error}")
+
+
+# The kernel
+
+
+def _segment() -> Finding:
+    """As the ranks of a host make one: memory without a name."""
+    try:
+        fd = os.memfd_create("paceline-doctor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            with mmap.mmap(fd, mmap.PAGESIZE) as memory:
+                memory[:5] = b"hello"
+        finally:
+            os.close(fd)
+    except OSError as error:
+        advice = "the ranks of this host talk over gloo (TCP) instead, which is several times slower"
+        return Finding("note", "shared memory", f"no segment can be made: {error.strerror}", advice)
+    return Finding("ok", "shared memory", "a segment can be made")
+
+
+def _dev_shm(root: Path) -> Finding:
+    try:
+        size_bytes = shutil.disk_usage(root / "dev/shm").total
+    except OSError:
+        return Finding("note", "/dev/shm", "missing: a data loader with num_workers > 0 cannot pass batches", "mount a tmpfs there")
+    if size_bytes < 2**30:
+        advice = "docker run --shm-size=2g, or --ipc=host"
+        return Finding("note", "/dev/shm", f"{_size(size_bytes)}: little for the batches of a data loader with num_workers > 0", advice)
+    return Finding("ok", "/dev/shm", f"{_size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it")
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+            server.settimeout(5)
+            server.accept()[0].close()
+    except OSError as error:
+        advice = "bring it up: ip link set lo up. The ranks of a run meet there"
+        return Finding("problem", "loopback", f"127.0.0.1 cannot be reached: {error}", advice)
+    return Finding("ok", "loopback", "127.0.0.1 can be reached")
+
+
+def _limits(root: Path) -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < 1024:
+        yield Finding("note", "open files", f"at most {files} a process: few for data loader workers", "ulimit -n 65536")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if any(root.glob("sys/class/infiniband/*")) and locked != resource.RLIM_INFINITY:
+        advice = "ulimit -l unlimited (docker run --ulimit memlock=-1), for NCCL over InfiniBand"
+        yield Finding("note", "locked memory", f"at most {_size(locked)}, and there is InfiniBand, which needs more", advice)
+
+
+def _temporary_folder() -> Finding:
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(b"hello")
+        free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
+    except OSError as error:
+        return Finding("problem", "temporary files", f"cannot be written: {error}", "set TMPDIR to a folder that can be written")
+    return Finding("ok", "temporary files", f"{tempfile.gettempdir()}, {_size(free_bytes)} free")
+
+
+def _processes() -> dict[int, tuple[str, float]]:
+    """The name and the CPU seconds of every process that can be seen."""
+    import psutil
+
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            found[process.pid] = (process.name(), times.user + times.system)
+    return found
+
+
+def _cpu_flags(root: Path) -> set[str]:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.0f} GiB" if size_bytes >= 10 else f"{size_bytes:.1f} GiB"
+
+
+def _gbps(bandwidth: float | None) -> str:
+    return f"{bandwidth:g} Gbit/s" if bandwidth else ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

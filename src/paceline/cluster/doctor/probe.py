@@ -1,0 +1,231 @@
+"""How fast this machine is, measured and not assumed: matrix products and copies in memory, in a fresh process, in a few seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from paceline.cluster.cluster import Host
+from paceline.errors import ClusterError
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_CALL_S = 0.008  # what is timed takes at least so long, so that neither the clock nor the start of a call shows
+_BUDGET_S, _REPEATS = 0.25, 5
+_LARGEST = 16384  # rows and columns of a matrix
+_SMALLEST_COPY_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One thing that was measured: the median over several repeats, after a warm-up.
+
+    Attributes:
+        what: `matmul` in floating-point operations per second (2 n^3 for a product of n x n matrices), `copy` in bytes read and
+            written per second, between two buffers much larger than the caches.
+        device: `cpu`, or `cuda:0` and so on.
+        threads: of the CPU; 0 on a GPU.
+        value: None where it could not be measured.
+        why_not: then the reason.
+    """
+
+    what: Literal["matmul", "copy"]
+    device: str
+    dtype: str
+    threads: int
+    value: float | None = None
+    why_not: str | None = None
+
+
+class Probe:
+    """A process with a torch of its own, which measures when it is asked to. The end of the context ends it.
+
+    A torch that cannot be imported, or that crashes, takes down that process only.
+    """
+
+    def __init__(self, host: Host, deadline_s: float = 120.0) -> None:
+        self.host, self.deadline_s = host, deadline_s
+
+    def __enter__(self) -> Self:
+        threads = str(self.host.physical_cores)
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline.cluster.doctor.probe"],
+            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._timer = threading.Timer(self.deadline_s, self._process.kill)
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._process.kill()
+        self._process.communicate()
+        self._timer.join()
+        self._errors.close()
+
+    def torch(self) -> dict[str, Any]:
+        """What torch says of itself: `version`, `cuda` (of its build), `devices` that it can use, `capability` of the CPU, `nccl`, …
+
+        Raises:
+            ClusterError: it cannot be imported.
+        """
+        return self._answer("import torch")
+
+    def speeds(self) -> Iterator[Speed]:
+        """Matrix products and copies: on all physical cores, on one thread, on every GPU. `torch` has been asked before.
+
+        Raises:
+            ClusterError: the process ended before it was done. What it had measured came before.
+        """
+        assert self._process.stdin is not None
+        host = self.host
+        wanted: list[tuple[str, list[str], int]] = []
+        for threads in sorted({host.physical_cores, 1}, reverse=True):
+            wanted.append(("cpu", ["fp32", "bf16"] if host.cpu_bf16 else ["fp32"], threads))
+        wanted += [(f"cuda:{gpu.index}", ["fp32", "bf16"] if gpu.bf16 else ["fp32"], 0) for gpu in host.gpus]
+        self._process.stdin.write(json.dumps({"wanted": wanted, "copy_bytes": copy_bytes(host.memory_bytes)}) + "\n")
+        self._process.stdin.flush()
+        while answer := self._answer("measure"):
+            yield Speed(**answer)
+
+    def _answer(self, task: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        late = f" (was it more than {self.deadline_s:g} s?)" if not self._timer.is_alive() else ""
+        raise ClusterError(f"the process that was to {task} ended with exit code {code}{late}{': ' + said[-1] if said else ''}")
+
+
+def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
+    """The size of all data caches of a level, by level; each cache counts once, whichever cores share it. Empty where unknown."""
+    found: dict[tuple[int, str], int] = {}
+    for cache in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
+        try:
+            level, kind, size, cores = ((cache / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list"))
+        except OSError:
+            continue  # a processor that hides it
+        if kind != "Instruction":
+            found[int(level), cores] = int(size.rstrip("K")) * 1024  # the kernel states KiB at every size
+    return {level: sum(size for (of, _), size in found.items() if of == level) for level in sorted({level for level, _ in found})}
+
+
+def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
+    """The size of each of the two buffers of a copy: four times the largest caches, in no more than a quarter of the memory."""
+    caches = cache_bytes(root)
+    return min(max(_SMALLEST_COPY_BYTES, 4 * caches.get(max(caches, default=0), 0)), memory_bytes // 8)
+
+
+# In the process of its own
+
+
+def main() -> None:
+    """Say what torch is; then read what is wanted, and answer with a line for each speed and an empty one."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    print(json.dumps(_describe_torch()), file=answers, flush=True)
+    question = sys.stdin.readline()
+    if not question:
+        return
+    request = json.loads(question)
+    for device, dtypes, threads in request["wanted"]:
+        for speed in _measure(device, dtypes, threads, request["copy_bytes"]):
+            print(json.dumps(asdict(speed)), file=answers, flush=True)
+    print("{}", file=answers, flush=True)
+
+
+def _describe_torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    usable = torch.cuda.is_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count() if usable else 0,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+    }
+
+
+def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> Iterator[Speed]:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    tasks: list[tuple[Literal["matmul", "copy"], str, Callable[[], float]]] = [
+        ("matmul", dtype, lambda dtype=dtype: _matmul_flops(device, getattr(torch, _DTYPES[dtype])))  # type: ignore[misc]
+        for dtype in dtypes
+    ]
+    tasks.append(("copy", "fp32", lambda: _copy_rate(device, copy_bytes)))
+    for what, dtype, task in tasks:
+        try:
+            yield Speed(what, device, dtype, threads, task())
+        except (RuntimeError, AssertionError) as error:  # no memory, a device that torch cannot use, a dtype that it lacks there
+            yield Speed(what, device, dtype, threads, why_not=str(error).strip().partition("\n")[0])
+
+
+def _matmul_flops(device: str, dtype: Any) -> float:
+    """Floating-point operations per second of a product of square matrices that are large enough to show the peak."""
+    n = 1024
+    while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:  # the fastest: other work only ever adds time
+        n *= 2
+    return 2 * n**3 / statistics.median(_product_times_s(device, dtype, n, _REPEATS, _BUDGET_S))
+
+
+def _product_times_s(device: str, dtype: Any, n: int, repeats: int = 3, budget_s: float = 0.0) -> list[float]:
+    import torch
+
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return _times_s(device, lambda: torch.mm(a, b, out=out), repeats, budget_s)
+
+
+def _copy_rate(device: str, copy_bytes: int) -> float:
+    """Bytes read and written per second."""
+    import torch
+
+    if device != "cpu":
+        copy_bytes = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
+    source = torch.ones(copy_bytes // 4, device=device)  # every page is touched: untouched ones are all the same page of zeros
+    target = torch.ones_like(source)
+    return 2 * source.nbytes / statistics.median(_times_s(device, lambda: target.copy_(source), _REPEATS, _BUDGET_S))
+
+
+def _times_s(device: str, call: Callable[[], object], repeats: int, budget_s: float) -> list[float]:
+    """The times of a call, after one that warms up: of `repeats` calls, and of more while there is time for them."""
+    import torch
+
+    wait = (lambda: torch.cuda.synchronize(device)) if device != "cpu" else (lambda: None)
+    call()
+    wait()
+    times_s: list[float] = []
+    while len(times_s) < repeats or sum(times_s) < budget_s:
+        started = time.perf_counter()
+        call()
+        wait()
+        times_s.append(time.perf_counter() - started)
+    return times_s
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What is installed and set for training on this machine, and what is amiss with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cluster import Host
+from paceline.cluster.doctor.checks import Finding
+
+_OLDEST_TORCH = (2, 10)
+_EXTRAS = {
+    "data": (("sklearn", "PIL", "pyarrow"), "digits, image folders, Parquet"),
+    "hf": (("transformers",), "Hugging Face models"),
+    "tensorboard": (("tensorboard",), "TensorBoard events of every run"),
+}
+_REPORT = ("jinja2", "plotly")
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def check_software(host: Host, torch: Mapping[str, Any] | str) -> Iterator[Finding]:
+    """Torch, the compiler, the extras. `torch` is what `Probe.torch` says, or why there is no answer."""
+    yield Finding("ok", "Python", f"{platform.python_version()} ({platform.platform(terse=True)})")
+    if isinstance(torch, str):
+        yield Finding("problem", "torch", torch, "install it again: https://pytorch.org/get-started/locally")
+    else:
+        yield from _torch(torch)
+        yield from _torch_and_gpus(torch, host)
+    yield _compiler()
+    yield from _packages()
+
+
+def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Environment variables that would mislead a run."""
+    found = list(_misleading(environ))
+    yield from found or [Finding("ok", "variables", "none that misleads a run")]
+
+
+def _torch(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
+    text = f"{torch['version']}, {build}, code for {torch['capability']}"
+    if tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
+        yield Finding("problem", "torch", f"{text}: paceline needs {'.'.join(map(str, _OLDEST_TORCH))} or newer", "pip install -U torch")
+    elif not torch["gloo"]:
+        yield Finding("problem", "torch", f"{text}: built without gloo, over which ranks talk", "install a build of torch that has it")
+    else:
+        yield Finding("ok", "torch", text)
+
+
+def _torch_and_gpus(torch: Mapping[str, Any], host: Host) -> Iterator[Finding]:
+    there, usable = len(host.gpus), torch["devices"]
+    if usable >= there:
+        return
+    text = f"torch can use {usable} of {there} GPUs"
+    without = "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+    if not torch["cuda"]:
+        advice = f"install a build with CUDA: https://pytorch.org/get-started/locally; {without}"
+        yield Finding("problem", "torch for GPUs", f"{text}: it is built without CUDA", advice)
+    else:
+        advice = f"see what `python -c 'import torch; torch.cuda.init()'` says (is the driver too old for CUDA {torch['cuda']}?); {without}"
+        yield Finding("problem", "torch for GPUs", text, advice)
+
+
+def _compiler() -> Finding:
+    """As torch.compile looks for them: CXX or g++, and Python.h."""
+    compiler = os.environ.get("CXX") or "g++"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [
+        name for name, there in ((f"{compiler} (C++ compiler)", shutil.which(compiler)), (str(headers), headers.exists())) if not there
+    ]
+    if missing:
+        advice = "apt install g++ python3-dev (Debian, Ubuntu), or leave compile out of the plan"
+        return Finding("note", "torch.compile", f"missing: {' and '.join(missing)}", advice)
+    return Finding("ok", "torch.compile", f"{compiler} and Python's headers are there")
+
+
+def _packages() -> Iterator[Finding]:
+    absent = {extra: [p for p in packages if not _installed(p)] for extra, (packages, _) in _EXTRAS.items()}
+    for extra, packages in absent.items():
+        if packages:
+            text = f"without {', '.join(packages)}: no {_EXTRAS[extra][1]}"
+            yield Finding("note", f"extra {extra}", text, f"pip install 'paceline[{extra}]'")
+    there = [extra for extra, packages in absent.items() if not packages]
+    if there:
+        yield Finding("ok", "extras", f"{', '.join(there)} are installed" if len(there) > 1 else f"{there[0]} is installed")
+    if missing := [p for p in _REPORT if not _installed(p)]:
+        yield Finding("note", "reports", f"without {', '.join(missing)}: no report.html", f"pip install {' '.join(missing)}")
+
+
+def _misleading(environ: Mapping[str, str]) -> Iterator[Finding]:
+    if "RANK" in environ:
+        text = f"RANK={environ['RANK']}: `paceline train` takes itself for a rank of a torchrun"
+        yield Finding("note", "variables", text, "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them")
+    for name in filter(environ.get, _THREADS):
+        text = f"{name}={environ[name]}: paceline sets its own for the ranks it starts; loops of your own take this one"
+        yield Finding("note", "variables", text, f"unset {name}, or choose threads in the plan")
+    for name in filter(environ.get, _BINDING):
+        yield Finding(
+            "note", "variables", f"{name}={environ[name]} can bind all ranks to the same cores", f"unset {name}; the plan has pin=on"
+        )
+    if environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        yield Finding("note", "variables", "CUDA_LAUNCH_BLOCKING: every kernel is waited for, which is slow", "unset CUDA_LAUNCH_BLOCKING")
+    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        text = "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective, which is slow"
+        yield Finding("note", "variables", text, "unset TORCH_DISTRIBUTED_DEBUG")
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        yield Finding("note", "variables", f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}: only these GPUs are used")
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,150 @@
+"""Hosts emulated on this machine: a cluster to rehearse on, with the rates and cores of the real one.
+
+A host is a network namespace, for the addresses and the link, and a control group, for the cores; memory and disks are shared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.cluster.cluster import Emulate
+from paceline.cluster.emulate.cgroup import enter_group, make_group, place_of_group
+from paceline.cluster.emulate.keeper import Keeper
+from paceline.cluster.emulate.namespace import enter
+from paceline.cluster.emulate.network import INTERFACE, Wire, build, carried, plug, unplug, wires
+from paceline.cluster.emulate.record import Owner, Record, remove_abandoned
+from paceline.errors import ClusterError
+
+_ENTRY = ("PACELINE_HOST", "PACELINE_NAMESPACE", "PACELINE_CGROUP")
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """What one host's link has carried, headers of Ethernet, IP and TCP included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class EmulatedHost:
+    """One host that is up.
+
+    Attributes:
+        namespace: `ip netns exec NAMESPACE command` runs a command inside.
+        address: on the network of the emulation.
+        interface: of the host's link.
+        group: the folder of the control group that limits its cores; None where they are not limited.
+    """
+
+    name: str
+    namespace: str
+    address: str
+    interface: str
+    group: Path | None
+
+    @property
+    def entry(self) -> dict[str, str]:
+        """The variables by which a process enters the host with `enter_host`, and knows its name."""
+        return dict(zip(_ENTRY, (self.name, self.namespace, str(self.group or "")), strict=True))
+
+
+def enter_host(environment: Mapping[str, str] = os.environ) -> None:
+    """Move this process into the emulated host that its environment names, if it names one. To be called before any thread is started."""
+    _, namespace, group = (environment.get(name) for name in _ENTRY)
+    if namespace:
+        enter(namespace)
+    if group:
+        enter_group(Path(group))
+
+
+class Emulation:
+    """Emulated hosts, up from `with` to its end.
+
+    They are also taken down when this process dies, however that happens: by a keeper process, once the processes inside have ended or
+    had their time to save, or if that is killed too, at the next start of any emulation.
+    """
+
+    def __init__(self, emulate: Emulate) -> None:
+        self.emulate = emulate
+        self.hosts: tuple[EmulatedHost, ...] = ()
+        self._made = ExitStack()
+
+    def __enter__(self) -> Self:
+        _must_be_possible()
+        for record in remove_abandoned():
+            print(f"paceline: removed the emulated hosts {record.name}-*, which process {record.launcher.pid} left behind", file=sys.stderr)
+        with self._made:
+            self._keeper = Keeper()
+            self._made.callback(self._keeper.dismiss)
+            record = self._record(f"paceline-{self._keeper.pid}", self._keeper.pid)
+            record.write()
+            self._made.callback(record.take_down)
+            self._keeper.watch(record)
+            self._build(record)
+            self._made = self._made.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    def carried(self) -> dict[str, LinkBytes]:
+        """What each host's link has carried since the start, by host."""
+        counts = carried(self._bridge, self._wires)
+        return {host.name: LinkBytes(*count) for host, count in zip(self.hosts, counts, strict=True)}
+
+    def cut(self, host: int) -> None:
+        """From now on the link of a host drops every packet, as a pulled cable or a dead switch would."""
+        if self.emulate.delay_ms:
+            self._keeper.cut(host)
+        else:
+            unplug(self._bridge, self._wires[host])
+
+    def mend(self, host: int) -> None:
+        """The link of a host carries packets again."""
+        if self.emulate.delay_ms:
+            self._keeper.mend(host)
+        else:
+            plug(self._bridge, self._wires[host])
+
+    def _record(self, name: str, keeper: int) -> Record:
+        namespaces = (f"{name}-bridge", *(f"{name}-{i}" for i in range(self.emulate.hosts)))
+        groups = [place_of_group(f"{name}-{i}") for i, cores in enumerate(self.emulate.cores) if cores is not None]
+        return Record(name, Owner.of(os.getpid()), Owner.of(keeper), namespaces, tuple(groups))
+
+    def _build(self, record: Record) -> None:
+        self._bridge, *namespaces = record.namespaces
+        self._wires: list[Wire] = wires(namespaces, self.emulate.rates_bps)
+        build(self._bridge, self._wires, relayed=bool(self.emulate.delay_ms))
+        if self.emulate.delay_ms:
+            self._keeper.relay(self.emulate.delay_ms / 1000)
+        groups = iter(record.groups)
+        self.hosts = tuple(
+            EmulatedHost(wire.host, wire.namespace, wire.address, INTERFACE, None if cores is None else make_group(next(groups), cores))
+            for wire, cores in zip(self._wires, self.emulate.cores, strict=True)
+        )
+
+
+def _must_be_possible() -> None:
+    if not sys.platform.startswith("linux"):
+        raise ClusterError(
+            "hosts can be emulated on Linux only, which has network namespaces. Leave `emulate` out to use this machine as it is."
+        )
+    if os.geteuid() != 0:
+        raise ClusterError(
+            "emulated hosts need root, for network namespaces and control groups: start the command with sudo, "
+            "or leave `emulate` out to use this machine as it is."
+        )
+    missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
+    if missing:
+        raise ClusterError(
+            f"emulated hosts need the command {' and '.join(missing)}, of the package iproute2: install it (apt-get install iproute2), "
+            "or leave `emulate` out to use this machine as it is."
+        )

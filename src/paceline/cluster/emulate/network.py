@@ -1,0 +1,130 @@
+"""The network of emulated hosts, made with iproute2: a namespace per host, and a bridge in a namespace of its own.
+
+Nothing is made in the namespace that the machine itself uses. Neighbours and ports are entered by hand and IPv6 is off, so that nothing
+but what the ranks send is on a link.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster.emulate.namespace import inside
+from paceline.errors import ClusterError
+
+INTERFACE = "eth0"  # of every host
+_MTU = 1500
+_FRAME = 14  # bytes of Ethernet's header
+_BURST_S = 0.002
+_QUEUE_S = 0.05
+_ADVICE = "Emulated hosts need root, CAP_NET_ADMIN and CAP_SYS_ADMIN; a container needs --privileged."
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One host's link: from `INTERFACE` in its namespace to a port of the bridge.
+
+    Attributes:
+        namespace: the host's.
+        host: its name, and that of its port of the bridge.
+        rate_bps: bits/s each way, headers included; None leaves it as fast as the machine.
+    """
+
+    namespace: str
+    host: str
+    address: str
+    mac: str
+    rate_bps: int | None
+
+
+def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wire]:
+    """A link for every host, with addresses in 10.77.0.0/24."""
+    return [
+        Wire(name, f"host-{i}", f"10.77.0.{i + 1}", f"02:00:00:00:00:{i + 1:02x}", rate)
+        for i, (name, rate) in enumerate(zip(namespaces, rates_bps, strict=True))
+    ]
+
+
+def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
+    """Make the namespaces, the links and the bridge, in the namespaces named; `relayed` leaves joining the links to a relay.
+
+    Raises:
+        ClusterError: the kernel refused; with its words.
+    """
+    for name in (bridge, *(link.namespace for link in links)):
+        _run(["ip", "netns", "add", name])
+        inside(name, _without_ipv6)
+    joined = ["link add bridge type bridge mcast_snooping 0", "link set bridge up"]
+    for link in links:
+        peer = f"peer name {INTERFACE} address {link.mac} mtu {_MTU} netns {link.namespace}"
+        joined += [f"link add {link.host} mtu {_MTU} type veth {peer}", f"link set {link.host} up"]
+    _run(["ip", "-n", bridge, "-batch", "-"], joined)
+    for link in () if relayed else links:
+        plug(bridge, link)
+    _run(["tc", "-n", bridge, "-batch", "-"], [f"qdisc add dev {link.host} root {shape(link.rate_bps)}" for link in links])
+    for link in links:
+        others = [f"neigh add {other.address} lladdr {other.mac} dev {INTERFACE} nud permanent" for other in links if other is not link]
+        own = ["link set lo up", f"addr add {link.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up", *others]
+        _run(["ip", "-n", link.namespace, "-batch", "-"], own)
+        _run(["tc", "-n", link.namespace, "qdisc", "add", "dev", INTERFACE, "root", *shape(link.rate_bps).split()])
+
+
+def shape(rate_bps: int | None) -> str:
+    """The queue that lets through `rate_bps`, in the words of `tc`. Every kind that is used here counts bytes as they are on the wire.
+
+    The bucket holds what 2 ms bring, so that a timer that comes late on a busy machine costs no rate, and the queue 50 ms, but never
+    less than a few of the 64 KiB pieces that TCP hands to the network at once, and that the kernel drops whole.
+    """
+    if rate_bps is None:
+        return "pfifo limit 1000"
+    burst = max(10 * (_MTU + _FRAME), int(rate_bps / 8 * _BURST_S))
+    queue = max(4 * 2**16, int(rate_bps / 8 * _QUEUE_S))
+    return f"tbf rate {rate_bps}bit burst {burst} limit {queue}"
+
+
+def carried(bridge: str, links: Sequence[Wire]) -> list[tuple[int, int]]:
+    """Bytes that each host has sent and received so far, headers included."""
+    received = _counted(bridge)
+    return [(_counted(link.namespace)[INTERFACE], received[link.host]) for link in links]
+
+
+def plug(bridge: str, link: Wire) -> None:
+    """Have the bridge carry a link's packets, each to the one link where its address is."""
+    _run(["ip", "-n", bridge, "link", "set", link.host, "master", "bridge"])
+    to_no_other = "learning off flood off mcast_flood off bcast_flood off"
+    settings = [f"link set dev {link.host} {to_no_other}", f"fdb add {link.mac} dev {link.host} master static"]
+    _run(["bridge", "-n", bridge, "-batch", "-"], settings)
+
+
+def unplug(bridge: str, link: Wire) -> None:
+    """Have a link's packets go nowhere, both ways, without a word to either end: TCP connections stay, and wait."""
+    _run(["ip", "-n", bridge, "link", "set", link.host, "nomaster"])
+
+
+def _without_ipv6() -> None:
+    for which in ("all", "default"):
+        setting = Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6")  # absent from a kernel without IPv6
+        if setting.exists():
+            setting.write_text("1")
+
+
+def _counted(namespace: str) -> dict[str, int]:
+    """Bytes that left through the root queue of each interface."""
+    queues = json.loads(_run(["tc", "-n", namespace, "-s", "-j", "qdisc", "show"]))
+    return {queue["dev"]: queue["bytes"] for queue in queues if queue.get("root")}
+
+
+def _run(command: list[str], lines: Sequence[str] = ()) -> str:
+    done = subprocess.run(command, input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, check=False)
+    if done.returncode:
+        line = next((f", at `{lines[int(word.rstrip(':')) - 1]}`" for word in [_failed_line(done.stderr)] if word), "")
+        raise ClusterError(f"`{' '.join(command)}` failed{line}: {' '.join(done.stderr.split())}. {_ADVICE}")
+    return done.stdout
+
+
+def _failed_line(stderr: str) -> str:
+    """The number of the line that iproute2 names: `Command failed -:3`."""
+    return stderr.rpartition("Command failed -:")[2].strip() if "Command failed -:" in stderr else ""

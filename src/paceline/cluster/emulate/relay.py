@@ -1,0 +1,88 @@
+"""Delay on the links of emulated hosts: a switch in user space that holds every packet for a while, as there may be no `netem`.
+
+It takes the place of the bridge. Large pieces of TCP pass in one, as through a network card that cuts them itself, so that it keeps up
+with 1 Gbit/s; what a link is too slow for, its queue drops, as everywhere.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.emulate.network import Wire
+
+_ALL_PROTOCOLS = 3
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_BUFFER = 64 * 2**20  # bytes: more than any link's queue holds, for the queue, not the socket, is to drop what is too much
+_HEADER = 10  # bytes of virtio's header before a frame: which checksum is still to be made, and where to cut
+_LARGEST = 2**17
+_BATCH = 64  # frames taken from one port before the others have their turn
+
+
+class _Held(NamedTuple):
+    due: float
+    source: int
+    target: int
+    frame: bytes
+
+
+class Relay(threading.Thread):
+    """A thread that carries packets between the ports of the bridge's namespace, from its start until the process ends.
+
+    `cut` holds the numbers of the hosts whose packets it drops, both ways.
+    """
+
+    def __init__(self, bridge: str, links: Sequence[Wire], delay_s: float) -> None:
+        """Open the ports, which must be there and belong to no bridge; packets are carried from `start` on."""
+        super().__init__(name="relay", daemon=True)
+        self.cut: set[int] = set()
+        self._delay_s = delay_s
+        self._by_address = {bytes.fromhex(link.mac.replace(":", "")): number for number, link in enumerate(links)}
+        self._ports = inside(bridge, lambda: [_port(link.host) for link in links])
+        self._numbers = {port: number for number, port in enumerate(self._ports)}
+        self._held: deque[_Held] = deque()
+
+    def run(self) -> None:
+        """Carry packets, each of which waits equally long, so they leave in the order of their coming."""
+        while True:
+            wait_s = max(0.0, self._held[0].due - time.monotonic()) if self._held else None
+            ready, _, _ = select.select(self._ports, [], [], wait_s)
+            for port in ready:
+                self._take(port)
+            while self._held and self._held[0].due <= time.monotonic():
+                self._pass_on(self._held.popleft())
+
+    def _take(self, port: socket.socket) -> None:
+        for _ in range(_BATCH):
+            try:
+                frame = port.recv(_LARGEST)
+            except OSError:  # none is left, or the link is just being removed
+                return
+            target = self._by_address.get(frame[_HEADER : _HEADER + 6])
+            if target is not None:
+                self._held.append(_Held(time.monotonic() + self._delay_s, self._numbers[port], target, frame))
+
+    def _pass_on(self, held: _Held) -> None:
+        if self.cut.isdisjoint((held.source, held.target)):
+            try:
+                self._ports[held.target].send(held.frame)
+            except OSError:  # the queue of the link is full
+                return
+
+
+def _port(name: str) -> socket.socket:
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # of no protocol, so nothing comes before it is bound
+    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    port.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER)
+    port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
+    port.setblocking(False)
+    port.bind((name, _ALL_PROTOCOLS))
+    return port

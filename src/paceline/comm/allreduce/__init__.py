@@ -1,0 +1,4 @@
+"""All-reduce algorithms over point-to-point messages: ring, tree, hierarchical.
+
+Read `algorithms.py` first (which one is taken), then `ring.py`.
+"""

@@ -1,0 +1,131 @@
+"""Hierarchical all-reduce: ranks of a host add up in the memory that they share, and only sums travel between hosts.
+
+With L ranks a host, each takes one L-th of the tensor: it adds up the L contributions, carries the sum around a ring of its counterparts on
+the other hosts, and writes the result into the memory of all L. So a link between hosts carries 2 (h - 1) / h of the tensor for h hosts,
+whatever L is, all ranks work, and what is done in memory hides behind what travels: both go piece by piece (see `ring`).
+The division of the work is that of Cho et al., 2019, "BlueConnect".
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.allreduce.ring import OnPiece, ring_all_reduce
+from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.group import Group, Op
+from paceline.comm.shm import ShmProcessGroup
+from paceline.errors import SyncError
+
+_BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
+
+
+class Hierarchical:
+    """The ranks of a group that spans hosts, as a group for each host, and rings between the hosts."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.host = group, group.host
+        on_hosts = [[r for r in range(group.size) if group.hosts[r] == host] for host in dict.fromkeys(group.hosts)]
+        self.parts = min(len(ranks) for ranks in on_hosts)
+        self.across: Group | None = None  # ranks that carry the same part; a host with more ranks than another has some that carry none
+        if self.host.rank < self.parts:
+            self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
+        self._scratch: Tensor | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros in the memory that the host's ranks share, which all must ask for at the same time."""
+        return self.host.empty(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Let go of a tensor from `empty`."""
+        self.host.release(tensor)
+
+    def close(self) -> None:
+        """End what is not the group's own."""
+        if self._scratch is not None:
+            self.host.release(self._scratch)
+        if self.across is not None:
+            self.across.close()
+
+    def all_reduce(self, flat: Tensor, op: Op = "sum") -> None:
+        """Replace a flat contiguous tensor on every rank by the sum or maximum over the ranks, the same bits everywhere.
+
+        Raises:
+            SyncError: a rank is gone, did not come within the deadline, or brought a tensor of another size.
+        """
+        for block in flat.split(_BLOCK_BYTES // flat.element_size()):  # on every host alike, however its ranks' tensors lie
+            self._sum_block(block, op)
+
+    def _sum_block(self, block: Tensor, op: Op) -> None:
+        backend = self.host.backend
+        if not isinstance(backend, ShmProcessGroup):
+            self._over_messages(block, op)
+        elif self._lies_alike(backend, block):
+            self._in_memory(backend, block, op)
+        else:
+            if self._scratch is None:
+                self._scratch = self.host.empty(_BLOCK_BYTES, torch.uint8)
+            shared = self._scratch[: block.nbytes].view(block.dtype)
+            shared.copy_(block)
+            if self._lies_alike(backend, shared):
+                self._in_memory(backend, shared, op)
+                block.copy_(shared)
+            else:  # the host has no memory left to be shared
+                self._over_messages(block, op)
+
+    def _lies_alike(self, backend: ShmProcessGroup, flat: Tensor) -> bool:
+        """Meet the ranks of the host: what each has to contribute is there now. Whether all lie at the same place of shared memory."""
+        arena, start = backend.place_of(flat)
+        own = torch.tensor([arena, start, flat.nbytes])
+        both = torch.cat((own, -own))
+        self.host.all_reduce(both, "max")
+        most, least = both[:3], -both[3:]
+        if most[2] != least[2]:
+            raise SyncError(
+                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this rank: {flat.nbytes}). "
+                "Every rank of a group must make the same calls in the same order, with tensors of the same type and size."
+            )
+        return arena != 0 and torch.equal(most, least)
+
+    def _in_memory(self, backend: ShmProcessGroup, flat: Tensor, op: Op) -> None:
+        """No two ranks of a host read or write the same elements of anyone's memory, so they meet only before and after."""
+        part = self._part(flat)
+        if self.across is not None and len(part):
+            others = [theirs for r, theirs in enumerate(backend.everywhere(part)) if r != self.host.rank]
+            reduction = Reduction.of(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, flat.dtype, 1)
+
+            def add_up(start: int, end: int) -> None:
+                own = part[start:end]
+                reduction.into(own, [own, *(theirs[start:end] for theirs in others)])
+
+            def spread(start: int, end: int) -> None:
+                for theirs in others:
+                    theirs[start:end].copy_(part[start:end])
+
+            self._carry(self.across, part, op, add_up, spread)
+        self.host.barrier()
+
+    def _over_messages(self, flat: Tensor, op: Op) -> None:
+        """Without shared memory: sums of the host's own transport, and then each part from the rank that carried it."""
+        self.host.all_reduce(flat, op)
+        if self.across is not None:
+            self._carry(self.across, self._part(flat), op)
+        for carrier, part in enumerate(self._parts(flat)):
+            if len(part):
+                self.host.broadcast(part, root=carrier)
+
+    def _carry(self, across: Group, part: Tensor, op: Op, prepare: OnPiece | None = None, finish: OnPiece | None = None) -> None:
+        before = across.sent_bytes
+        ring_all_reduce(across, part, "max" if op == "max" else "sum", prepare=prepare, finish=finish)
+        self.group.counts.sent_bytes += across.sent_bytes - before
+
+    def _part(self, flat: Tensor) -> Tensor:
+        """What this rank carries; nothing where it carries none."""
+        return self._parts(flat)[self.host.rank] if self.across is not None else flat[:0]
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """The part of each carrier; whole cache lines, except for the last one."""
+        line = 64 // flat.element_size()
+        length = -(-flat.numel() // (self.parts * line)) * line
+        return [flat[i * length : (i + 1) * length] for i in range(self.parts)]

@@ -1,0 +1,51 @@
+"""Tree all-reduce for small tensors: up a binomial tree of ranks and down again, 2 log2 n messages one after the other.
+
+As in Thakur, Rabenseifner & Gropp, 2005, "Optimization of Collective Communication Operations in MPICH". A ring needs 2 (n - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.allreduce.ring import Wires
+from paceline.comm.c10d.reduction import Reduction
+
+
+def tree_all_reduce(wires: Wires, tensor: Tensor, op: Literal["sum", "max"] = "sum", *, order: Sequence[int] | None = None) -> None:
+    """Replace a flat contiguous tensor on every rank by the sum or maximum over the ranks: the same bits, as only the root adds the last.
+
+    Args:
+        order: the ranks from the root on; ascending by default. Those of one host should be neighbours: near ones meet first.
+
+    Raises:
+        SyncError: a rank is gone, or did not come within the deadline (from `wires`).
+    """
+    ranks = list(order) if order is not None else list(range(wires.size))
+    place = ranks.index(wires.rank)
+    parent, children = family(place, len(ranks))
+    reduction = Reduction.of(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, tensor.dtype, wires.size)
+    if children:
+        received = torch.empty_like(tensor)
+    for child in children:
+        wires.start_exchange([], [(ranks[child], received)]).wait()
+        reduction.into(tensor, [tensor, received])
+    if parent is not None:
+        wires.start_exchange([(ranks[parent], tensor)], []).wait()
+        wires.start_exchange([], [(ranks[parent], tensor)]).wait()
+    for child in reversed(children):  # the one with most behind it first
+        wires.start_exchange([(ranks[child], tensor)], []).wait()
+
+
+def family(place: int, size: int) -> tuple[int | None, list[int]]:
+    """The parent (None: it is the root) and the children, nearest first, of a place in a binomial tree."""
+    children, distance = [], 1
+    while distance < size and not place & distance:
+        if place + distance < size:
+            children.append(place + distance)
+        distance *= 2
+    return (place - distance if place else None), children

@@ -1,0 +1,279 @@
+"""What the hardware allows collectives at most, measured: copies of memory between processes of a host, TCP streams between hosts."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+
+from torch import Tensor
+
+from paceline.comm.address import own_address
+from paceline.comm.group import Group
+from paceline.comm.measure.speed import Speed, timed
+from paceline.comm.shm.segment import Handle, Own, attach, create
+from paceline.errors import ClusterError, SyncError
+
+_STREAM_S = (0.4, 0.4, 0.2)  # to fill what lies between, to count, and for hosts that began later
+_STRETCHES = 3  # of counting
+_CHUNK = 2**18
+_COPIES = 5  # of each size
+_PINGS_S, _PINGS = 0.3, 100  # at most
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What can be had at most.
+
+    Attributes:
+        hosts: the host index of each rank.
+        copies: bytes per second that a rank copies what another process of its host has just written, by the size of the copy in bytes:
+            while all ranks of all hosts do, and alone. None: not measured, and then `why_not` says why.
+        stream: bytes per second of one TCP stream from each host to the next, in a ring, all at once; the slowest. None on one host.
+        latency_s: of one byte between two hosts over TCP, half of the time for there and back; the largest. None on one host.
+    """
+
+    hosts: tuple[int, ...]
+    copies: dict[int, tuple[float, float]] | None = None
+    stream: float | None = None
+    latency_s: float | None = None
+    why_not: list[str] = field(default_factory=list)
+
+    def least_s(self, collective: str, size_bytes: int) -> float | None:
+        """The time that no algorithm can beat, from bandwidth alone: the longer one of that within a host and that between hosts.
+
+        Between hosts, each host's link has to carry, each way, with H hosts that hold R ranks each (Patarasu & Yuan, 2009,
+        doi:10.1016/j.jpdc.2008.09.002, with a host in the place of a rank): 2 (H - 1)/H × size for an all-reduce, (H - 1)/H for an
+        all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast and a message. Within a host,
+        each rank has to read and write as many bytes as a copy of the size (all-reduce, broadcast, message), of (n - 1)/n of it
+        (all-gather, all-to-all) or of (1 + 1/n)/2 of it (reduce-scatter: it reads all and writes its part).
+
+        None where neither was measured.
+        """
+        n = len(self.hosts)
+        number = len(set(self.hosts))
+        times_s = []
+        if self.stream is not None:
+            largest = max(self.hosts.count(host) for host in set(self.hosts))
+            away = (number - 1) / number
+            shares = {"all_reduce": 2 * away, "all_gather": away, "reduce_scatter": away, "all_to_all": largest * away}
+            times_s.append(shares.get(collective, 1.0) * size_bytes / self.stream)
+        if self.copies is not None and (number == 1 or collective != "send_receive"):
+            together, alone = self._copies_of(size_bytes)
+            shares = {"all_gather": (n - 1) / n, "all_to_all": (n - 1) / n, "reduce_scatter": (1 + 1 / n) / 2}
+            times_s.append(shares.get(collective, 1.0) * size_bytes / (alone if collective == "send_receive" else together))
+        return max(times_s, default=None)
+
+    def share(self, speed: Speed) -> float | None:
+        """The least time / the time that was measured. None where no limit was."""
+        least_s = self.least_s(speed.collective, speed.size_bytes)
+        return None if least_s is None else least_s / speed.time_s
+
+    @classmethod
+    def best(cls, limits: Sequence[Limit]) -> Limit:
+        """The limit of the same ranks from several measurements: the most of each, since other work on the machine only ever takes away."""
+        first = limits[0]
+        copies = [limit.copies for limit in limits if limit.copies is not None]
+        streams = [limit.stream for limit in limits if limit.stream is not None]
+        latencies_s = [limit.latency_s for limit in limits if limit.latency_s is not None]
+        return cls(
+            first.hosts,
+            {size: (max(c[size][0] for c in copies), max(c[size][1] for c in copies)) for size in copies[0]} if copies else None,
+            max(streams, default=None),
+            min(latencies_s, default=None),
+            first.why_not,
+        )
+
+    def _copies_of(self, size_bytes: int) -> tuple[float, float]:
+        assert self.copies is not None
+        return self.copies[min(self.copies, key=lambda measured: abs(measured - size_bytes))]
+
+
+def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
+    """Measure copies of `sizes` bytes, and the streams between hosts where there are several. Every rank calls this, and gets the same.
+
+    Raises:
+        SyncError: the hosts cannot reach each other over TCP.
+    """
+    copies, why_not = _copies(group, sizes) if group.device.type == "cpu" else (None, "copies between GPUs are not measured")
+    stream, latency_s = _between_hosts(group) if group.spans_hosts else (None, None)
+    return Limit(group.hosts, copies, stream, latency_s, [why_not] if why_not else [])
+
+
+# Within a host
+
+
+def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, float]] | None, str | None]:
+    """By size, bytes per second of all ranks' copies at once (the slowest rank's) and of one alone; or None, and why."""
+    largest = max(sizes)
+    own, reason = None, None
+    try:
+        own = create(largest, "limit")
+    except ClusterError as error:
+        reason = str(error)
+    with ExitStack() as made:
+        if own is not None:
+            own.segment.bytes.fill_(1)
+            made.callback(own.close_door)
+        theirs, reasons = _neighbours(group, own, reason)
+        if theirs is None or own is None:
+            return None, next(reason for reason in reasons if reason)
+        mine, written = theirs.clone(), own.segment.bytes
+        found = {}
+        for size in sizes:
+            together, alone = (
+                size / _copy_s(group, mine[:size], theirs[:size], written[:size], only=only) for only in (None, group.hosts.index(0))
+            )
+            found[size] = (together, alone)
+        return found, None
+
+
+def _neighbours(group: Group, own: Own | None, reason: str | None) -> tuple[Tensor | None, list[str | None]]:
+    """The memory of the next rank on this host; None on every rank where any has none, and the reasons by rank."""
+    handles = group.gather_json(own and asdict(own.handle))
+    on_host = [rank for rank, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
+    neighbour = handles[on_host[(on_host.index(group.rank) + 1) % len(on_host)]]
+    theirs = None
+    try:
+        theirs = attach(Handle(**neighbour)).bytes if neighbour else None
+    except ClusterError as error:
+        reason = str(error)
+    reasons = group.gather_json(reason)
+    return (None if any(reasons) else theirs), reasons
+
+
+def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only: int | None) -> float:
+    """Seconds of a copy of what the other process has just written, on all ranks or on one of them."""
+
+    def copy() -> None:
+        if only in (None, group.rank):
+            mine.copy_(theirs)
+
+    times_s = []
+    for value in range(_COPIES):
+        written.fill_(value)  # else it would still lie in the cache of the core that copied it before
+        times_s.append(timed(group, copy, 1))
+    return statistics.median(times_s)
+
+
+# Between hosts
+
+
+def _between_hosts(group: Group) -> tuple[float, float]:
+    """The slowest stream in bytes per second, and the largest latency in seconds."""
+    leaders = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
+    rates, latencies_s = [0.0] * group.size, [0.0] * group.size
+    with _ring(group, leaders) as links:
+        for leader in leaders:
+            group.barrier()  # one link after the other: a process that also answers would be late
+            if links is not None:
+                onward, back = links
+                if group.rank == leader:
+                    latencies_s[leader] = _ping_s(onward)
+                elif group.rank == leaders[(leaders.index(leader) + 1) % len(leaders)]:
+                    _echo(back)
+        group.barrier()
+        if links is not None:
+            rates[group.rank] = _stream(*links)
+    rows = group.gather_json([rates[group.rank], latencies_s[group.rank]])
+    return min(rows[leader][0] for leader in leaders), max(rows[leader][1] for leader in leaders)
+
+
+@contextmanager
+def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket, socket.socket] | None]:
+    """On the first rank of each host, the connections to that of the next host and from that of the host before; None on the others."""
+    with ExitStack() as made:
+        listener = None
+        if group.rank in leaders:
+            listener = made.enter_context(socket.create_server((own_address(), 0)))
+            listener.settimeout(group.deadline_s)
+        token = secrets.token_hex(_TOKEN_BYTES)  # of rank 0, known to the ranks of this group only
+        offers = group.gather_json([listener and listener.getsockname()[:2], token])
+        if listener is None:
+            yield None
+            return
+        (address, port), _ = offers[leaders[(leaders.index(group.rank) + 1) % len(leaders)]]
+        try:
+            onward = made.enter_context(socket.create_connection((address, port), timeout=group.deadline_s))
+            onward.sendall(bytes.fromhex(offers[0][1]))
+            back = made.enter_context(_accepted(listener, bytes.fromhex(offers[0][1]), group.deadline_s))
+        except OSError as error:
+            raise SyncError(
+                f"rank {group.rank} cannot open a TCP connection from {listener.getsockname()[0]} to {address}: {error}. Every host must "
+                "reach the others on all ports; PACELINE_ADDRESS names the address of a host that the others are to use."
+            ) from error
+        for connection in (onward, back):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield onward, back
+
+
+def _accepted(listener: socket.socket, token: bytes, deadline_s: float) -> socket.socket:
+    """The connection that knows the token; strangers are turned away."""
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(deadline_s)
+        if secrets.compare_digest(_exactly(connection, len(token)), token):
+            return connection
+        connection.close()
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """The next bytes; fewer where the other side has closed."""
+    found = b""
+    while len(found) < count and (more := connection.recv(count - len(found))):
+        found += more
+    return found
+
+
+def _ping_s(connection: socket.socket) -> float:
+    """Half of the median time for a byte there and back."""
+    times_s: list[float] = []
+    until = time.perf_counter() + _PINGS_S
+    while len(times_s) < 3 or (len(times_s) < _PINGS and time.perf_counter() < until):
+        started = time.perf_counter()
+        connection.sendall(b"?")
+        _exactly(connection, 1)
+        times_s.append(time.perf_counter() - started)
+    connection.sendall(b".")
+    return statistics.median(times_s) / 2
+
+
+def _echo(connection: socket.socket) -> None:
+    while _exactly(connection, 1) == b"?":
+        connection.sendall(b"!")
+
+
+def _stream(onward: socket.socket, back: socket.socket) -> float:
+    """Send as much as goes to the next host, and return how many bytes per second come from the one before, in the best stretch."""
+    fill_s, stretch_s, margin_s = _STREAM_S
+    sender = threading.Thread(target=_send_for, args=(onward, fill_s + _STRETCHES * stretch_s + margin_s), name="stream")
+    sender.start()
+    _received(back, fill_s)
+    rates = [_received(back, stretch_s) for _ in range(_STRETCHES)]
+    room = bytearray(_CHUNK)
+    while back.recv_into(room):  # to the end, so that the sender never waits for room
+        pass
+    sender.join()
+    return max(rates)
+
+
+def _received(connection: socket.socket, seconds: float) -> float:
+    """Bytes per second that come in."""
+    room, count, began = bytearray(_CHUNK), 0, time.perf_counter()
+    while (now := time.perf_counter()) < began + seconds:
+        count += connection.recv_into(room)
+    return count / (now - began)
+
+
+def _send_for(connection: socket.socket, seconds: float) -> None:
+    data = memoryview(bytes(_CHUNK))
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)

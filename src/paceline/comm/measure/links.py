@@ -1,0 +1,153 @@
+"""What the links between the ranks of a launch carry: every collective at every size, against what the hardware allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.allreduce.algorithms import algorithm_for
+from paceline.comm.backend import joined
+from paceline.comm.group import Group
+from paceline.comm.measure.calls import measure_call
+from paceline.comm.measure.limit import Limit, measure_limit
+from paceline.comm.measure.speed import Speed
+
+_LONGEST_S = 1.5  # of a call; sizes that would take longer are left out
+_ABOUT = 1.05  # of the limit: no more than measurements differ by
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A size that was not measured, because one call was foreseen to take so long."""
+
+    collective: str
+    algorithm: str
+    size_bytes: int
+    foreseen_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one launch measured over one transport. `note` says why a faster transport was not taken, None where there is none."""
+
+    transport: str
+    limit: Limit
+    speeds: list[Speed]
+    left_out: list[LeftOut] = field(default_factory=list)
+    note: str | None = None
+
+    def save(self, file: Path) -> None:
+        """Write it as JSON."""
+        file.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, file: Path) -> Measured:
+        """Read what `save` wrote."""
+        values = json.loads(file.read_text())
+        limit: dict[str, Any] = values["limit"]
+        limit["hosts"] = tuple(limit["hosts"])
+        if limit["copies"] is not None:
+            limit["copies"] = {int(size): (together, alone) for size, (together, alone) in limit["copies"].items()}
+        return cls(
+            values["transport"],
+            Limit(**limit),
+            [Speed(**speed) for speed in values["speeds"]],
+            [LeftOut(**left_out) for left_out in values["left_out"]],
+            values["note"],
+        )
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Measure as `arguments[0]` says, the JSON of a transport and of the arguments of `measure`; rank 0 writes the file `arguments[1]`."""
+    wanted = json.loads(arguments[0])
+    with joined(deadline_s=60, transport=wanted.pop("transport")) as group:
+        measured = measure(group, **wanted)
+        if group.rank == 0:
+            measured.save(Path(arguments[1]))
+        group.barrier()
+
+
+def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]) -> Measured:
+    """Measure each collective of `BUS_FACTORS` at each size in bytes, the all-reduce by each algorithm. Every rank gets the same."""
+    limit = measure_limit(group, sizes)
+    measured = Measured(group.transport, limit, [], [], group.transport_note)
+    for collective in collectives:
+        for name in algorithms if collective == "all_reduce" else ("flat",):
+            for found in _by_size(group, limit, collective, name, sorted(sizes)):
+                (measured.speeds if isinstance(found, Speed) else measured.left_out).append(found)  # type: ignore[arg-type]
+    return measured
+
+
+def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]) -> Iterator[Speed | LeftOut]:
+    """From the smallest size to the largest; what is foreseen to take too long is left out."""
+    algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
+    before: list[Speed] = []
+    for size in sizes:
+        foreseen_s = _foreseen_s(before, size, limit.least_s(collective, size) or 0.0)
+        if foreseen_s > _LONGEST_S:
+            yield LeftOut(collective, name, size, foreseen_s)
+            continue
+        before.append(measure_call(group, collective, size, algorithm))
+        yield before[-1]
+    if algorithm is not None:
+        algorithm.close()
+
+
+def _foreseen_s(before: Sequence[Speed], size_bytes: int, least_s: float) -> float:
+    """On the line through the two largest sizes before; the hardware's least time where that is longer."""
+    if len(before) < 2:
+        return least_s
+    one, two = before[-2:]
+    per_byte = (two.time_s - one.time_s) / max(1, two.size_bytes - one.size_bytes)
+    return max(least_s, two.time_s + per_byte * (size_bytes - two.size_bytes))
+
+
+def figures(measured: Sequence[Measured]) -> dict[str, float]:
+    """The numbers by name, units in the names."""
+    found: dict[str, float] = {}
+    if not measured:
+        return found
+    limit = Limit.best([m.limit for m in measured])
+    if limit.stream is not None and limit.latency_s is not None:
+        found |= {"limit_stream_gigabytes_per_s": limit.stream / 1e9, "limit_latency_us": limit.latency_s * 1e6}
+    for size, (together, _) in (limit.copies or {}).items():
+        found[f"limit_copy_{size_text(size)}_gigabytes_per_s"] = together / 1e9
+    for m in measured:
+        for s in m.speeds:
+            name = "_".join([s.transport, s.collective, *([s.algorithm] if s.algorithm != "flat" else []), size_text(s.size_bytes)])
+            found |= {
+                f"{name}_us": s.time_s * 1e6,
+                f"{name}_algorithm_gigabytes_per_s": s.algorithm_bandwidth / 1e9,
+                f"{name}_bus_gigabytes_per_s": s.bus_bandwidth / 1e9,
+            }
+            if (share := limit.share(s)) is not None:
+                found[f"{name}_share_of_limit"] = share
+    return found
+
+
+def caveats(measured: Sequence[Measured], limit: Limit) -> Iterator[str]:
+    """What has to be known of the figures, in sentences."""
+    if any((limit.share(s) or 0.0) > _ABOUT for m in measured for s in m.speeds):
+        yield "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed the limit's measurement"
+    for m in measured:
+        if m.note is not None:
+            yield f"{m.transport}: {m.note}"
+        by_what: dict[str, list[str]] = {}
+        for left in m.left_out:
+            what = left.collective.replace("_", "-") + (f" {left.algorithm}" if left.collective == "all_reduce" else "")
+            by_what.setdefault(what, []).append(size_text(left.size_bytes))
+        if by_what:
+            listed = "; ".join(f"{what} {', '.join(sizes)}" for what, sizes in by_what.items())
+            yield f"{m.transport}: left out, as one call would take longer than {_LONGEST_S:g} s: {listed}"
+
+
+def size_text(size_bytes: int) -> str:
+    """`64KiB`, `16MiB`; also of a size that was rounded down a little so that the ranks share it evenly."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if round(size_bytes / unit) >= 1:
+            near = abs(size_bytes / unit - round(size_bytes / unit)) < 0.02
+            return f"{size_bytes / unit:.{0 if near else 1}f}{name}"
+    return f"{size_bytes}B"

@@ -1,0 +1,102 @@
+"""The latency and bandwidth of the links between the ranks of a group, measured by them in well under a second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.cluster.doctor.link_speed import Links, LinkSpeed
+from paceline.comm.group import Group
+
+_SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21  # bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
+_FAST_S = 0.03  # a large message that takes less is repeated with a larger one
+_BUDGET_S, _MOST = 0.04, 20  # for the repetitions of a small call
+_MEMORY_BYTES = 2**20
+
+
+def near_each_other(group: Group) -> list[int]:
+    """The ranks in an order in which those of a host are neighbours."""
+    return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
+
+
+def measure_links(group: Group) -> Links:
+    """Every rank of a group that spans hosts calls this, and gets the same."""
+    firsts = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
+    on_hosts = [[r for r, h in enumerate(group.hosts) if h == group.hosts[first]] for first in firsts]
+    fullest = max(on_hosts, key=len)
+    together = next(ranks for ranks in on_hosts if group.rank in ranks)
+    small = torch.zeros(_SMALL // 4, device=group.device)
+    flat_s = _small_s(group, lambda: group.all_reduce(small))
+    return Links(
+        hosts=group.hosts,
+        between=_speed(group, firsts[:2], firsts),
+        inside=_speed(group, fullest[:2], together),
+        memory=_memory(group),
+        step_s=_latency_s(group, near_each_other(group)),
+        flat_step_s=flat_s / (2 * (group.size - 1)),
+    )
+
+
+def _latency_s(group: Group, ranks: Sequence[int]) -> float:
+    return _small_s(group, _messages(group, ranks, _SMALL))
+
+
+def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed:
+    """The latency between two ranks, and the bandwidth when all of some send to the next of them at once."""
+    latency_s = _latency_s(group, pair)
+    _agreed_s(group, _messages(group, ranks, _WARM))  # what a shaped link lets through at once does not tell its rate
+    nbytes, time_s = _LARGE, _quickest_s(group, _messages(group, ranks, _LARGE))
+    if time_s < _FAST_S:
+        nbytes, time_s = _LARGER, _quickest_s(group, _messages(group, ranks, _LARGER))
+    return LinkSpeed(latency_s, nbytes / max(time_s, 1e-9))
+
+
+def _quickest_s(group: Group, call: Callable[[], None]) -> float:
+    """Of two: what else the hosts are busy with slows a message down, and nothing speeds it up."""
+    return min(_agreed_s(group, call) for _ in range(2))
+
+
+def _messages(group: Group, ranks: Sequence[int], nbytes: int) -> Callable[[], None]:
+    """Messages to the next and from the one before of some ranks. The others only wait for what these measured."""
+    if group.rank not in ranks or len(ranks) == 1:
+        return lambda: None
+    place = ranks.index(group.rank)
+    following, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=group.device) for _ in range(2))
+    return lambda: group.exchange([(following, sent)], [(before, received)])
+
+
+def _memory(group: Group) -> LinkSpeed:
+    """Sums over the ranks of a host."""
+    host = group.host
+    small, large = torch.zeros(_SMALL // 4, device=group.device), host.empty(_MEMORY_BYTES // 4, torch.float32)
+    meeting_s = _small_s(group, lambda: host.all_reduce(small))
+    _agreed_s(group, lambda: host.all_reduce(large))  # untouched memory
+    large_s = _agreed_s(group, lambda: host.all_reduce(large))
+    host.release(large)
+    return LinkSpeed(meeting_s, _MEMORY_BYTES / max(large_s, 1e-9))
+
+
+def _small_s(group: Group, call: Callable[[], None]) -> float:
+    """The median time of a call that takes little, after one that makes connections."""
+    _agreed_s(group, call)
+    once_s = _agreed_s(group, call)
+    repeats = min(int(_BUDGET_S / max(once_s, 1e-9)), _MOST)
+    return _agreed_s(group, call, repeats) if repeats > 1 else once_s
+
+
+def _agreed_s(group: Group, call: Callable[[], None], repeats: int = 1) -> float:
+    """The slowest rank's median time of a call, the same number on every rank."""
+    times_s = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - started)
+    slowest = torch.tensor([statistics.median(times_s)], dtype=torch.float64, device=group.device)
+    group.all_reduce(slowest, "max")
+    return float(slowest.item())

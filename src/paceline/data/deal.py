@@ -1,0 +1,158 @@
+"""A user's `DataLoader`, dealt to the data-parallel ranks: the same global batches on any number of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from paceline.comm import Group
+from paceline.data.loader import Loader
+from paceline.data.loader_processes import Workers
+from paceline.data.sampler_state import name_of, samplers
+from paceline.data.samples import Samples
+from paceline.data.stream import Stream
+from paceline.data.whole import Flow, Items, Iterated
+from paceline.errors import DataError
+from paceline.job.partition import Partition, PartitionSpec
+
+_READ_BY_TORCH = (DataLoader, StatefulDataLoader)
+
+
+def deal(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Loader:
+    """This rank's share of every batch of `loader`, whose batches are the global ones. Every rank calls it.
+
+    `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order is that of the loader's
+    own sampler or batch sampler, drawn on rank 0. Of an `IterableDataset`, and where `batch_size=None`, each rank reads every batch and
+    keeps its part.
+
+    Args:
+        loader: a `DataLoader` as one process would use it.
+        readers: the ranks that read different samples.
+        world: all ranks.
+        seed: of the order, where the loader shuffles without a generator of its own.
+
+    Raises:
+        DataError: the loader cannot be dealt, with what to write instead.
+    """
+    check(loader, world)
+    workers = Workers(
+        loader.num_workers,
+        loader.prefetch_factor if loader.num_workers else None,
+        loader.persistent_workers,
+        loader.timeout,
+        loader.worker_init_fn,
+        loader.multiprocessing_context,
+    )
+    partition = _partition(loader, readers, world, seed)
+    return Loader(
+        loader.dataset,
+        partition,
+        pin_memory=loader.pin_memory or world.device.type == "cuda",
+        workers=workers,
+        samples=_samples(loader, partition, readers, seed),
+        rank=world.rank,
+    )
+
+
+def _partition(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Partition | Stream | Flow:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        length = len(loader) if hasattr(dataset, "__len__") else None
+        name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        return Flow(name, readers=readers, world=world, seed=seed, length=length, batch_size=loader.batch_size, workers=loader.num_workers)
+    if _is_plain(loader):
+        batch_size = loader.batch_size
+        assert batch_size is not None
+        return Partition(
+            PartitionSpec(shuffle=isinstance(loader.sampler, RandomSampler)),
+            samples=len(dataset),
+            global_batch=batch_size if loader.drop_last else max(min(batch_size, len(dataset)), readers.size),
+            seed=seed,
+            replica=readers.rank,
+            replicas=readers.size,
+            hosts=readers.hosts,
+            drop_last=loader.drop_last,
+        )
+    single = loader.batch_sampler is None and not _is_bulk(loader)
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return Stream(
+        sampler,
+        dataset,
+        readers=readers,
+        world=world,
+        seed=seed,
+        batch_size=loader.batch_size,
+        single=single,
+        generator=loader.generator,
+        persistent=loader.persistent_workers,
+    )
+
+
+def _samples(loader: DataLoader[Any], partition: Partition | Stream | Flow, readers: Group, seed: int) -> Samples:
+    if isinstance(partition, Flow):
+        return Iterated(
+            loader.dataset,
+            loader.collate_fn,
+            readers.rank,
+            readers.size,
+            seed,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+        )
+    if isinstance(partition, Stream) and partition.single:
+        return Items(loader.dataset, loader.collate_fn, readers.rank, readers.size, seed)
+    return Samples(loader.dataset, loader.collate_fn, readers.rank, seed, bulk=_is_bulk(loader))
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether its order is the data set's own, or `shuffle=True` and no more."""
+    sampler, dataset = loader.sampler, loader.dataset
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler or getattr(sampler, "data_source", None) is not dataset:
+        return False
+    if type(sampler) is RandomSampler:
+        return sampler.generator is None and not sampler.replacement and sampler._num_samples is None
+    return type(sampler) is SequentialSampler
+
+
+def _is_bulk(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler yields lists of indices, with which the data set gives whole batches."""
+    return loader.batch_size is None and loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+
+
+def check(loader: DataLoader[Any], world: Group) -> None:
+    """Refuse a loader that would give other batches than it does alone.
+
+    Raises:
+        DataError: it would, with what to write instead.
+    """
+    if not isinstance(loader, DataLoader):
+        raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
+    kind = type(loader)
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(kind, name) not in [getattr(known, name) for known in _READ_BY_TORCH]:
+            raise DataError(
+                f"{kind.__module__}.{kind.__qualname__} has a {name} of its own, and dealing a loader's samples to the ranks goes past it. "
+                "Put what it does into the data set, the sampler or collate_fn, and give setup a torch DataLoader"
+            )
+    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        raise DataError("a DataPipe divides itself among ranks and loader processes; give a Dataset or an IterableDataset instead")
+    for sampler in samplers(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
+        _check_not_distributed(sampler, loader, world)
+
+
+def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) -> None:
+    """Refuse a sampler that draws one rank's part: paceline would deal that part, and call it the whole."""
+    parts = getattr(sampler, "num_replicas", 1)
+    if parts == 1 and not (isinstance(sampler, DistributedSampler) and world.size > 1):
+        return
+    size = loader.batch_size
+    instead = "shuffle=True" if getattr(sampler, "shuffle", True) else "shuffle=False"
+    written = f"DataLoader(dataset, batch_size={size * parts}, {instead})" if size else "a batch sampler of global batches"
+    raise DataError(
+        f"{name_of(sampler)} draws the part of one of {parts} ranks; paceline deals the batches itself, so it takes the loader that one "
+        f"process would use. Write {written}: batch_size counts the samples of all ranks together"
+        + (f" (here {parts} x {size})" if size else "")
+    )

@@ -1,0 +1,404 @@
+"""The batches of one replica: its part of each global batch, read through torchdata's `StatefulDataLoader` and resumable at any step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _remove_worker_pids, _set_worker_pids
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from paceline.data.loader_processes import Begin, Workers, failed
+from paceline.data.samples import Collate, Failure, Request, Samples
+from paceline.data.stream import Stream
+from paceline.data.whole import Flow, Piece
+from paceline.errors import DataError, PlanError
+from paceline.job.partition import Partition
+
+
+class Position(NamedTuple):
+    """Where a batch stands: its epoch, its step in the epoch (both 0-based), its samples on this replica, and those on all replicas."""
+
+    epoch: int
+    step: int
+    local: int
+    total: int
+
+
+class Loader:
+    """Iterating runs one epoch, or what is left of it, and yields a batch for each step; the next iteration begins the next epoch.
+
+    A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose `__getitems__`
+    returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass unchanged. A step without a sample
+    on this replica yields None.
+
+    With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`, or with the loader.
+    Each batch there starts from random states of its own (torch, NumPy, Python), so that random augmentation repeats after a resume.
+    Without loader processes it draws from the states of the rank.
+
+    Attributes:
+        position: of the batch yielded last; None before the first.
+        indices: the dataset indices in that batch.
+
+    Raises (while iterating):
+        DataError: the dataset no longer has the length that the partition was made for, a sample raised, samples do not fit into one
+            batch, or the ranks read something else.
+        LoaderProcessError: a loader process was killed, ended, or did not answer in time.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        partition: Partition | Stream | Flow,
+        *,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        workers: Workers | None = None,
+        samples: Samples | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """`workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors."""
+        self.partition, self.workers, self.pin_memory = partition, workers or Workers(num_workers), pin_memory
+        self.num_workers = self.workers.count
+        self.position: Position | None = None
+        self.indices: list[Any] = []
+        self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
+        self._rank = partition.replica if rank is None else rank
+        self._samples = samples or Samples(dataset, collate_fn, partition.replica, partition.seed)
+        self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
+        self._read_by = [partition.replica, partition.replicas, self.num_workers]
+        self._needs_samples = ""
+        self._next: tuple[int, int]  # epoch and step of the batch to come
+        self._turn = 0  # pieces of a `Flow` that were asked for, with those that were its end
+        self._open((0, 0), None)
+
+    def __len__(self) -> int:
+        try:
+            return self.partition.steps_per_epoch
+        except DataError as error:
+            raise TypeError(str(error)) from None  # which `list` takes for a length that nobody knows
+
+    def __bool__(self) -> bool:
+        return True  # also without a length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is not None:  # an iteration that was left, but is still referred to
+            self.close()
+        epoch, start = self._begin(*self._next)
+        self._samples.begin_epoch(epoch)
+        self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
+        batches: Any = self._start(epoch, start)
+        self._batches = batches
+        try:
+            step = start
+            while self._has(epoch, step):
+                received = self._receive(self._read(batches), epoch, step)
+                if received is None:  # nothing but the end of one loader process's stream
+                    continue
+                step += 1
+                yield received[0]
+                if self._batches is not batches:  # a state was loaded, or another iteration took over
+                    return
+            self._next, self._turn = (epoch + 1, 0), 0
+            self._resume_from, self._batches = self._reader_state(), None
+            if not self.workers.persistent:
+                self.close()
+        finally:
+            if self._batches is batches:
+                self.close()
+        if start and step == start:  # a stream had ended just where its position was saved
+            yield from self
+
+    @property
+    def running(self) -> bool:
+        """Whether an iteration is under way."""
+        return self._batches is not None
+
+    def example(self, count: int) -> Any:
+        """A batch of the first `count` samples (the same one again where there are fewer): what a model will be given, for a look at it."""
+        if isinstance(self.partition, Partition):
+            return self._samples.read([i % self.partition.held_samples for i in range(count)])
+        return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, Stream) else [])
+
+    def smallest_share(self) -> int:
+        """Samples of the replica that has the fewest in the first batch; 1 where that is known only when it was read."""
+        if isinstance(self.partition, Stream):
+            self.partition.first(1)  # draws it
+        try:
+            return min(self.partition.shares(0))
+        except DataError:
+            return 1
+
+    def fill_every_rank(self, what: str) -> None:
+        """Have every batch hold a sample for each replica, which `what` needs; a batch too small is an error when it is dealt.
+
+        Raises:
+            PlanError: the last batch of an epoch is known to be too small.
+        """
+        self._needs_samples = what
+        if isinstance(self.partition, Partition):
+            self._check_filled(self.partition.steps_per_epoch - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the batch to come, as JSON-able values, the same on every rank but for `reader`.
+
+        A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as well.
+        """
+        epoch, step = self._next
+        state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
+        if isinstance(self.partition, Partition):
+            state["order"] = _order_of(self.partition)
+        if isinstance(self.partition, Stream):
+            state["stream"] = self.partition.state_dict(epoch, step)
+        if isinstance(self.partition, Flow):
+            state["flow"] = {"turn": self._turn, "workers": self.num_workers, **self.partition.state_dict(self._turn)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes. Ends an iteration that runs.
+
+        A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the same.
+
+        Raises:
+            DataError: the state is of another kind of loader, of another order or batch, or of a stream that other numbers of loader
+                processes read differently.
+        """
+        if ("stream" in state, "flow" in state) != (isinstance(self.partition, Stream), isinstance(self.partition, Flow)):
+            raise DataError(
+                "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it was saved with"
+            )
+        if isinstance(self.partition, Partition):
+            self._check_order(state)
+        if isinstance(self.partition, Flow) and state["flow"]["workers"] != self.num_workers and (state["epoch"] or state["step"]):
+            raise DataError(
+                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal its stream among them; resume "
+                f"with num_workers={state['flow']['workers']} in place of {self.num_workers}"
+            )
+        self._end_processes()
+        self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
+        if isinstance(self.partition, Stream):
+            self.partition.load_state_dict(state["stream"])
+        if isinstance(self.partition, Flow):
+            self._turn = state["flow"]["turn"]
+            self.partition.load_state_dict(state["flow"])
+        self.position, self.indices = None, []
+
+    def close(self) -> None:
+        """End the loader processes. The next iteration starts new ones and continues with the batch to come."""
+        reader = self._reader_state()
+        self._end_processes()
+        self._open(self._next, reader)
+
+    def _open(self, start: tuple[int, int], reader: dict[str, Any] | None) -> None:
+        """Have the next iteration begin at `start` = (epoch, step); `reader` is torchdata's own state there."""
+        self._next, self._resume_from = start, reader
+        self._batches = None
+        self._requests: deque[Request] = deque()  # asked for, and not yielded yet
+        self._steps = _Steps(self.partition, start, self._requests)
+        workers = self.workers
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
+            self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
+                self._samples,
+                batch_sampler=self._steps,
+                collate_fn=_unchanged,  # `Samples` collates
+                num_workers=workers.count,
+                prefetch_factor=workers.prefetch_factor,
+                persistent_workers=workers.count > 0,
+                timeout=workers.timeout_s,
+                worker_init_fn=Begin(workers.init) if workers.count else None,
+                multiprocessing_context=workers.context,
+                pin_memory=self.pin_memory,
+                snapshot_every_n_steps=int(self._samples.stateful),  # a dataset's own state, sent with each batch
+                generator=torch.Generator(),  # otherwise each epoch draws a number from the rank's own random state
+            )
+        if reader is not None:
+            self._loader.load_state_dict(reader)
+
+    def _check_order(self, state: dict[str, Any]) -> None:
+        """Refuse a position within an epoch that is dealt in another way now: it would be of other samples."""
+        assert isinstance(self.partition, Partition)
+        now, saved = _order_of(self.partition), state.get("order")
+        if saved is None or saved == now or not state["step"]:
+            return
+        differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
+        raise DataError(
+            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. Samples would be trained "
+            "twice or not at all. Resume with the same values, or change them at the end of an epoch"
+        )
+
+    # An iteration
+
+    def _begin(self, epoch: int, start: int) -> tuple[int, int]:
+        """Where the iteration begins: in the next epoch, where that of a loaded state turns out to have ended."""
+        if isinstance(self.partition, Stream):
+            return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
+        if isinstance(self.partition, Flow):
+            self._turn = self.partition.begin(self._turn, again=self.num_workers > 0)
+        return epoch, start
+
+    def _has(self, epoch: int, step: int) -> bool:
+        """Whether the epoch has that step. All ranks ask together."""
+        if isinstance(self.partition, Partition):
+            return step < self.partition.steps_per_epoch
+        if isinstance(self.partition, Stream):
+            self.partition.prepare(epoch, step + self.workers.ahead + 1)
+            return self.partition.has(step)
+        return not self.partition.ended
+
+    def _start(self, epoch: int, start: int) -> Any:
+        """torchdata's iterator; with loader processes whose death interrupts nobody but the one who waits for them."""
+        self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
+        try:
+            batches: Any = iter(self._loader)
+        except RuntimeError as error:
+            if self.num_workers:
+                raise self._failed_processes(error) from error
+            raise
+        if self.num_workers and batches._worker_pids_set:
+            # torch has SIGCHLD raise in whatever the main thread does then, a wait for other ranks as well.
+            _remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+        return batches
+
+    def _read(self, batches: Any) -> Any:
+        """What a loader process, or this one, made of the next request."""
+        if not self.num_workers:
+            return next(batches)
+        if any(worker.exitcode is not None for worker in batches._workers):
+            raise self._failed_processes(None)
+        _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
+        try:
+            return next(batches)
+        except (RuntimeError, OSError, EOFError) as error:  # the last two where one died while it sent
+            raise self._failed_processes(error) from error
+        finally:
+            _remove_worker_pids(id(batches))
+
+    def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
+        """Take note of a batch that is to be yielded; None where there is none in what was read."""
+        if isinstance(batch, Failure):
+            explained = DataError(batch.message)
+            explained.from_users_code = True
+            raise explained from batch.cause
+        read_whole = isinstance(batch, Piece)
+        if isinstance(batch, Piece):
+            if isinstance(self.partition, Flow):
+                taken = self.partition.take(self._turn, batch)
+                self._turn += 1
+                if not taken:
+                    self._requests.popleft()
+                    return None
+            self.partition.found(step, batch.samples)  # type: ignore[union-attr]
+            batch = batch.filler if batch.batch is None and self.fills_empty else batch.batch
+        elif isinstance(self.partition, Stream):
+            self.partition.found(step, self.partition.size(step))
+        self.indices = self._requests.popleft().indices
+        if self._needs_samples:
+            self._check_filled(step)
+        local = self.partition.shares(step)[self.partition.replica] if read_whole else len(self.indices)
+        self.position = Position(epoch, step, local, self.partition.size(step))
+        last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
+        self._next = (epoch + 1, 0) if last else (epoch, step + 1)
+        return (self.example(1) if batch is None and self.fills_empty else batch,)
+
+    def _check_filled(self, step: int) -> None:
+        shares = self.partition.shares(step)
+        if len(shares) > 1 and 0 in shares:
+            last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
+            raise PlanError(
+                f"{self._needs_samples} needs a sample on every replica, but {'the last batch' if last else f'batch {step + 1}'} of an "
+                f"epoch holds {sum(shares)} samples for {len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a "
+                "larger last batch."
+            )
+
+    # Loader processes
+
+    def _failed_processes(self, error: Exception | None) -> DataError:
+        """The error of loader processes that failed; they are ended."""
+        epoch, step = self._next
+        processes = getattr(self._loader._iterator, "_workers", ())
+        ended = [(process.pid, process.exitcode) for process in processes if process.exitcode is not None]
+        self.close()
+        return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
+
+    def _reader_state(self) -> dict[str, Any] | None:
+        """torchdata's own state at the batch to come; None where only the position matters, and before the first iteration."""
+        return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
+
+    def _end_processes(self) -> None:
+        # torchdata ends them when its iterator is collected, which an exception's traceback may put off for long.
+        iterator = self._loader._iterator
+        if self.num_workers and iterator is not None:
+            iterator._shutdown_workers()
+
+
+def held_out_batches(
+    dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False, collate_fn: Collate | None = None
+) -> Iterator[Any]:
+    """A replica's part of a held-out set in batches of `batch` samples, the last one smaller. Collated as by `Loader`.
+
+    The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not depend on the
+    number of replicas. All parts together have every sample once. Replicas may have different numbers of batches, also none.
+
+    Raises:
+        DataError: a sample raised, or samples do not fit into one batch.
+    """
+    samples = Samples(dataset, collate_fn, replica, seed=0)
+    count = len(dataset)  # type: ignore[arg-type]
+    if in_turn:
+        first, end, stride = replica * batch, count, replicas * batch
+    else:
+        first, end, stride = replica * count // replicas, (replica + 1) * count // replicas, batch
+    for start in range(first, end, stride):
+        yield samples.read(list(range(start, min(start + batch, end))))
+
+
+def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:
+    """How many `held_out_batches` the replica with the most of them has."""
+    if in_turn:
+        return math.ceil(samples / (replicas * batch))
+    return max(math.ceil(((r + 1) * samples // replicas - r * samples // replicas) / batch) for r in range(replicas))
+
+
+def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """The batches, and None in the place of those that are missing to `count`."""
+    return islice(chain(batches, repeat(None)), count)
+
+
+def _order_of(partition: Partition) -> dict[str, int | bool]:
+    """What decides which samples a step has, on any number of replicas."""
+    found = {"samples": partition.samples, "batch_size": partition.global_batch, "shuffle": partition.shuffle}
+    return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
+
+
+class _Steps:
+    """The batch sampler: a replica's requests from `next` = (epoch, step) to the end of that epoch."""
+
+    def __init__(self, partition: Partition | Stream | Flow, start: tuple[int, int], requests: deque[Request]) -> None:
+        self.partition, self.next, self.requests = partition, start, requests
+
+    def __iter__(self) -> Iterator[Request]:
+        epoch, start = self.next
+        for step, indices in enumerate(self.partition.batches(epoch, start), start):
+            request = Request(epoch, step, indices)
+            self.requests.append(request)
+            yield request
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing: the loader starts us at the right step. Without this pair torchdata would draw and drop all steps before it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing, as `state_dict`."""
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

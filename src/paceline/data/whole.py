@@ -1,0 +1,382 @@
+"""Data that only tells what a batch holds when it is read: iterable data sets, and data sets whose samples are whole batches.
+
+Every data-parallel rank reads the whole of it and keeps its part of each batch. Ranks compare what they read, so that a stream that
+differs between them is an error and never a sample that is trained twice or not at all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from paceline.comm import Group
+from paceline.data.own_random import OwnRandom
+from paceline.data.samples import Collate, Request, Samples
+from paceline.errors import DataError
+from paceline.job.partition import even_shares
+
+_LOOKED_AT = 64  # numbers of a tensor that its digest is made of
+
+
+@dataclass
+class Piece:
+    """A rank's part of a batch that was read whole.
+
+    Attributes:
+        batch: collated; None where the part is empty.
+        samples: of the whole batch.
+        digest: of what the whole batch holds.
+        varied: whether the batch's samples differ from one another.
+        worker: the loader process that read it, 0 in the rank itself.
+        filler: where the part is empty, one of the batch's samples, collated.
+    """
+
+    batch: Any
+    samples: int
+    digest: int
+    varied: bool
+    worker: int
+    filler: Any = None
+
+
+class Items(Samples):
+    """A data set whose samples are whole batches (`batch_size=None`): each is read on all ranks and cut into rows."""
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int) -> None:
+        super().__init__(dataset, collate_fn, replica, seed)
+        self.replicas = replicas
+        self.read_many = None
+
+    def _read(self, request: Request) -> Any:
+        with OwnRandom(self.seed, request.epoch, request.step):  # alike on all ranks, which read the same
+            item = self._read_one(request.indices[0])
+        return self._piece(item, f"item {request.indices[0]} of {self._name}")
+
+    def example(self, count: int, indices: list[Any]) -> Any:
+        """The first row of the first item, so many times."""
+        return self._repeated(self._read_one(indices[0]), count)
+
+    def _repeated(self, item: Any, count: int) -> Any:
+        samples = rows_of(item)
+        if samples is None:
+            raise DataError(f"an item of {self._name} has no rows that could be counted, and a plan that divides the model needs them")
+        return self._collated(cut(item, [0] * count), f"an item of {self._name}")
+
+    def _piece(self, item: Any, where: str) -> Piece:
+        samples = rows_of(item)
+        if samples is None and self.replicas > 1:
+            raise DataError(
+                f"replica {self.replica}: {where} is a batch of type {type(item).__name__}: how many samples it holds is not known, "
+                f"so it cannot be cut for {self.replicas} ranks. Have the data set return single samples and give the DataLoader a "
+                "batch_size, or return tensors (in tuples, lists or dicts) with one row for each sample"
+            )
+        part = item
+        if samples is not None and self.replicas > 1:
+            ends = (0, *accumulate(even_shares(samples, self.replicas)))
+            first, end = ends[self.replica : self.replica + 2]
+            part = cut(item, slice(first, end)) if end > first else None
+        return Piece(
+            None if part is None else self._collated(part, where), 1 if samples is None else samples, digest_of(item), True, _worker()
+        )
+
+    def _collated(self, part: Any, where: str) -> Any:
+        try:
+            return self.collate(part)
+        except Exception as error:
+            raise DataError(f"replica {self.replica}: collate_fn raised {type(error).__name__} on {where}: {error}") from error
+
+
+class Iterated(Items):
+    """An `IterableDataset`: every rank reads the same stream, and of each batch keeps its part.
+
+    Loader processes take turns, each with an iterator of its own, as in a DataLoader. A position is found again by reading up to it.
+
+    Args:
+        batch_size: samples of a batch; None where the stream yields whole batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate_fn: Collate | None,
+        replica: int,
+        replicas: int,
+        seed: int,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(dataset, collate_fn, replica, replicas, seed)
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.stateful = False  # a position is read up to; a state of the data set's own would be taken twice
+        for name in ("state_dict", "load_state_dict"):
+            vars(self).pop(name, None)
+        self._stream: tuple[int, OwnRandom, Iterator[Any]] | None = None
+        self._read_so_far = 0
+
+    def check_length(self, expected: int | None) -> None:
+        """Nothing: a stream has no length."""
+
+    def _read(self, request: Request) -> Any:
+        """This process's next batch; None when the stream has ended."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        if self._stream is None or self._stream[0] != request.epoch or self._read_so_far > request.step // workers:
+            own = OwnRandom(self.seed, request.epoch, worker)
+            with own:
+                self._stream = request.epoch, own, self._iterate()
+            self._read_so_far = 0
+        with self._stream[1]:
+            while self._read_so_far < request.step // workers:
+                self._take(self._stream[2])
+            taken = self._take(self._stream[2])
+        if taken is None:
+            return Piece(None, 0, 0, False, worker)
+        if self.batch_size is None:
+            return self._piece(taken[0], f"an item of {self._name}")
+        return self._share(taken, worker)
+
+    def example(self, count: int, indices: list[Any]) -> Any:
+        """The first sample of the stream, so many times; the stream is begun anew for the first batch."""
+        with OwnRandom(self.seed, 0, 0):
+            stream = self._iterate()
+            if id(stream) == id(self.dataset):
+                raise DataError(f"{self._name} is its own iterator: a look at its first sample would lose it. Have __iter__ make a new one")
+            first = next(stream, None)
+        if first is None:
+            raise DataError(f"{self._name} is empty: its stream ends before the first sample")
+        return self._repeated(first, count) if self.batch_size is None else self._collated([first] * count, f"a batch of {self._name}")
+
+    def _share(self, samples: list[Any], worker: int) -> Piece:
+        ends = (0, *accumulate(even_shares(len(samples), self.replicas)))
+        part = samples[ends[self.replica] : ends[self.replica + 1]]
+        digests = [digest_of(sample) for sample in samples]
+        whole = zlib.crc32(repr(digests).encode())
+        batch = self._collated(part or samples[:1], f"a batch of {self._name}")
+        varied = len(set(digests)) > 1
+        return Piece(batch, len(samples), whole, varied, worker) if part else Piece(None, len(samples), whole, varied, worker, batch)
+
+    def _take(self, stream: Iterator[Any]) -> list[Any] | None:
+        self._read_so_far += 1
+        try:
+            taken = list(islice(stream, self.batch_size or 1))
+        except Exception as error:
+            raise self._stream_error(error) from error
+        short = self.drop_last and self.batch_size is not None and len(taken) < self.batch_size
+        return None if short or not taken else taken
+
+    def _iterate(self) -> Iterator[Any]:
+        try:
+            return iter(self.dataset)
+        except Exception as error:
+            raise self._stream_error(error) from error
+
+    def _stream_error(self, error: Exception) -> DataError:
+        explained = DataError(f"replica {self.replica}: iterating {self._name} raised {type(error).__name__}: {error}")
+        explained.from_users_code = True
+        return explained
+
+
+class Flow:
+    """The global batches of an iterable data set; stands where a `Partition` does. A batch's size is known when it was read.
+
+    Args:
+        length: batches of an epoch as the data set tells it, None where it does not.
+        batch_size: samples of a full batch, None where they are not known.
+        workers: loader processes, which take turns.
+    """
+
+    def __init__(
+        self, name: str, *, readers: Group, world: Group, seed: int, length: int | None, batch_size: int | None, workers: int
+    ) -> None:
+        self.name, self.world, self.seed = name, world, seed
+        self.replica, self.replicas = readers.rank, readers.size
+        self.length, self.batch_size, self.workers = length, batch_size, workers
+        self._totals: dict[int, int] = {}
+        self._digests: dict[int, int] = {}  # of each loader process's first batch
+        self._ended: set[int] = set()
+        self._chain = 0  # digest of all pieces that this process has read
+        self._last: int | None = None  # digest of the piece before the one to come
+        self._expected: int | None = None  # the same in a position that is found again
+        self._known = 0  # pieces before this turn were trained on
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch, as the data set tells.
+
+        Raises:
+            DataError: it does not.
+        """
+        if self.length is None:
+            raise DataError(f"{self.name} is an IterableDataset without a length; give it a __len__, or count steps")
+        return self.length
+
+    def size(self, step: int) -> int:
+        """Samples of all ranks together in the step that was read last; those of a full batch for any other."""
+        found = self._totals.get(step, self.batch_size)
+        if found is None:
+            raise DataError(f"the samples of batch {step} of {self.name} are known only when it was read")
+        return found
+
+    def shares(self, step: int) -> tuple[int, ...]:
+        """Samples of each data-parallel rank in that step."""
+        return even_shares(self.size(step), self.replicas)
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[Any]]:
+        """One request after the other, for as long as the stream flows."""
+        return ([] for _ in count(start_step))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the epoch under way has no more batches."""
+        return len(self._ended) == max(self.workers, 1)
+
+    def begin(self, turn: int, *, again: bool) -> int:
+        """The turn to begin with. Where what was read is read `again`, that is an earlier one, to see that it is the same."""
+        if turn == 0:
+            self._ended, self._digests, self._last = set(), {}, None
+        if not turn or not (again or self._expected is not None):
+            return turn
+        self._expected = self._last if self._expected is None else self._expected
+        self._known = turn
+        each = max(self.workers, 1)
+        return (turn - 1) // each * each  # the first request goes to the first loader process
+
+    def state_dict(self, turn: int) -> dict[str, Any]:
+        """What `load_state_dict` needs besides the number of the turn."""
+        if turn == 0:
+            return {"last": None, "ended": []}
+        return {"last": self._last if self._expected is None else self._expected, "ended": sorted(self._ended)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken."""
+        self._expected, self._ended = state["last"], set(state["ended"])
+
+    def take(self, turn: int, piece: Piece) -> bool | None:
+        """Whether a piece has a batch; None at the end of the stream. All ranks compare their pieces here.
+
+        Raises:
+            DataError: ranks, or loader processes, read something else, or the same twice. On all ranks.
+        """
+        self._chain = zlib.crc32(f"{self._chain} {piece.digest} {piece.samples}".encode())
+        self._compare_ranks(turn)
+        if turn < self._known:
+            self._check_known(turn, piece)
+            return False
+        self._last = piece.digest
+        if not piece.samples:
+            self._ended.add(piece.worker)
+            return None if len(self._ended) == max(self.workers, 1) else False
+        if turn < self.workers:
+            if piece.varied and piece.digest in self._digests.values():
+                raise DataError(
+                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began with the same batch, and each "
+                    "sample would be trained several times. Divide the stream by torch.utils.data.get_worker_info(), or set num_workers=1"
+                )
+            self._digests[turn] = piece.digest
+        return True
+
+    def found(self, step: int, samples: int) -> None:
+        """Note the samples of a step."""
+        self._totals = {step: samples}
+
+    def _check_known(self, turn: int, piece: Piece) -> None:
+        """Refuse a stream whose last piece before the saved position is another one now."""
+        if turn + 1 < self._known:
+            return
+        expected, self._expected, self._last, self._known = self._expected, None, piece.digest, 0
+        if piece.digest != expected:
+            raise DataError(
+                f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on there. "
+                "Have iter() begin the same stream anew in each process, and draw random numbers from a generator with a seed"
+            )
+
+    def _compare_ranks(self, turn: int) -> None:
+        if self.world.size == 1:
+            return
+        with torch.inference_mode(False):  # an evaluation may read the stream, and ranks cannot sum what that mode allocates
+            extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
+            self.world.all_reduce(extremes, "max")
+        highest, lowest = extremes.tolist()
+        if highest != -lowest:
+            raise DataError(
+                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of them. paceline deals the "
+                "batches, so let every rank read the whole stream in one order: leave out any split by rank (split_dataset_by_node, "
+                "split_by_node, RANK) and draw random numbers from a generator with a seed"
+            )
+
+
+def rows_of(batch: Any) -> int | None:
+    """Samples of a batch of tensors (rows of dim 0), in tuples, lists and dicts; None where nobody knows."""
+    lengths = set(_lengths(batch))
+    return lengths.pop() if len(lengths) == 1 and None not in lengths else None
+
+
+def cut(batch: Any, rows: slice | list[int]) -> Any:
+    """A batch of some rows of another: of each tensor, list or array in it."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch[rows] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {key: cut(value, rows) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        if _is_column(batch):
+            return batch[rows] if isinstance(rows, slice) else [batch[row] for row in rows]
+        parts = [cut(value, rows) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def digest_of(value: Any) -> int:
+    """A number that two different samples are not likely to share; of a tensor, by its shape and some of its numbers."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return zlib.crc32(repr((value.shape, value.reshape(-1)[:_LOOKED_AT].tolist())).encode())
+        flat = value.reshape(-1)
+        looked_at = flat[:: max(1, -(-flat.size // _LOOKED_AT))]
+        return zlib.crc32(looked_at.tobytes(), zlib.crc32(f"{value.shape} {value.dtype}".encode()))
+    if isinstance(value, Mapping):
+        return zlib.crc32(repr([(str(key), digest_of(inner)) for key, inner in value.items()]).encode())
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([digest_of(inner) for inner in value]).encode())
+    if isinstance(value, (str, bytes, int, float, bool, np.generic)) or value is None:
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "tobytes"):  # an image
+        return zlib.crc32(value.tobytes())
+    return digest_of(vars(value)) if hasattr(value, "__dict__") and vars(value) else zlib.crc32(type(value).__qualname__.encode())
+
+
+def _lengths(batch: Any) -> Iterator[int | None]:
+    if isinstance(batch, (Tensor, np.ndarray)):
+        if batch.ndim:
+            yield len(batch)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _lengths(value)
+    elif isinstance(batch, (list, tuple)):
+        if _is_column(batch):
+            yield len(batch)
+        else:
+            for value in batch:
+                yield from _lengths(value)
+    elif not (isinstance(batch, (str, bytes, int, float, bool, np.generic)) or batch is None):
+        yield None
+
+
+def _is_column(values: Any) -> bool:
+    """Whether a list has one plain value for each sample, as the names of their files."""
+    return bool(values) and not hasattr(values, "_fields") and all(isinstance(value, (str, bytes, int, float)) for value in values)
+
+
+def _worker() -> int:
+    info = get_worker_info()
+    return info.id if info is not None else 0

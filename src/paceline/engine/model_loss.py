@@ -1,0 +1,169 @@
+"""What a loss that the model computes itself is the mean over: found by watching the model compute the loss of a few samples.
+
+Models call torch's cross-entropy with labels of their batch, some of which are left out (-100). A part of a batch has to be weighed by the
+labels that its loss counted, so the labels are traced back to the batch: as they are, shifted by a token, or masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from paceline.errors import PlanError
+from paceline.job.batch import Batch, rows, split
+from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+SAMPLES = 4
+_TOLERANCE = {"fp64": 1e-6, "fp32": 2e-5, "bf16": 2e-2}
+_REFUSED = 1e-2  # a loss that differs by more is not one with a small term beside it
+
+
+def examine(engine: Engine) -> list[str]:
+    """Set the terms of a model's own loss; returns what a user must know of it. Every rank calls this.
+
+    Raises:
+        PlanError: the model's loss compares the samples of a batch with each other, and the plan computes it in parts.
+    """
+    loss = engine.loss
+    if engine.plan.cp > 1:  # the split has made sure that it is the mean over shifted labels
+        if isinstance(loss, ModelsOwn):
+            loss.terms = (Term("labels", shifted=True, ignored=IGNORED),)
+        return []
+    example = engine.loader.example(SAMPLES)
+    parts = engine.plan.readers * engine.plan.microbatches
+    with _SetAside(engine), _Watch() as watch:
+        whole = _told(engine, _loss_of(engine, example))
+        terms = [term for call in watch.calls if (term := _traced(call, example)) is not None]
+        terms = _told_terms(engine, list(dict.fromkeys(terms)))
+        if isinstance(loss, ModelsOwn):
+            loss.terms = tuple(terms)
+        if parts == 1 or whole - whole != 0:
+            return []
+        values = [(_told(engine, _loss_of(engine, half)), float(engine.weighing.items(half))) for half in split(example, 2)]
+    said: list[str] = []
+    if len({(term.key, term.shifted) for term in terms if term.ignored is not None}) > 1:
+        keys = ", ".join(dict.fromkeys(term.key for term in terms))
+        said.append(
+            f"the model's loss has means over different labels ({keys}); under plan {engine.plan} its parts are weighed by the first"
+        )
+    mean = sum(value * n for value, n in values if n) / (sum(n for _, n in values) or 1.0)
+    difference = abs(mean - whole) / (abs(whole) or 1.0)
+    if difference != difference or difference <= _TOLERANCE[engine.precision]:
+        return said
+    found = (
+        f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves {mean:.6g} ({difference:.1e} apart): "
+        "it has terms over the samples that it sees together"
+    )
+    if difference > _REFUSED:
+        raise PlanError(
+            f"{found}, and plan {engine.plan} computes a batch in {parts} parts, so it would train something else. Use one replica and one "
+            "microbatch; or compute the loss from the model's outputs by a function of your own with `whole_batch = True` (docs/job.md)"
+        )
+    said.append(f"{found}, as mixtures of experts do to balance their load; under plan {engine.plan} they are over each part by itself")
+    return said
+
+
+class _SetAside(ExitStack):
+    """Within, the model is in eval mode and draws from other random states; afterwards all is as before."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __enter__(self) -> _SetAside:
+        engine, model = self.engine, self.engine.model
+        training = [module for module in model.modules() if module.training]
+        buffers = [(b, b.clone()) for b in model.buffers()]
+        model.eval()
+        self.enter_context(torch.random.fork_rng([engine.device.index or 0] if engine.device.type == "cuda" else []))
+        self.enter_context(torch.no_grad())
+
+        def restore() -> None:
+            for module in training:
+                module.training = True
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+
+        self.callback(restore)
+        super().__enter__()
+        return self
+
+
+def _loss_of(engine: Engine, batch: Batch) -> float | None:
+    """The model's loss of a batch; None where another rank has it."""
+    with engine._autocast():
+        if engine.split is not None:
+            found = engine.divided.output(batch)
+            if found is None:
+                return None
+            output, placed = found
+        else:
+            placed = engine._place(batch)
+            output = engine._call(placed)
+        return float(engine.loss(output, engine.weighing.target(placed)))
+
+
+def _told(engine: Engine, value: float | None) -> float:
+    """The value of the ranks that have it, on all."""
+    told = torch.tensor([value or 0.0, float(value is not None)], dtype=torch.float64, device=engine.device)
+    engine.group.all_reduce(told)
+    total, count = told.tolist()
+    return float(total / max(count, 1.0))
+
+
+def _told_terms(engine: Engine, terms: list[Term]) -> list[Term]:
+    """The terms of the ranks that have seen the loss, in a pipeline those of the last stage, on all."""
+    told = engine.group.gather_json([[t.key, t.shifted, t.ignored, t.masked] for t in terms])
+    return [Term(*found) for found in max(told, key=len)]
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the labels that torch's cross-entropy and NLL loss are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            if isinstance(target, Tensor) and not target.is_floating_point():
+                self.calls.append((target.detach().flatten().cpu(), int(kwargs.get("ignore_index", IGNORED))))
+        return func(*args, **kwargs)
+
+
+def _traced(call: tuple[Tensor, int], batch: Batch) -> Term | None:
+    """Where in the batch the labels of a call come from; None where that is nowhere."""
+    if not isinstance(batch, Mapping):
+        return None
+    labels, ignored = call
+    keys = sorted((k for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()), key=lambda k: k != "labels")
+    tokens = batch["input_ids"].shape[1] if "input_ids" in batch and batch["input_ids"].dim() > 1 else None
+    for key in keys:
+        held: Tensor = batch[key].cpu()
+        if tokens is not None and ignored == tokens and held.dim() == 1 and _same(labels, held.clamp(0, tokens)):
+            return Term(key, shifted=False, ignored=None)
+        if _same(labels, held):
+            return Term(key, shifted=False, ignored=ignored)
+        if held.dim() > 1 and (_same(labels, held[..., 1:]) or _same(labels, F.pad(held, (0, 1), value=ignored)[..., 1:])):
+            return Term(key, shifted=True, ignored=ignored)
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.shape == held.shape and _same(labels, torch.where(mask.cpu() == 1, held, ignored)):
+            return Term(key, shifted=False, ignored=ignored, masked=True)
+    return None
+
+
+def _same(labels: Tensor, held: Tensor) -> bool:
+    return labels.numel() == held.numel() and torch.equal(labels.long(), held.flatten().long())

@@ -1,0 +1,176 @@
+"""Whether ranks that ought to hold the same state do: parameters and buffers, compared by digests while a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.comm import Group
+from paceline.engine.max_norm import MaxNorm
+from paceline.errors import SyncError
+from paceline.plans.sync_info import SyncSpec
+from paceline.split.mesh import READERS
+from paceline.split.parts import local
+from paceline.sync.batchnorm import is_synchronised
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+EVERY = 100  # updates between comparisons, after the first ones: a digest reads the parameters once, an update reads them several times
+_AXES = ("dp", "fsdp", "cp", "ep", "tp")
+_COLUMNS = 4096
+_ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart that do not compute the same bits
+
+
+class ReplicaState:
+    """Compares what ranks hold alike, just before an update: in the first one, after 2, 4, 8, …, then every `EVERY`.
+
+    Only under `sync=allreduce`, whose replicas are the same at every step. Buffers are compared along the ranks that read different
+    samples: those that a checkpoint keeps, but for statistics of norms that are each replica's own.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.max_norm = MaxNorm(engine)
+        self._updates = 0
+        exact = not engine.apart and SyncSpec.parse(engine.plan.sync).name == "allreduce"
+        self._compares = exact and engine.group.size > 1 and not engine.group.rehearsed
+
+    def before_update(self) -> None:
+        """Make what forward passes write into parameters the same on all ranks, and compare where that is due.
+
+        Raises:
+            SyncError: ranks differ in a parameter or buffer; names it, and the ranks.
+        """
+        self.max_norm.agree()
+        self._updates += 1
+        if self._compares and (self._updates % EVERY == 0 or (self._updates < EVERY and self._updates.bit_count() == 1)):
+            for group, named, strict in self._held_alike():
+                if differing := _differing(group, named):
+                    self._refuse(group, named, differing, strict=strict)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.max_norm.close()
+
+    def _held_alike(self) -> Iterator[tuple[Group, dict[str, Tensor], bool]]:
+        """Groups of ranks, the tensors that their ranks hold alike, and whether these have to have the same bits."""
+        engine, split = self.engine, self.engine.split
+        parameters = {name: local(p).detach() for name, p in engine.named_parameters().items()}
+        if split is None:
+            yield engine.group, parameters | self._buffers(), True
+            return
+        for axis in _AXES:
+            if split.mesh.sizes[axis] > 1:
+                alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
+                # Ranks that divide a layer compute what they hold alike by sums of different terms, so only nearly the same.
+                yield split.mesh.group(axis), alike, axis in READERS
+        if engine.readers.size > 1 and (buffers := self._buffers()):
+            yield engine.readers, buffers, True
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers that should be the same on ranks that read different samples."""
+        if self.engine.settings.buffers == "local":
+            return {}
+        persistent = {id(t) for t in self.engine.model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+        own = {id(buffer) for module in self.engine.model.modules() if _keeps_its_own(module) for buffer in module.buffers(recurse=False)}
+        return {n: b.detach() for n, b in self.engine.named_buffers().items() if id(b) in persistent and id(b) not in own}
+
+    def _refuse(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
+        """Raise for tensors that ranks hold differently; bring those together that differ by rounding, where that can be."""
+        from paceline.sync.compress.machines import alike
+
+        found = group.gather_json([self.engine.group.rank, {name: int(_digest(named[name])) for name in differing}])
+        if not (strict and alike(group)) and all(_is_rounding(group, named[name]) for name in differing):
+            for name in differing:
+                group.broadcast(named[name])
+            self.engine.replica.said.append(
+                f"{differing[0]} and {len(differing) - 1} more differed by rounding between ranks, which do not compute alike; all have "
+                f"the values of the first of them again since step {self.engine.step_count + 1}"
+            )
+            return
+        parameters = self.engine.named_parameters()
+        name = next((name for name in differing if name in parameters), differing[0])
+        others = ", ".join(str(rank) for rank, digests in found if digests[name] != found[0][1][name])
+        rest = [n for n in differing if n != name]
+        more = f" (and so {'is' if len(rest) == 1 else 'are'} {', '.join(rest[:5])}{', …' if len(rest) > 5 else ''})" if rest else ""
+        what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
+        raise SyncError(
+            f"step {self.engine.step_count + 1}: {what} {name!r} is different on rank {others} than on rank {found[0][0]}{more}. "
+            f"Nothing was updated. {instead}"
+        )
+
+
+_PARAMETER = (
+    "All should be the same under sync=allreduce; most likely the model or the script writes into parameters outside of the optimizer, "
+    "from a rank's own samples or random numbers. Write from what all ranks have (torch.distributed.all_reduce), or train on one rank."
+)
+_BUFFER = (
+    "The model's forward writes it from a rank's own samples, so replicas would train different models. Write it from what all ranks have "
+    "(torch.distributed.all_reduce in forward), make it no part of the state (persistent=False), or say buffers: local (a buffers='local' "
+    "of setup) where each replica may keep its own: evaluations and exports then take the mean."
+)
+
+
+def _keeps_its_own(module: nn.Module) -> bool:
+    """Whether a module's running statistics are of a replica's own samples, as a job with batch_norm: local asks for."""
+    return isinstance(module, _NormBase) and not is_synchronised(module)
+
+
+def _differing(group: Group, named: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that are not the same on all ranks of a group, from one small collective; the same list on each."""
+    if not named:
+        return []
+    digests = torch.stack([_digest(tensor) for tensor in named.values()])
+    halves = torch.cat([digests >> 32, digests & 0xFFFFFFFF]).double()  # numbers that float64 holds exactly
+    together = torch.cat([halves, -halves])
+    group.all_reduce(together, "max")
+    largest, smallest = together.view(2, 2, -1)
+    differs = (largest != -smallest).any(dim=0)
+    return [name for name, one in zip(named, differs.tolist(), strict=True) if one]
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """A 64-bit number of the bits of a tensor and their places: sums of words weighed by odd numbers, modulo 2^64."""
+    words = _words(tensor)
+    weights = _weights(words.device)
+    rows = len(words) // _COLUMNS
+    head, tail = words[: rows * _COLUMNS], words[rows * _COLUMNS :]
+    return (head.view(rows, _COLUMNS).sum(dim=0) * weights).sum() * 3 + (tail * weights[: len(tail)]).sum()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as 64-bit numbers, in the order in which it lies there."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
+    size = flat.element_size()
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).to(torch.int64)
+
+
+_made: dict[torch.device, Tensor] = {}
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers, the same on every rank."""
+    if device not in _made:
+        random = torch.Generator().manual_seed(64)
+        _made[device] = (torch.randint(-(2**62), 2**62, (_COLUMNS,), generator=random, dtype=torch.int64) * 2 + 1).to(device)
+    return _made[device]
+
+
+def _is_rounding(group: Group, tensor: Tensor) -> bool:
+    """Whether the ranks' values of a tensor differ by no more than rounding does."""
+    if not tensor.is_floating_point():
+        return False
+    extremes = torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]).double()
+    group.all_reduce(extremes, "max")
+    apart = (extremes[0] + extremes[1]).abs().max()
+    return bool(apart <= _ROUNDING * torch.finfo(tensor.dtype).eps * extremes.abs().max())

@@ -1,0 +1,111 @@
+"""Small numbers that ride along with the gradients, so that ranks agree on them without a collective of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.engine.meter import Meter
+
+VOTES = ("out_of_time", "interrupted", "checkpoint")
+LOSS, ITEMS, FIRST_VOTE = 0, 1, 2
+FIRST_BUSY = FIRST_VOTE + len(VOTES)
+
+
+@dataclass(slots=True)
+class Agreed:
+    """What came back: sums over the replicas.
+
+    Attributes:
+        loss: mean over the items that there were.
+        rescale: what makes the gradients those of this mean.
+        votes: how many ranks asked for what.
+        slowest_busy_s: the longest that any rank was busy before.
+        own_loss: that of this replica, where it takes the step of its own gradient; None where all take the same.
+        everywhere: whether all this is what every replica knows; if not, it is what this one knows of itself, and votes are still asked.
+    """
+
+    loss: float
+    rescale: float
+    votes: dict[str, int]
+    slowest_busy_s: float
+    own_loss: float | None = None
+    everywhere: bool = True
+
+
+class Notes:
+    """The layout of `Replica.notes`: loss, items, one number per vote, then the busy time of every replica in its own place."""
+
+    def __init__(self, group: Group, dtype: torch.dtype = torch.float32) -> None:
+        self.group = group
+        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, dtype=dtype, device=group.device)
+        self._asked: set[str] = set()
+        self.busy_s: list[float] = []  # of every rank, before the newest agreement; read by `take_busy`
+
+    def vote(self, what: str) -> None:
+        """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step in which the replicas agree."""
+        self._asked.add(what)
+
+    def begin(self) -> None:
+        """Start the notes of a step."""
+        self._loss: float | Tensor = 0.0
+        self._items: float | Tensor = 0.0
+
+    def add_loss(self, share: float | Tensor, items: float | Tensor) -> None:
+        """Add a microbatch's part of the global mean loss, and the share of the global batch that it stands for."""
+        self._loss = self._loss + share if isinstance(self._loss, Tensor) else share
+        self._items = self._items + items
+
+    def seal(self, meter: Meter) -> float:
+        """Write the notes of this rank before the agreement; returns the busy seconds noted."""
+        busy_s = meter.busy_s()
+        if self.group.size == 1:
+            return busy_s
+        staged = [0.0] * len(self.tensor)
+        for i, what in enumerate(VOTES):
+            staged[FIRST_VOTE + i] = float(what in self._asked)
+        staged[FIRST_BUSY + self.group.rank] = busy_s
+        if self.tensor.device.type == "cpu":
+            staged[LOSS], staged[ITEMS] = float(self._loss), float(self._items)
+            self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
+        else:
+            self.tensor.copy_(torch.tensor(staged, dtype=self.tensor.dtype))
+            self.tensor[LOSS] = self._loss
+            self.tensor[ITEMS] = self._items
+        return busy_s
+
+    def take_busy(self) -> list[float]:
+        """How long each rank was busy before the newest agreement; once, so empty after a step without one."""
+        busy_s, self.busy_s = self.busy_s, []
+        return busy_s
+
+    def share(self) -> tuple[float, float]:
+        """This rank's part of the loss, and of the items, of the step."""
+        return float(self._loss), float(self._items)
+
+    def scaled(self, loss: float, items: float) -> Agreed:
+        """What a replica knows of itself from its share of the loss and of the items; what was asked for stays asked."""
+        rescale = self._rescale(items)
+        return Agreed(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
+
+    def read(self) -> Agreed:
+        """The sums over all replicas, after the agreement."""
+        if self.group.size == 1:
+            votes = dict.fromkeys(self._asked, 1)
+            loss, items = float(self._loss), float(self._items)
+            slowest_s = 0.0
+        else:
+            loss, items, *rest = self.tensor.tolist()
+            votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
+            self.busy_s = rest[len(VOTES) :]
+            slowest_s = max(self.busy_s)
+        self._asked.clear()
+        rescale = self._rescale(items)
+        return Agreed(loss * rescale, rescale, votes, slowest_s)
+
+    def _rescale(self, items: float) -> float:
+        rounding = 16 * torch.finfo(self.tensor.dtype).eps
+        return 1.0 if abs(items - 1.0) < rounding or items <= 0.0 else 1.0 / items

@@ -1,0 +1,290 @@
+"""What the parts of a batch count for in its loss, and whether the loss is what the engine takes it for.
+
+A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a sum. Where a batch is
+computed in several parts, a loss of the user's own is held against that: before the first update, and in steps 2, 4, 8, … again, as early
+batches may have no label that is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch.utils._pytree import tree_map
+
+from paceline.comm.gather import gather
+from paceline.engine.comparable import in_float64
+from paceline.errors import JobError, PlanError
+from paceline.job.batch import Batch, rows, target_of
+from paceline.job.loss import Loss
+from paceline.job.zoo.items import adds_up, is_known, items_of, reads_models_loss
+from paceline.job.zoo.losses import BinaryCrossEntropy, CrossEntropy, MeanAbsoluteError, MeanSquaredError, ModelsOwn
+from paceline.job.zoo.metrics import LossMetric
+
+if TYPE_CHECKING:
+    from paceline.data.loader import Position
+    from paceline.engine.engine import Engine
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
+_LOW_PRECISION = 2e-2
+_IGNORED = (-100, -1, 0, 255)  # labels that losses commonly leave out, for the hint
+_OWN = (CrossEntropy, MeanSquaredError, MeanAbsoluteError, BinaryCrossEntropy)
+
+
+class Weighing:
+    """How the loss of one engine is weighed.
+
+    Attributes:
+        said: what a user must know of how the loss is weighed, for the record.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.loss = engine, engine.loss
+        self.said: list[str] = []
+        self._told = 0  # of what was said
+        self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
+        self._count = items_of(self.loss)
+        self.adds_up = adds_up(self.loss)
+        self._trial: Callable[..., Any] | None = None  # a copy of the loss, which may keep a state
+        self._earlier: tuple[Any, Tensor] | None = None  # a part of one sample
+        self._examines = not (self.by_model or type(self.loss) in _OWN or is_known(self.loss))
+        self._examines &= not getattr(self.loss, "whole_batch", False)
+        self._prepared = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss is the mean over other items than samples, which a part's tokens or labels tell."""
+        return self._count is not None
+
+    def prepare(self) -> None:
+        """Find out what a loss that the model computes is the mean over; every rank calls this before its first batch."""
+        if self._prepared or active_fake_mode() is not None:
+            return
+        self._prepared = True
+        if self.by_model:
+            from paceline.engine.model_loss import examine  # only where it is needed
+
+            for text in examine(self.engine):
+                self._tell(text)
+
+    def news(self) -> list[str]:
+        """What was said since the last call."""
+        told, self._told = self._told, len(self.said)
+        return self.said[told:]
+
+    def target(self, batch: Batch) -> Any:
+        """What the loss compares the output with; the batch itself, where the model does and there are no `labels`."""
+        return batch if self.by_model and isinstance(batch, Mapping) and "labels" not in batch else target_of(batch)
+
+    def items(self, batch: Batch) -> float | Tensor:
+        """What the loss's mean over this batch is taken over: the items that the loss counts, else the samples."""
+        if isinstance(self.loss, ModelsOwn):
+            items = self.loss.items_in(batch)
+        elif self._count is None:
+            return float(rows(batch))
+        else:
+            items = self._count(target_of(batch))
+        return items.double() if isinstance(items, Tensor) and items.is_cuda else float(items)
+
+    def weighed(self, loss: Tensor, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
+        """The mean loss of a part of a global batch, and the share of the global mean that it stands for.
+
+        Raises:
+            JobError: the loss is not one number.
+        """
+        if loss.dim():
+            raise JobError(
+                f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: return their mean "
+                "(torch's losses: reduction='mean')"
+            )
+        engine = self.engine
+        assert engine.items_per_sample is not None
+        items = self.items(batch)
+        share = items / (position.total * engine.items_per_sample)
+        if self.adds_up:
+            return loss / share, share
+        if isinstance(items, Tensor):
+            loss = torch.where(items > 0, loss, 0.0)
+        elif items == 0:  # the mean over nothing is NaN, and counts for nothing
+            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        return loss, share
+
+    def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
+        """The loss of a held-out batch as this rank's part of `(total, count)`."""
+        total, count = metric(output, batch if isinstance(self.loss, ModelsOwn) else self.target(batch))
+        context = self.engine.split.context if self.engine.split is not None else None
+        if context is not None and context.own_loss:  # the ranks' losses add up to the mean over the whole sequences
+            count /= context.group.size
+        return total, count
+
+    # Whether it is what it is taken for
+
+    def look(self, output: Any, target: Any, step: int, position: Position) -> None:
+        """In steps 1, 2, 4, 8, …: hold the loss of a part against the losses of its own parts.
+
+        Raises:
+            PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
+        """
+        if not self._examines or step & (step - 1) or active_fake_mode() is not None:
+            return
+        pair = self._two_samples(output, target, position)
+        if pair is not None:
+            self.hold(*pair)
+
+    def hold(self, output: Any, target: Tensor) -> None:
+        """Hold the loss of two samples or more against the losses of their parts, where it is a user's own.
+
+        Raises:
+            PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
+        """
+        if not self._examines:
+            return
+        if self._trial is None:
+            self._trial = in_float64(_copied(self.loss))
+        devices = [target.device.index or 0] if target.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(target.device.type, enabled=False):
+            self._examine(output, target)
+
+    def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:
+        """An output and target of two samples or more: this part's; with those of an earlier part or of other ranks, where it has one."""
+        engine, output = self.engine, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
+        if len(target) > 1:
+            return output, target
+        shares = engine.loader.partition.shares(position.step)
+        if max(shares) == min(shares) == 1 and engine.readers.size > 1 and isinstance(output, Tensor):  # and so on all ranks
+            return gather(engine.readers, output, shares), gather(engine.readers, target, shares)
+        earlier, self._earlier = self._earlier, (output, target)
+        if not isinstance(output, Tensor):
+            self._tell(f"the loss {self._name} gets single samples, whose outputs are no tensors, so what it is the mean over is unknown")
+            return None
+        if earlier is None:
+            return None
+        return torch.cat([earlier[0], output]), torch.cat([earlier[1], target])
+
+    def _examine(self, output: Any, target: Tensor) -> None:
+        output, target, whole = self._widest(output, target)
+        if not math.isfinite(whole) or whole != self._value(output, target):  # NaN is the step's to tell; and this loss draws at random
+            if math.isfinite(whole):
+                self._tell(
+                    f"the loss {self._name} draws random numbers, so whether it is the mean over the samples cannot be told from its values"
+                )
+            return
+        self._hold(whole, output, target, dim=0)
+        context = self.engine.split.context if self.engine.split is not None else None
+        if context is not None and target.dim() > 1 and target.shape[1] > 1:
+            self._hold(whole, output, target, dim=1)
+
+    def _hold(self, whole: float, output: Any, target: Tensor, dim: int) -> None:
+        """Hold the loss of all against the losses of two parts along `dim`."""
+        size = target.shape[dim]
+        first = size // 2 if size < 6 else size // 3  # a part of one could be too small for the loss
+        parts = []
+        for start, length in ((0, first), (first, size - first)):
+            cut = _cut(output, size, dim, start, length)
+            if cut is None:
+                self._tell(f"the loss {self._name} gets outputs that cannot be cut into samples, so what it is the mean over is unknown")
+                return
+            part = target.narrow(dim, start, length)
+            try:
+                parts.append((self._value(cut, part), self._items_of(part, dim)))
+            except Exception as error:  # noqa: BLE001 - the user's code, with fewer samples than it was made for
+                why = f"fails for {length} of {size} samples ({type(error).__name__}: {error})"
+                self._tell(f"the loss {self._name} {why}, so what it is the mean over is unknown")
+                return
+        items = sum(n for _, n in parts)
+        if not all(math.isfinite(value) for value, n in parts if n) or not items:
+            return
+        total = sum(value if self.adds_up else value * n / items for value, n in parts if n)
+        scale = max(abs(whole), sum(abs(v) for v, n in parts if n))
+        if abs(total - whole) > (self._tolerance * scale):
+            raise PlanError(self._explained(whole, total, parts, output, target, dim))
+
+    def _items_of(self, target: Tensor, dim: int) -> float:
+        return float(self._count(target)) if self._count is not None else float(target.shape[dim])
+
+    def _value(self, output: Any, target: Tensor) -> float:
+        assert self._trial is not None
+        value = self._trial(output, target)
+        self._tolerance = _TOLERANCES.get(value.dtype, _LOW_PRECISION)
+        return float(value)
+
+    def _widest(self, output: Any, target: Tensor) -> tuple[Any, Tensor, float]:
+        """Output, target and loss in float64, where the loss takes that."""
+        wide = tree_map(_double, output), _double(target)
+        try:
+            return *wide, self._value(*wide)
+        except Exception:  # noqa: BLE001 - a loss with float32 tensors of its own
+            return output, target, self._value(output, target)
+
+    def _tell(self, text: str) -> None:
+        """Say something once: in the run's record, or, in a loop of the user's own, as a warning on the first rank."""
+        if text not in self.said:
+            self.said.append(text)
+            if getattr(self.engine, "is_main", False):
+                warnings.warn(text, stacklevel=2)
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.loss, "__name__", None) or type(self.loss).__name__)
+
+    def _explained(self, whole: float, total: float, parts: list[tuple[float, float]], output: Any, target: Tensor, dim: int) -> str:
+        engine, what = self.engine, "samples" if dim == 0 else "tokens"
+        first, second = (target.shape[dim] - parts[1][1], parts[1][1]) if self._count is None else (parts[0][1], parts[1][1])
+        kind = "sum" if self.adds_up else f"mean over its {'items' if self._count is not None else what}"
+        head = (
+            f"the loss {self._name} is not the {kind}: of a batch it is {whole:.6g}, and its parts (of {first:g} and {second:g}) make "
+            f"{total:.6g}. Plan {engine.plan} computes a batch in parts, and would train something else. "
+        )
+        if self.adds_up or self._count is not None:
+            return head + "Correct its `reduction` or `items`; or, if it compares samples with each other, set `whole_batch = True` on it."
+        if abs(sum(value for value, _ in parts) - whole) <= self._tolerance * abs(whole):
+            return head + "It is a sum: divide it by the number of samples, or say so: `loss.reduction = 'sum'`."
+        if dim:
+            return head + "Under cp a rank has some of the tokens only: shift the labels in the data set, and leave none out; or use cp=1."
+        for ignored in _IGNORED:
+            counts = [(t != ignored).sum().item() for t in target.split([int(parts[0][1]), int(parts[1][1])])]
+            mean = sum(value * n for (value, _), n in zip(parts, counts, strict=True) if n) / (sum(counts) or 1)
+            if abs(mean - whole) <= self._tolerance * abs(whole):
+                return head + (
+                    f"It is the mean over the labels that are not {ignored}; say so: "
+                    f"`loss.items = lambda target: (target != {ignored}).sum()`."
+                )
+        return head + (
+            "Say what it is the mean over (labels that are not ignored, the weights of their classes): `loss.items = lambda target: ...`; "
+            "if it compares samples with each other: `loss.whole_batch = True`. See docs/job.md#a-loss-of-your-own."
+        )
+
+
+def _copied(loss: Loss) -> Loss:
+    try:
+        return copy.deepcopy(loss)
+    except Exception:  # noqa: BLE001 - it holds what cannot be copied, and is used itself
+        return loss
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _cut(output: Any, size: int, dim: int, start: int, length: int) -> Any:
+    """A part of an output along `dim`: of its tensors that have `size` there. None where it has no such tensor."""
+    found = []
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == size:
+            found.append(leaf)
+            return leaf.narrow(dim, start, length)
+        return leaf
+
+    if not isinstance(output, (Tensor, tuple, list, Mapping)) and hasattr(output, "__dict__"):
+        part = copy.copy(output)
+        part.__dict__.update({name: tree_map(cut, value) for name, value in vars(output).items()})
+    else:
+        part = tree_map(cut, output)
+    return part if found else None

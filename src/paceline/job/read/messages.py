@@ -1,0 +1,208 @@
+"""pydantic's findings in the user's words: which key, what is wrong with it, and what was probably meant."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, Union, get_args, get_origin
+
+from pydantic import JsonValue, ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.job.read.nearest import closest, nearest
+from paceline.job.spec import Spec
+
+Path: TypeAlias = tuple[str | int, ...]  # keys and list indices, from the top of the job down
+_Located: TypeAlias = tuple[Path, type[Spec] | None, ErrorDetails]  # with the spec that has, or lacks, the path's last key
+
+_ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'
+_HINTS = {
+    "accumulate": _ACCUMULATION,
+    "accumulate_steps": _ACCUMULATION,
+    "accumulation": _ACCUMULATION,
+    "accumulation_steps": _ACCUMULATION,
+    "gradient_accumulation": _ACCUMULATION,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "batch_size": 'Did you mean "global_batch", at the top of the job? It counts the samples of an optimizer step over all replicas.',
+}
+
+
+class Positions(Protocol):
+    """Where the keys of a job stand, for the start of each message."""
+
+    def place(self, path: Path) -> tuple[int, str]:
+        """`(line, "examples/digits.yaml, line 7")` of the deepest key on `path` that is there; line 0 where none is."""
+
+
+def explain(error: ValidationError, spec: type[Spec], positions: Positions | None = None) -> str:
+    """Every finding of `error` as a line of its own, in the order of the file, each with its place where `positions` are known."""
+    findings: dict[str, int] = {}
+    located: list[_Located] = [(*_named(details["loc"], spec), details) for details in error.errors(include_url=False)]
+    for path, group in itertools.groupby(_without_misspelled(located), key=lambda entry: entry[0]):
+        line, place = positions.place(path) if positions else (0, "")
+        entries = list(group)  # several where a value may be of several types and is of none
+        wanted = [_WANTED[details["type"]] for _, _, details in entries if details["type"] in _WANTED]
+        if len(wanted) == len(entries):
+            text = f"{_dotted(path)} should be {' or '.join(wanted)}, got {_shown(entries[0][2]['input'])}"
+        else:
+            text = "\n".join(_finding(details, path, owner, spec) for _, owner, details in entries)
+        findings[f"{place}: {text}" if place else text] = line
+    return "\n".join(sorted(findings, key=lambda text: findings[text]))
+
+
+def wrong_value(details: ErrorDetails) -> str:
+    """What a value should have been and what it is: `should be a whole number, got 'abc'`."""
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+        return f"should be one of {', '.join(choices)}, got {value!r}" + (f". {nearest(value, choices)}" if isinstance(value, str) else "")
+    wanted = _WANTED.get(kind) or details["msg"].removeprefix("Input should be ").replace("or equal to ", "")
+    return f"should be {_BOUNDS.get(kind, wanted).format(**context)}, got {_shown(value)}"
+
+
+_BOUNDS = {
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "greater_than": "more than {gt}",
+    "less_than": "less than {lt}",
+}
+_WANTED = (
+    dict.fromkeys(("int_parsing", "int_type", "int_from_float", "int_parsing_size"), "a whole number")
+    | dict.fromkeys(("float_parsing", "float_type"), "a number")
+    | dict.fromkeys(("bool_parsing", "bool_type"), "true or false")
+    | dict.fromkeys(("tuple_type", "list_type"), "a list")
+    | dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a group of keys with values")
+    | {
+        "string_type": "text",
+        "path_type": "a path",
+        "finite_number": "a finite number",
+        "string_pattern_mismatch": "letters, digits, dots, dashes and underscores only",
+        "invalid-json-value": "text, a number, true, false, null, or a list or group of such",
+        "too_long": "a shorter list",
+        "recursion_loop": "without a reference to itself",
+    }
+)
+
+
+def _without_misspelled(located: list[_Located]) -> list[_Located]:
+    """The findings without those of missing keys that are there under a misspelled name, which has a finding of its own."""
+    meant = {
+        (*path[:-1], closest(str(path[-1]), owner.model_fields))
+        for path, owner, details in located
+        if owner and details["type"] == "extra_forbidden"
+    }
+    return [entry for entry in located if entry[2]["type"] != "missing" or entry[0] not in meant]
+
+
+def _finding(details: ErrorDetails, path: Path, owner: type[Spec] | None, job: type[Spec]) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in ("extra_forbidden", "invalid_key"):
+        return _unknown_key(path, owner, job)
+    if kind == "missing":
+        last = path[-1]
+        return f"{_dotted(path[:-1])} has too few entries" if isinstance(last, int) else f'{_dotted(path[:-1])} needs the key "{last}"'
+    if kind == "union_tag_invalid":
+        kinds = [k.strip("'") for k in context["expected_tags"].split(", ")]
+        return f'{_dotted(path)} has no kind "{context["tag"]}". {nearest(context["tag"], kinds)}'
+    if kind == "union_tag_not_found":
+        kinds = [
+            tag for part in _specs(job.model_fields[str(path[-1])].annotation) for tag in get_args(part.model_fields["kind"].annotation)
+        ]
+        return f'{_dotted(path)} needs the key "kind". {nearest("", kinds)}'
+    if kind == "value_error":
+        return f"{_dotted(path)}: {wrong_value(details)}" if path else wrong_value(details)
+    return f"{_dotted(path)} {wrong_value(details)}"
+
+
+def _unknown_key(path: Path, owner: type[Spec] | None, job: type[Spec]) -> str:
+    key, known = str(path[-1]), list(owner.model_fields) if owner else []
+    text = f'unknown key "{key}" in {_dotted(path[:-1])}. '
+    if key in _HINTS:
+        return text + _HINTS[key]
+    if key != "name":  # which several parts have
+        homes = [f'under "{section}"' for section in _sections_with(key, job) if section != path[0]]
+        if key in job.model_fields:
+            homes.append("at the top of the job")
+        if homes:
+            return f"{text}It belongs {' or '.join(homes)}."
+    return text + nearest(key, known)
+
+
+def _sections_with(key: str, job: type[Spec]) -> list[str]:
+    return [name for name, field in job.model_fields.items() if any(key in part.model_fields for part in _specs(field.annotation))]
+
+
+def _dotted(path: Path) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or "the job"
+
+
+class _Step(NamedTuple):
+    """A type on the way down a location, and whether pydantic's next entry there is its own (which member of a union) and no key."""
+
+    members: Sequence[Any]
+    internal: bool
+
+
+def _named(location: Path, spec: type[Spec]) -> tuple[Path, type[Spec] | None]:
+    """The keys and indices of pydantic's `location`, without its own entries, and the spec that has (or lacks) the last key."""
+    path: list[str | int] = []
+    annotation: Any = spec
+    owner: type[Spec] | None = spec
+    for part in location:
+        step = _step(annotation)
+        if step.internal:
+            annotation = _member(step.members, str(part))
+            continue
+        if part == "[key]":
+            continue
+        owner, annotation = _below(step.members[0] if step.members else None, part)
+        path.append(part)
+    return tuple(path), owner
+
+
+def _step(annotation: Any) -> _Step:
+    if annotation is JsonValue:
+        return _Step((dict[str, JsonValue],), internal=True)
+    if get_origin(annotation) is Annotated:
+        return _step(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [m for m in get_args(annotation) if m is not types.NoneType]
+        return _Step(members, internal=len(members) > 1)
+    return _Step((annotation,), internal=False)
+
+
+def _member(members: Sequence[Any], tag: str) -> Any:
+    """The member of a union that `tag` stands for: a spec by its kind, anything else by being the only one that can hold more."""
+    for member in members:
+        if _is_spec(member):
+            if tag in get_args(member.model_fields["kind"].annotation):
+                return member
+        elif get_origin(member) is not None:
+            return member
+    return None
+
+
+def _below(annotation: Any, part: str | int) -> tuple[type[Spec] | None, Any]:
+    """The spec that `annotation` is (if any), and the annotation of the value under its key `part`."""
+    if _is_spec(annotation):
+        field = annotation.model_fields.get(str(part))
+        return annotation, field.annotation if field else None
+    values = [a for a in get_args(annotation) if a is not Ellipsis]
+    return None, values[-1] if values and get_origin(annotation) is not Literal else None
+
+
+def _specs(annotation: Any) -> list[type[Spec]]:
+    return [m for m in _step(annotation).members if _is_spec(m)]
+
+
+def _is_spec(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Spec)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,95 @@
+"""The data sets that a job can name, by kind; `DataSpec.build` comes here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.errors import DataError, JobError
+from paceline.job.data import Arrays, Cifar10, Custom, DataSets, DataSpec, Digits, Images, Synthetic, Text
+from paceline.job.read.imports import load_object
+from paceline.job.zoo.data.arrays import build_arrays
+from paceline.job.zoo.data.images import build_cifar10, build_digits, build_images
+from paceline.job.zoo.data.samples import Collated, Selection, split
+from paceline.job.zoo.data.synthetic import build_synthetic
+from paceline.job.zoo.data.text import build_text
+
+
+def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    """The training and held-out sets of a job, which depend on the spec, the model's shape and the seed alone: the same under every plan.
+
+    Raises:
+        DataError: see `DataSpec.build`.
+        JobError: `collate` cannot be imported.
+    """
+    built = _build(spec, input_shape, seed)
+    if spec.collate is None:
+        return built
+    collate = load_object(spec.collate)
+    if not callable(collate):
+        raise JobError(
+            f"data.collate: {spec.collate} is a {type(collate).__name__}; name a function that makes a batch of a list of samples"
+        )
+    held_out = Collated(built.held_out, collate) if built.held_out is not None else None
+    return built._replace(train=Collated(built.train, collate), held_out=held_out)
+
+
+def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    match spec:
+        case Digits():
+            return build_digits(spec, input_shape, seed)
+        case Cifar10():
+            return build_cifar10(spec, input_shape, seed)
+        case Images():
+            return build_images(spec, input_shape, seed)
+        case Text():
+            return build_text(spec, seed)
+        case Arrays():
+            return build_arrays(spec, seed)
+        case Synthetic():
+            return build_synthetic(spec, input_shape, seed)
+        case Custom():
+            return _build_custom(spec, seed)
+
+
+def _build_custom(spec: Custom, seed: int) -> DataSets:
+    samples = _call(spec, spec.factory)
+    if spec.held_out_factory is None:
+        return split(samples, spec, seed)
+    held_out = _call(spec, spec.held_out_factory)
+    return DataSets(Selection.first(samples, spec.limit), Selection.first(held_out, spec.limit))
+
+
+def _call(spec: Custom, factory: str) -> Dataset[Any]:
+    make = load_object(factory)
+    try:
+        dataset = make(**spec.args)
+    except Exception as error:
+        given = ", ".join(f"{k}={v!r}" for k, v in spec.args.items())
+        raise DataError(f"data {factory}({given}) raised {type(error).__name__}: {error}") from error
+    _check_map_style(dataset, factory, any_sample=spec.collate is not None)
+    return dataset  # type: ignore[no-any-return]  # checked by what it can do, not by its class
+
+
+def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs a length and "
+            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over files listed beforehand"
+        )
+    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if lacking:
+        raise DataError(f"data {factory} made a {kind} without {' and '.join(lacking)}; return a torch.utils.data.Dataset that has both")
+    if len(dataset) == 0:
+        raise DataError(f"data {factory} made an empty {kind}: its length is 0")
+    try:
+        sample = dataset[0]
+    except Exception as error:
+        raise DataError(f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}") from error
+    if not any_sample and not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
+        found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
+        raise DataError(
+            f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name a `collate` function"
+        )

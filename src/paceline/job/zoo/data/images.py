@@ -1,0 +1,218 @@
+"""Images with a class each: scikit-learn's digits, CIFAR-10's binary files, and folders of image files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torch.utils.data import Dataset
+
+from paceline.errors import DataError
+from paceline.job.data import Cifar10, DataSets, Digits, Images
+from paceline.job.zoo.data.files import files_below, folder_entries, optional_package, reading
+from paceline.job.zoo.data.samples import Batch, Labels, Samples, Selection, split
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Shape = tuple[int, int, int]  # channels, height, width
+
+_CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32  # the label, then the red, green and blue planes
+_CIFAR_FILES = "the files data_batch_*.bin (and test_batch.bin) of CIFAR-10's binary version, not its Python version"
+_CLASS_FOLDERS = "a folder that holds one folder of images per class"
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class Normalise:
+    """Bytes (samples, channels, height, width) as floats: (value / 255 - mean) / std per channel, and resized where `size` differs."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], size: tuple[int, int]) -> None:
+        self.size = size
+        self._scale = 1 / (255 * torch.tensor(std).view(-1, 1, 1))
+        self._shift = -torch.tensor(mean).view(-1, 1, 1) / torch.tensor(std).view(-1, 1, 1)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return _resize(images.float().mul_(self._scale).add_(self._shift), self.size)
+
+
+# Mean and standard deviation of the pixels, scaled to 0..1: the data's own, and ImageNet's, which stand for any photograph.
+_CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+_CIFAR_GREY = ((0.4809,), (0.2392,))
+_PHOTO = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+_DIGITS = (0.3053, 0.3760)
+
+
+def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    """Digits as float32 of mean 0 and variance 1, resized once, here; the grey plane is repeated over the channels without a copy."""
+    channels, height, width = _image_shape("digits", spec.shape or input_shape or (1, 8, 8))
+    digits = optional_package("sklearn.datasets", "scikit-learn").load_digits()
+    mean, std = _DIGITS
+    grey = torch.from_numpy(digits.images).float().div_(16).sub_(mean).div_(std).unsqueeze(1)
+    inputs = _resize(grey, (height, width)).expand(-1, channels, -1, -1)
+    return split(Samples(inputs, torch.from_numpy(digits.target).long()), spec, seed)
+
+
+def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    """CIFAR-10, kept as bytes and turned into floats batch by batch."""
+    shape = _photo_shape("cifar10", input_shape or (3, 32, 32))
+    with reading(spec.path, _CIFAR_FILES):
+        names = {entry.name: entry for entry in folder_entries(spec.path)}
+        batches = [entry for name, entry in names.items() if name.startswith("data_batch_") and name.endswith(".bin")]
+        if not batches:
+            raise DataError(f"{spec.path.absolute()}: no data_batch_*.bin in this folder. Expected: {_CIFAR_FILES}")
+        train = _cifar_samples(batches, shape)
+        if "test_batch.bin" not in names or not spec.held_out:
+            return split(train, spec, seed)
+        held_out = _cifar_samples([names["test_batch.bin"]], shape)
+    return DataSets(Selection.first(train, spec.limit), Selection.first(held_out, spec.limit))
+
+
+def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    """Image files, decoded when they are asked for; the classes are the sorted folders."""
+    wanted = spec.shape or input_shape
+    if wanted is None:
+        raise DataError("images differ in size and the model names no input shape; give data.shape, e.g. [3, 224, 224]")
+    shape = _photo_shape("images", wanted)
+    optional_package("PIL", "Pillow")
+    train = ImageFolder(spec.path, shape)
+    if spec.held_out_path is None:
+        return split(train, spec, seed)
+    held_out = ImageFolder(spec.held_out_path, shape, train.classes)
+    return DataSets(Selection.first(train, spec.limit), Selection.first(held_out, spec.limit))
+
+
+class ImageFolder(Dataset[Batch]):
+    """A folder of class folders. Samples are listed round-robin over the classes, so the first few hold them all.
+
+    An image is resized so that it covers `shape`, and cropped around its centre.
+
+    Args:
+        folder: holds one folder per class; the images may lie deeper in these.
+        shape: channels (1 or 3), height, width of every sample.
+        classes: the known classes; without it, the folders found.
+
+    Raises:
+        DataError: no class folders, one without images, or one that `classes` does not have.
+    """
+
+    def __init__(self, folder: Path, shape: Shape, classes: tuple[str, ...] | None = None) -> None:
+        with reading(folder, _CLASS_FOLDERS):
+            files = {entry.name: files_below(entry, _IMAGE_SUFFIXES) for entry in folder_entries(folder) if entry.is_dir()}
+        _check_classes(folder, files, classes)
+        self.classes = classes or tuple(files)
+        label_of = {name: label for label, name in enumerate(self.classes)}
+        listed = sorted((nth, label_of[name], file) for name, of_class in files.items() for nth, file in enumerate(of_class))
+        self.files = [file for _, _, file in listed]
+        self.labels: Labels = np.array([label for _, label, _ in listed], dtype=np.int64)
+        self.shape = shape
+        self._normalise = Normalise(*_PHOTO[shape[0]], shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Batch:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        pixels = np.stack([_decode(self.files[i], self.shape) for i in indices])
+        return self._normalise(torch.from_numpy(pixels)), torch.from_numpy(self.labels[indices])
+
+
+def _resize(images: Tensor, size: tuple[int, int]) -> Tensor:
+    if tuple(images.shape[-2:]) == size:
+        return images
+    return interpolate(images, size, mode="bilinear", align_corners=False, antialias=True)
+
+
+def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
+    if len(shape) != 3:
+        raise DataError(f"{kind} are images (channels, height, width), and {list(shape)} is asked for; ask for e.g. [1, 28, 28]")
+    return shape
+
+
+def _photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
+    wanted = _image_shape(kind, shape)
+    if wanted[0] not in (1, 3):
+        raise DataError(f"{kind} have 1 channel (grey) or 3 (colour), and {wanted[0]} are asked for")
+    return wanted
+
+
+def _cifar_samples(files: list[Path], shape: Shape) -> Samples:
+    records = [_cifar_records(file) for file in files]
+    planes = [r[:, 1:].reshape(-1, 3, 32, 32) for r in records]
+    pixels = np.concatenate(planes if shape[0] == 3 else [_grey(p) for p in planes])
+    mean, std = _CIFAR if shape[0] == 3 else _CIFAR_GREY
+    labels = np.concatenate([r[:, 0] for r in records]).astype(np.int64)
+    return Samples(torch.from_numpy(pixels), torch.from_numpy(labels), Normalise(mean, std, shape[1:]))
+
+
+def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
+    content = np.fromfile(file, dtype=np.uint8)
+    whole, rest = divmod(len(content), _CIFAR_RECORD_BYTES)
+    if rest or not whole:
+        raise DataError(
+            f"{file.absolute()}: record {whole}, which begins at byte offset {whole * _CIFAR_RECORD_BYTES}, has {rest} bytes; a record has "
+            f"{_CIFAR_RECORD_BYTES}. The file holds {len(content)} bytes and is cut off, empty, or no CIFAR-10 binary file: fetch it again"
+        )
+    records = content.reshape(whole, _CIFAR_RECORD_BYTES)
+    wrong = np.flatnonzero(records[:, 0] > 9)
+    if len(wrong):
+        record = int(wrong[0])
+        raise DataError(
+            f"{file.absolute()}: record {record}, at byte offset {record * _CIFAR_RECORD_BYTES}, has label {records[record, 0]}; "
+            "CIFAR-10's labels are 0..9. The file is damaged, or is of CIFAR-100: fetch it again"
+        )
+    return records
+
+
+def _grey(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The luma of ITU-R BT.601, which Pillow's grey mode has as well, as (samples, 1, height, width)."""
+    weights = np.array([299, 587, 114], dtype=np.uint32).reshape(3, 1, 1)
+    grey: npt.NDArray[np.uint8] = ((pixels * weights).sum(axis=1, keepdims=True) // 1000).astype(np.uint8)
+    return grey
+
+
+def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str, ...] | None) -> None:
+    if not files:
+        raise DataError(f"{folder.absolute()}: no class folders in it. Expected: {_CLASS_FOLDERS}")
+    for name, of_class in files.items():
+        if not of_class:
+            raise DataError(
+                f"{(folder / name).absolute()}: no {' '.join(_IMAGE_SUFFIXES)} file of this class; add some or remove the folder"
+            )
+        if classes is not None and name not in classes:
+            raise DataError(f"{(folder / name).absolute()}: class {name!r} is not among the training classes: {', '.join(classes)}")
+
+
+def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
+    """The pixels as (channels, height, width)."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    channels, height, width = shape
+    mode = "L" if channels == 1 else "RGB"
+    try:
+        with PIL.Image.open(file) as image:
+            image.draft(mode, (width, height))  # JPEG only: decodes at a smaller scale that still covers the shape
+            fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
+    except Exception as error:  # Pillow raises many kinds, by format
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{Path(file).absolute()}: cannot be decoded as an image ({reason}); mend or remove it") from error
+    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+
+
+def _to_bytes(image: Image) -> Image:
+    """A 16-bit grey image as 8-bit; Pillow's own conversion would cut everything above 255 to white."""
+    from PIL.Image import fromarray
+
+    if image.mode.startswith("I;16"):
+        return fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"32-bit pixels (mode {image.mode}), whose range is unknown; save it with 8 or 16 bits")
+    return image

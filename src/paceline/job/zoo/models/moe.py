@@ -1,0 +1,267 @@
+"""A GPT whose MLPs are mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961).
+
+What a sequence's tokens are given never depends on the other sequences of a batch: capacity and balance are those of a sequence, so every
+division of a batch over microbatches and ranks computes the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import Function, FunctionCtx
+
+from paceline.errors import JobError
+from paceline.job.zoo.models.gpt import GPT
+
+
+class MoE(GPT):
+    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab). About 18 M parameters by default.
+
+    Args:
+        experts: MLPs in each block.
+        top_k: how many of them each token goes to.
+        capacity: an expert takes at most ceil(capacity * t * top_k / experts) tokens of a sequence of t tokens, the first ones, so that
+            no token depends on later ones; the others are dropped and pass the block by. 0: no limit, nothing is dropped.
+        balance: weight of the balanced-load loss (see `Router`), which is minimised besides the job's loss and is no part of the loss
+            that is reported.
+
+    Raises:
+        JobError: `hidden` is no multiple of `heads`, or `top_k` is more than `experts`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: PositiveInt = 256,
+        context: PositiveInt = 128,
+        layers: PositiveInt = 4,
+        hidden: PositiveInt = 256,
+        heads: PositiveInt = 4,
+        experts: PositiveInt = 8,
+        top_k: PositiveInt = 2,
+        capacity: Annotated[float, Field(ge=0)] = 0.0,
+        balance: Annotated[float, Field(ge=0)] = 0.01,
+        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    ) -> None:
+        if top_k > experts:
+            raise JobError(f"model moe: a token cannot go to top_k = {top_k} of {experts} experts; top_k is at most {experts}")
+        super().__init__(vocab=vocab, context=context, layers=layers, hidden=hidden, heads=heads, dropout=dropout)
+        for block in self.blocks:
+            assert isinstance(block, nn.Module)
+            block.mlp = Mixture(Router(hidden, experts, top_k, capacity, balance), Experts(experts, hidden, 4 * hidden, layers), dropout)
+
+
+def moe_counts(model: nn.Module) -> dict[str, Any]:
+    """What the routers of a model have done with the tokens of this rank in training so far; {} for a model without `Router`s.
+
+    Returns:
+        `routed`: how often a token was sent to an expert (tokens * top_k, over all layers). `dropped`: how often that expert was full.
+        `load`: for each router, by its name, how many tokens each of its experts has taken. They add up over the ranks that read
+        different samples (or different parts of a sequence), and are the same on ranks that read the same ones.
+    """
+    routers = dict(_routers(model))
+    if not routers:
+        return {}
+    taken = {name: router.taken.tolist() for name, router in routers.items()}
+    dropped = sum(int(router.dropped) for router in routers.values())
+    return {"routed": sum(map(sum, taken.values())) + dropped, "dropped": dropped, "load": taken}
+
+
+def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of what several `moe_counts` tell; {} where none tells anything."""
+    some = [counts for counts in found if counts]
+    if not some:
+        return {}
+    load: dict[str, list[int]] = {}
+    for counts in some:
+        for name, taken in counts["load"].items():
+            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(taken)), taken, strict=True)]
+    return {"routed": sum(c["routed"] for c in some), "dropped": sum(c["dropped"] for c in some), "load": load}
+
+
+def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
+    """Say what the balanced-load loss of each sequence counts for in the forward passes that follow; nothing to a model without `Router`s.
+
+    Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts for what its part
+    of the job's loss counts for, which is its share of the items (tokens) that the global mean is over.
+
+    Args:
+        weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 / n, which is right
+            where the loss is the mean over all that a forward pass is given.
+    """
+    routers = [router for _, router in _routers(model)]
+    if routers:
+        given = None if weight is None else torch.as_tensor(weight, dtype=torch.float64, device=routers[0].weight.device)
+        for router in routers:
+            router.sequence_weight = given
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+
+
+class Mixture(nn.Module):
+    """(n, t, hidden) to (n, t, hidden): the weighted sum of what the experts of each token make of it; zero for a token of none."""
+
+    def __init__(self, router: Router, experts: Experts, dropout: float) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every token to its experts and back."""
+        n, t, hidden = x.shape
+        top_k_index, top_k_weights = self.router(x)
+        k = top_k_index.shape[-1]
+        mixed = self.experts(x.reshape(n * t, hidden), top_k_index.view(n * t, k), top_k_weights.view(n * t, k))
+        out: Tensor = self.dropout(mixed.view(n, t, hidden))
+        return out
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token: those with the `top_k` largest probabilities, a softmax of a linear function of the token.
+
+    *Balanced-load loss.* Of a sequence with t tokens, f_i is the share of its t * top_k choices that fell on expert i, and P_i the mean
+    of i's probability: experts * sum over i of f_i * P_i, which is 1 where the load is balanced and `experts` where one expert takes it all
+    (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would
+    depend on how the batch is divided; the mean of this over the sequences does not. It is added to the loss in the backward pass, where
+    no value of it is needed (see `_Besides`), so every pipeline stage adds that of its own layers. Where a sequence is divided over
+    ranks (cp), the shares f are those of the whole sequence; only the capacity is then that of each part.
+    """
+
+    taken: Tensor
+    dropped: Tensor
+
+    def __init__(self, hidden: int, experts: int, top_k: int, capacity: float, balance: float) -> None:
+        super().__init__()
+        self.top_k, self.capacity, self.balance = top_k, capacity, balance
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden), std=0.02))
+        self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.sequence_weight: Tensor | None = None  # of the next forward pass; no buffer, which ranks would hold alike
+        self.pieces = 1  # into which every sequence is divided, each on another rank
+        self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens (n, t, hidden) the experts and their weights, both (n, t, top_k). A dropped choice is expert number `experts`.
+
+        The weights of a token's experts sum to 1 before any are dropped; of a single one it is the probability, or it would not be learned.
+        """
+        experts = len(self.weight)
+        wide = torch.promote_types(x.dtype, torch.float32)  # routing in bfloat16 is unstable (Fedus et al., 2021, section 2.4)
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = F.linear(x.to(wide), self.weight.to(wide)).softmax(-1)
+        weights, index = probabilities.topk(self.top_k, dim=-1)
+        if self.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.training and self.balance and torch.is_grad_enabled():
+            weights = _Besides.apply(weights, self._balance_loss(probabilities, index))
+        if self.capacity:
+            full = _beyond(index, experts, math.ceil(self.capacity * x.shape[1] * self.top_k / experts))
+            weights, index = weights.masked_fill(full, 0.0), index.masked_fill(full, experts)
+        if self.training:
+            self._count(index)
+        return index, weights
+
+    def _balance_loss(self, probabilities: Tensor, index: Tensor) -> Tensor:
+        n, t, experts = probabilities.shape
+        chosen = index.reshape(n, t * self.top_k)
+        share = torch.zeros_like(probabilities[:, 0]).scatter_add(1, chosen, torch.ones_like(chosen, dtype=probabilities.dtype))
+        if self.pieces > 1 and not without_values(share):
+            self.sum_over_pieces(share)
+        tokens = t * self.pieces
+        of_sequence = experts * (share / (tokens * self.top_k) * probabilities.sum(1) / tokens).sum(-1)
+        given = self.sequence_weight
+        weight = 1 / max(n, 1) if given is None else given.to(of_sequence.dtype)
+        return self.balance * (weight * of_sequence).sum()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _count(self, index: Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1 or without_values(index):
+            return  # within a backward pass activations are computed again; they were counted when they were computed first
+        chosen = index.flatten()
+        counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device).index_add(0, chosen, torch.ones_like(chosen))
+        self.taken += counts[:-1]
+        self.dropped += counts[-1]
+
+
+class _Besides(Function):
+    """`x` as it is, and in the backward pass the gradient of `loss` as if it were added to what is minimised."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones_like(ctx.saved_tensors[0])
+
+
+def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
+    """Which choices (n, t, k) find their expert full: those that `capacity` others of the same sequence come before."""
+    n = index.shape[0]
+    place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()  # one for every expert of every sequence
+    of_place, order = place.sort(stable=True)
+    first = torch.searchsorted(of_place, of_place)  # where in `order` those of the same place begin
+    before = torch.arange(len(order), device=index.device) - first
+    return torch.empty_like(before).scatter(0, order, before).view(index.shape) >= capacity
+
+
+class Experts(nn.Module):
+    """MLPs with GELU whose matrices are kept as one parameter each, and the calling convention of transformers' mixtures.
+
+    Attributes:
+        num_experts: how many; those of this rank where they are divided.
+        up: (experts, inner, hidden).
+        down: (experts, hidden, inner).
+    """
+
+    def __init__(self, experts: int, hidden: int, inner: int, layers: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(nn.init.normal_(torch.empty(experts, inner, hidden), std=0.02))
+        self.down = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden, inner), std=0.02 / math.sqrt(2 * layers)))
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens (tokens, hidden) to the sums of what their experts (tokens, k) make of them, weighted by (tokens, k).
+
+        An index of `num_experts` stands for none.
+        """
+        order, counts = by_expert(top_k_index, self.num_experts)
+        sizes = counts.tolist()
+        order = order[: sum(sizes)]
+        rows = hidden[order // top_k_index.shape[1]].split(sizes)
+        made = [F.linear(F.gelu(F.linear(r, up)), down) for r, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)]
+        return combined(torch.cat(made), order, top_k_weights).to(hidden.dtype)
+
+
+def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The choices (token * k + j) in the order of their experts, those of no expert at the end; and (experts,) how many each expert has."""
+    of_expert, order = top_k_index.flatten().sort(stable=True)
+    bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
+    return order, bounds.diff()
+
+
+def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum (tokens, hidden) of each token's rows: `rows[i]` belongs to choice `order[i]` of weights (tokens, k).
+
+    No atomic additions, which would make it differ from run to run on a GPU.
+    """
+    tokens, k = weights.shape
+    weighted = rows * weights.flatten()[order].unsqueeze(-1)
+    return weighted.new_zeros(tokens * k, rows.shape[1]).index_copy(0, order, weighted).view(tokens, k, rows.shape[1]).sum(1)
+
+
+def without_values(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape only: of the meta device, or one of those that torch traces with."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -1,0 +1,337 @@
+"""`paceline check`: whether a plan computes what one process computes, before anything long is trained under it."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import to_run_on
+from paceline.errors import LaunchError, PlanError
+from paceline.files import scratch_folder
+from paceline.job.job import Job
+from paceline.launch.probe import Launch, launch_to_look
+from paceline.plans.plan import Plan, Precision
+from paceline.runner.preflight import refuse_what_cannot_divide
+from paceline.tuning.auto import choose
+
+Verdict = Literal["holds", "differs", "cannot tell"]
+
+
+class Tolerance(NamedTuple):
+    """Relative differences to one process in float64: of a loss; of a tensor's gradient, and of the tensor after a step (L2 norms)."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    buffer: float
+
+
+TOLERANCES = {
+    "fp64": Tolerance(1e-9, 1e-7, 1e-7, 1e-7),
+    "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
+    "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
+}
+# Where rounding alone may move a job by more than this, a mistake of that size (a rank's gradient left out) would pass for rounding.
+CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
+# Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step.
+ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
+STEPS = 5
+_RANK = "paceline.parity.ranks"
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The tensor that differs most in a step, and the rank that holds that piece."""
+
+    difference: float
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class StepParity:
+    """How one step of the plan compares with the same step of one process."""
+
+    loss: float
+    reference_loss: float
+    gradient: Worst
+    parameter: Worst
+    buffer: Worst
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative to the reference."""
+        return abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0)
+
+
+@dataclass
+class Parity:
+    """What `check` found for a plan.
+
+    Attributes:
+        tolerance: those of the precision, or more where one process in that precision is that far from float64.
+        steps: in order.
+        parameters: for every parameter its largest gradient difference over the steps.
+        first_module: the first module, in the order in which they ran, whose output differs in the first step; None where none does, or
+            where the stages of a pipeline run apart.
+        report: what the plan divided, in words.
+        undecided: why the numbers can tell nothing of the plan; None where they can.
+        reference_precision: that of the one process; `fp32` only where the model cannot run in float64.
+    """
+
+    plan: Plan
+    tolerance: Tolerance
+    steps: list[StepParity]
+    parameters: dict[str, float] = field(default_factory=dict)
+    first_module: str | None = None
+    report: list[str] = field(default_factory=list)
+    undecided: str | None = None
+    reference_precision: Precision = "fp64"
+
+    @property
+    def largest(self) -> Tolerance:
+        """The largest differences over the steps."""
+        return Tolerance(
+            max(s.loss_difference for s in self.steps),
+            max(s.gradient.difference for s in self.steps),
+            max(s.parameter.difference for s in self.steps),
+            max(s.buffer.difference for s in self.steps),
+        )
+
+    @classmethod
+    def read(cls, plan: Plan, found_in: Path, reference: Path, tolerance: Tolerance) -> Parity:
+        """What the ranks of a plan wrote into `found_in`, held against the folder `reference`."""
+        found = [json.loads((found_in / f"rank-{rank}.json").read_text()) for rank in range(plan.ranks)]
+        parity = cls(plan, tolerance, [_step(found, i) for i in range(len(found[0]["losses"]))])
+        parity.parameters = _largest(found)
+        parity.report = found[0]["report"]
+        of_one = json.loads((reference / "reference.json").read_text())
+        if of_one.get("random") is not None:
+            parity.undecided = _drawn(of_one["random"])
+        if not parity.holds:
+            parity.first_module = _first_difference(of_one["outputs"], found, tolerance[1])
+        return parity
+
+    @property
+    def verdict(self) -> Verdict:
+        """`holds` or `differs`; `cannot tell` where rounding, or random numbers, could hide a mistake."""
+        if self.undecided is not None:
+            return "cannot tell"
+        if any(found > limit for found, limit in zip(self.largest, self.tolerance, strict=True)):
+            return "differs"
+        return "holds" if self.why_undecided is None else "cannot tell"
+
+    @property
+    def holds(self) -> bool:
+        """Whether every step is within the tolerance, and the tolerance tells something."""
+        return self.verdict == "holds"
+
+    @property
+    def why_undecided(self) -> str | None:
+        """Why a match could be a coincidence, and what to do; None where it could not."""
+        if self.undecided is not None:
+            return self.undecided
+        beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
+        if not beyond:
+            return None
+        amounts = ", ".join(f"{name} {getattr(self.tolerance, name):.0%}" for name in beyond)
+        return (
+            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for rounding. Check the plan with "
+            "precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"
+        )
+
+
+def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = None, *, steps: int = STEPS) -> Parity:
+    """Train a few steps of a job under a plan and in one process, and compare losses, gradients and parameters.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        plan: a `Plan`, its text, or `"auto"`: what `train` would choose.
+        cluster: where to train; None is this machine.
+
+    Raises:
+        PlanError: the plan cannot run the job here; every reason.
+        LaunchError: a rank failed.
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+    """
+    job, cluster = job if isinstance(job, Job) else Job.load(job), to_run_on(cluster)
+    job.model.must_be_at_hand()
+    chosen = choose(job, cluster).plan if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+    with Checks(job, cluster, steps=steps).opened() as checks:
+        return checks.check(chosen)
+
+
+class _Parts(NamedTuple):
+    """The parts in which one process computes a batch: the microbatches of data-parallel ranks, one rank after the other.
+
+    `together`: instead the first microbatches of all ranks as one part, then the second, as layers see them that the ranks share.
+    """
+
+    microbatches: int
+    readers: int
+    together: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        return [str(self.readers), "together" if self.together else "apart"]
+
+
+class Checks:
+    """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike.
+
+    Args:
+        launch: runs the function that its first argument names, with the others, on the ranks of a plan.
+
+    Attributes:
+        reference_precision: that of the one process: float64, or float32 where the model cannot run in float64.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS, launch: Launch = launch_to_look) -> None:
+        self.job, self.cluster, self.steps, self._launch = job, to_run_on(cluster), steps, launch
+        self.reference_precision: Precision = "fp64"
+        self._references: dict[_Parts, Path] = {}
+        self._roundings: dict[tuple[Path, str], Tolerance] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[Checks]:
+        """A folder for what the checks write; removed at the end."""
+        with scratch_folder() as folder:
+            self._folder = Path(folder)
+            yield self
+
+    def check(self, plan: Plan) -> Parity:
+        """Train the steps under the plan, and compare.
+
+        Raises:
+            PlanError: the plan cannot run the job here; every reason.
+            LaunchError: a rank failed.
+        """
+        if reasons := plan.check(self.job, self.cluster):
+            raise PlanError("\n".join(reasons))
+        refuse_what_cannot_divide(self.job, plan, self.cluster, launch=self._launch)
+        parts, precision = self._parts(plan), plan.precision_for(self.job)
+        reference = self._reference(parts)
+        if precision != "fp64" and (reference, precision) not in self._roundings:
+            alone = Plan(precision=precision, microbatches=parts.microbatches)
+            self._roundings[reference, precision] = self._compared(alone, reference, TOLERANCES[precision], parts).largest
+        rounding = self._roundings.get((reference, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
+        factor = ROUNDING[precision]
+        tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
+        parity = self._compared(plan, reference, tolerance, parts)
+        parity.reference_precision = self.reference_precision
+        return parity
+
+    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance, parts: _Parts) -> Parity:
+        with tempfile.TemporaryDirectory(dir=self._folder) as out:
+            arguments = [f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out, *parts.arguments]
+            self._launch(arguments, self.job, self.cluster, plan)
+            return Parity.read(plan, Path(out), reference, tolerance)
+
+    def _parts(self, plan: Plan) -> _Parts:
+        """How one process computes a batch so that it can be compared.
+
+        Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
+        """
+        from paceline.trace.anatomy import anatomy
+
+        if anatomy(self.job.model).normalises_batches:
+            return _Parts(plan.microbatches, plan.readers, together=self.job.batch_norm == "sync")
+        if plan.microbatches > 1 and json.loads((self._reference(_Parts(1, 1)) / "reference.json").read_text())["written"]:
+            return _Parts(plan.microbatches, plan.readers, together=True)
+        return _Parts(1, 1)
+
+    def _reference(self, parts: _Parts) -> Path:
+        """The folder with the steps of one process, which computes as many parts of a batch one after the other."""
+        if parts not in self._references:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            (folder / "job.yaml").write_text(self.job.to_yaml())
+            self._take_reference(folder, parts, self.reference_precision)
+            self._references[parts] = folder
+        return self._references[parts]
+
+    def _take_reference(self, folder: Path, parts: _Parts, precision: Precision) -> None:
+        plan = Plan(precision=precision, microbatches=parts.microbatches)
+        arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), *parts.arguments]
+        try:
+            self._launch(arguments, self.job, self.cluster, plan)
+        except LaunchError:
+            # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there is.
+            if precision != "fp64" or self._references:
+                raise
+            self._take_reference(folder, parts, "fp32")
+            self.reference_precision = "fp32"
+
+
+def check_all(
+    job: Job, most_ranks: int, cluster: Cluster | None = None, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]
+) -> bool:
+    """Check every legal plan of up to `most_ranks` ranks; `say` gets each as it is done, a refused one as its `PlanError`.
+
+    Returns whether every plan that runs holds.
+    """
+    from paceline.errors import PacelineError
+    from paceline.planner.legal_plans import legal_plans
+
+    checks, hold = Checks(job, cluster, steps=steps), True
+    with checks.opened():
+        for plan in legal_plans(job, checks.cluster, range(min(2, most_ranks), most_ranks + 1)):
+            try:
+                found: Parity | Exception = checks.check(plan)
+            except PacelineError as error:
+                found = PlanError(str(error)) if getattr(error, "rank_error", None) == "PlanError" else error
+            hold = hold and (isinstance(found, PlanError) or (isinstance(found, Parity) and found.holds))
+            say(plan, found)
+    return hold
+
+
+def _drawn(module: str) -> str:
+    return (
+        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for the check (torch's own "
+        "dropout, and what modules call drop, are off already)"
+    )
+
+
+def _step(found: list[dict], i: int) -> StepParity:  # type: ignore[type-arg]
+    gradient, parameter, buffer = (_worst(found, i, kind) for kind in ("gradient", "parameter", "buffer"))
+    return StepParity(found[0]["losses"][i], found[0]["reference_losses"][i], gradient, parameter, buffer)
+
+
+def _worst(found: list[dict], i: int, kind: str) -> Worst:  # type: ignore[type-arg]
+    worst = Worst(0.0, "", 0)
+    for rank, compared in enumerate(found):
+        for name, piece in compared["steps"][i].items():
+            if kind not in piece:
+                continue
+            difference = math.inf if math.isnan(piece[kind]) else piece[kind]
+            if not worst.name or difference > worst.difference:
+                worst = Worst(difference, name, rank)
+    return worst
+
+
+def _largest(found: list[dict]) -> dict[str, float]:  # type: ignore[type-arg]
+    largest: dict[str, float] = {}
+    for compared in found:
+        for pieces in compared["steps"]:
+            for name, piece in pieces.items():
+                if "gradient" in piece:
+                    largest[name] = max(largest.get(name, 0.0), piece["gradient"])
+    return largest
+
+
+def _first_difference(reference: dict[str, list[float]], found: list[dict], tolerance: float) -> str | None:  # type: ignore[type-arg]
+    """The first module, in the order in which they ran, whose outputs have another mean square."""
+    for name, (count, _, square) in reference.items():
+        ours = [compared["outputs"][name] for compared in found if name in compared["outputs"]]
+        if not ours or not count:
+            continue
+        expected, mean = square / count, sum(o[2] for o in ours) / (sum(o[0] for o in ours) or 1.0)
+        if abs(mean - expected) > tolerance * (abs(expected) or 1.0):
+            return name
+    return None

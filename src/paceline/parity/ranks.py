@@ -1,0 +1,289 @@
+"""Parity: a few steps of a job under a plan, against the same steps in one process and float64, parameter by parameter.
+
+The one process writes down what it computed; every rank of the plan then holds its own pieces against it, so nothing is gathered, and
+replicas that drifted apart show as well. Gradients are those that the optimizer was given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.data.loader import Loader
+from paceline.engine.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
+from paceline.engine.engine import Engine
+from paceline.job.batch import Batch
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.plans.plan import Plan
+from paceline.split.layout import Layout
+from paceline.split.parts import local
+from paceline.training.loop import build_engine, built, seed_all
+
+# Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at zero, so nothing is
+# measured by less than this share of the norm of all gradients, of all parameters, or of all buffers that the forward pass writes.
+VANISHING = 1e-3
+_LOOKED_AT = 4  # samples, to see whether the model draws at random
+
+
+@dataclass
+class Compared:
+    """What one rank found.
+
+    Attributes:
+        losses: of every step; the same on all ranks.
+        reference_losses: those of the one process.
+        steps: per step, how far every parameter and buffer that the rank holds a piece of differs: `gradient`, `parameter`, `buffer`.
+        outputs: for every module that the rank runs, what it added up of its outputs in the first step: number, sum, sum of squares.
+        report: what the plan divided, in words.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    reference_losses: list[float] = field(default_factory=list)
+    steps: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    outputs: dict[str, list[float]] = field(default_factory=dict)
+    report: list[str] = field(default_factory=list)
+
+
+def run_reference(arguments: list[str]) -> None:
+    """Take the steps in this process alone: `FOLDER STEPS PLAN [RANKS HOW]`, where the plan is of one rank.
+
+    RANKS are the data-parallel ranks whose parts of a batch this process computes, `apart` or `together`; see `_Dealt`.
+    """
+    folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
+    job = Job.load(folder / "job.yaml")
+    with _comparable(job, plan):
+        _take_reference(_engine(job, plan, Group(), arguments[3:]), folder, steps)
+
+
+def _take_reference(engine: Engine, folder: Path, steps: int) -> None:
+    drawn = random_module(engine, engine.loader.example(_LOOKED_AT))
+    initial, losses = _tensors(engine), []
+    outputs = _Outputs(engine.model)
+    for step, batch in enumerate(_steps(engine.loader, steps), 1):
+        losses.append(engine.step(batch).loss)
+        outputs.close()
+        save_file(_tensors(engine), folder / f"reference-{step}.safetensors")
+    now = _tensors(engine)
+    written = sorted({n.split("/", 2)[2] for n in now if n.startswith("buffer/") and not torch.equal(now[n], initial[n])})
+    found = {"losses": losses, "outputs": outputs.found, "written": written, "random": drawn}
+    (folder / "reference.json").write_text(json.dumps(found))
+    engine.close()
+
+
+def run_plan(arguments: list[str]) -> None:
+    """Take the steps as a rank of the plan, and write what differs: `FOLDER STEPS PLAN OUT [RANKS HOW]`; the last as for the reference."""
+    folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
+    job = Job.load(folder / "job.yaml")
+    with joined(deadline_s=job.deadline_s, transport=plan.transport) as group, _comparable(job, plan):
+        engine = _engine(job, plan, group, arguments[4:] if group.size == 1 else [])
+        reference = json.loads((folder / "reference.json").read_text())
+        found = Compared(reference_losses=reference["losses"])
+        found.report = engine.split.report if engine.split is not None else []
+        outputs = _Outputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
+        for step, batch in enumerate(_steps(engine.loader, steps), 1):
+            found.losses.append(engine.step(batch).loss)
+            if outputs is not None:
+                outputs.close()
+            tensors = load_file(folder / f"reference-{step}.safetensors")
+            found.steps.append(_compare(engine, tensors, set(reference["written"])))
+        found.outputs = outputs.found if outputs is not None else {}
+        (Path(arguments[3]) / f"rank-{group.rank}.json").write_text(json.dumps(asdict(found)))
+        engine.close()
+
+
+@contextmanager
+def _comparable(job: Job, plan: Plan) -> Iterator[None]:
+    """Within, models drop nothing; and in float64 they compute all in it."""
+    with nothing_dropped(), all_in_float64() if plan.precision_for(job) == "fp64" else nullcontext():
+        yield
+
+
+def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
+    if "PACELINE_STATUS" in os.environ:  # a process that a launcher started for this alone
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+    seed_all(job.seed)
+    model = built(job, plan)
+    without_dropout(model if isinstance(model, nn.Module) else model.model)
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    alone = job
+    if group.size == 1 and job.partition.weights is not None:  # the same batches, dealt to one
+        alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
+    engine = build_engine(alone, plan, model, data, group)
+    if engine.precision == "fp64":
+        engine.step_loss = in_float64(engine.step_loss)
+    if ranks and int(ranks[0]) > 1:
+        _Dealt(engine, job, data, int(ranks[0]), together="together" in ranks)
+    return engine
+
+
+class _Dealt:
+    """Has one process compute the parts of a batch that several data-parallel ranks would.
+
+    Apart, the parts come one after the other, each with that rank's own buffers; together, the ranks' n-th microbatches are one part.
+    """
+
+    def __init__(self, engine: Engine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
+        self.together = together
+        self.engine, self.microbatches = engine, engine.plan.microbatches
+        labels = getattr(data.train, "labels", None)
+        spec: dict[str, Any] = {"samples": len(data.train), "global_batch": job.global_batch, "seed": job.seed}  # type: ignore[arg-type]
+        spec |= {"replicas": ranks, "labels": labels, "drop_last": job.drop_last}
+        self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
+        self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
+        self.waiting: list[int] = []  # the ranks of the parts to come
+        engine.microbatches = self.parts  # type: ignore[method-assign, assignment]
+        if together:
+            return
+        engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)  # the engine weighs parts, not whole batches
+        engine.model.register_forward_pre_hook(lambda *_: self._take())
+        engine.model.register_forward_hook(lambda *_: self._keep())
+        engine.dealt = self  # type: ignore[attr-defined]
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """The microbatches of every rank, in the order of ranks."""
+        position, indices = self.engine.loader.position, self.engine.loader.indices
+        assert position is not None
+        of_ranks: list[list[list[int]]] = []  # the rows of every microbatch of every rank
+        for partition in self.partitions:
+            own = torch.tensor([indices.index(i) for i in next(partition.batches(position.epoch, position.step))], dtype=torch.int64)
+            of_ranks.append([part.tolist() for part in own.tensor_split(self.microbatches) if len(part)])
+        if self.together:
+            parts = [[row for part in parts for row in part] for parts in itertools.zip_longest(*of_ranks, fillvalue=[])]
+        else:
+            parts = [part for rank in of_ranks for part in rank]
+            self.waiting += [rank for rank, own in enumerate(of_ranks) for _ in own]
+        return [{k: v[rows] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(t[rows] for t in batch) for rows in parts]
+
+    def named_buffers(self, rank: int) -> dict[str, Tensor]:
+        """The buffers of one of the ranks."""
+        return dict(zip(dict(self.engine.model.named_buffers()), self.buffers[rank], strict=True))
+
+    def _take(self) -> None:
+        if not self.waiting:  # no step, but a look at the model
+            return
+        for buffer, own in zip(self.engine.model.buffers(), self.buffers[self.waiting[0]], strict=True):
+            buffer.copy_(own)
+
+    def _keep(self) -> None:
+        if not self.waiting:
+            return
+        rank = self.waiting.pop(0)
+        for buffer, own in zip(self.engine.model.buffers(), self.buffers[rank], strict=True):
+            own.copy_(buffer)
+
+
+def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
+    """Data-parallel ranks, and the buffers that each has: this one's, or those of all for which one process stands."""
+    dealt: _Dealt | None = getattr(engine, "dealt", None)
+    if dealt is None:
+        return [(engine.loader.partition.replica, engine.named_buffers())]
+    return [(rank, dealt.named_buffers(rank)) for rank in range(len(dealt.buffers))]
+
+
+def _tensors(engine: Engine) -> dict[str, Tensor]:
+    """Parameters, gradients and persistent buffers (others are caches and counters); the last as `buffer/RANK/NAME`."""
+    held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
+    found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
+    found |= {f"gradient/{name}": _copy(p.grad) for name, p in held.items() if p.grad is not None}
+    return found | {f"buffer/{rank}/{name}": _copy(b) for rank, buffers in _buffers(engine) for name, b in buffers.items() if name in kept}
+
+
+def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
+    parts = engine.parts
+    found: dict[str, dict[str, float]] = {}
+    least, least_parameter = _whole_norm(reference, "gradient/") * VANISHING, _whole_norm(reference, "parameter/") * VANISHING
+    for name, held in engine.named_parameters().items():
+        layout = parts[name].layout if parts is not None else Layout.whole(held.shape)
+        gradient = _distance(held.grad, reference.get(f"gradient/{name}"), layout, least)
+        found[name] = {"gradient": gradient, "parameter": _distance(held, reference[f"parameter/{name}"], layout, least_parameter)}
+    ranks = len({name.split("/")[1] for name in reference if name.startswith("buffer/")})
+    for rank, buffers in _buffers(engine):
+        prefix = f"buffer/{rank if rank < ranks else 0}/"
+        least = _whole_norm({n: t for n, t in reference.items() if n.removeprefix(prefix) in written}, prefix) * VANISHING
+        for name, buffer in buffers.items():
+            expected = reference.get(prefix + name)
+            if expected is not None and expected.shape == buffer.shape:  # else it is divided, and the parameters tell
+                distance = _buffer_distance(buffer, expected, least if name in written else 0.0)
+                entry = found.setdefault(name, {})
+                entry["buffer"] = max(distance, entry.get("buffer", 0.0))
+    return found
+
+
+def _buffer_distance(own: Tensor, reference: Tensor, least: float) -> float:
+    """The relative L2 distance of buffers, which may hold infinities."""
+    held = _copy(own)
+    if torch.equal(held, reference):
+        return 0.0
+    finite = reference.isfinite()
+    if not torch.equal(held.isfinite(), finite) or not torch.equal(held[~finite], reference[~finite]):
+        return math.inf
+    return _distance(held[finite], reference[finite], Layout.whole(held[finite].shape), least)
+
+
+def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
+    tensors = [t for name, t in reference.items() if name.startswith(kind)]
+    return math.hypot(*(norm.item() for norm in torch._foreach_norm(tensors))) if tensors else 0.0
+
+
+def _distance(own: Tensor | None, reference: Tensor | None, layout: Layout, least: float) -> float:
+    """The relative L2 distance; infinite where only one of the two is there and is not zero."""
+    if own is None or reference is None:
+        there = own if own is not None else reference
+        return 0.0 if there is None or not there.any() else math.inf
+    norm = max(float(torch.linalg.vector_norm(reference)), least)
+    difference = float(torch.linalg.vector_norm(local(own).detach().double().cpu() - layout.take(reference)))
+    return difference / norm if norm else difference
+
+
+class _Outputs:
+    """Adds up what every module puts out. A mean does not depend on who computed which part, nor on how many computed the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: dict[str, list[float]] = {}
+        self._hooks = [m.register_forward_hook(self._add(name)) for name, m in model.named_modules() if name]
+
+    def _add(self, name: str) -> Any:
+        def add(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if not isinstance(first, Tensor) or not first.is_floating_point():
+                return
+            wide = first.detach().double()
+            sums = self.found.setdefault(name, [0.0, 0.0, 0.0])
+            for i, value in enumerate((wide.numel(), wide.sum().item(), wide.square().sum().item())):
+                sums[i] += value
+
+        return add
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _steps(loader: Loader, steps: int) -> Iterator[Batch | None]:
+    done = 0
+    while True:
+        for batch in loader:
+            if done == steps:
+                return
+            yield batch
+            done += 1
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().cpu().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,32 @@
+"""The plan for a job whose user named none."""
+
+from __future__ import annotations
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+
+_MOST_CPU_RANKS = 8  # beyond these, more threads per rank: a step's communication grows with the ranks, and cores of one host share memory
+
+
+def auto_plan(job: Job, cluster: Cluster) -> Plan:
+    """One rank per GPU; without GPUs one per core up to 8, and the other cores as threads of those. Where measuring begins.
+
+    There are never more replicas than devices or samples in the global batch, and exactly as many as the job's partition has weights.
+
+    Raises:
+        PlanError: the weights ask for more replicas than there are devices or samples.
+    """
+    most = cluster.devices if cluster.kind == "cuda" else min(cluster.devices, _MOST_CPU_RANKS)
+    weights = job.partition.weights
+    plan = Plan(dp=min(most, job.global_batch) if weights is None else len(weights))
+    reasons = plan.check(job, cluster)
+    if plan.ranks > cluster.devices and cluster.kind == "cpu":
+        reasons.append(
+            f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has {cluster.devices} devices. "
+            f'Ask for --plan "{plan}" to have ranks share cores, or give the job at most {cluster.devices} weights.'
+        )
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    return plan

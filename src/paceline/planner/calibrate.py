@@ -1,0 +1,286 @@
+"""What was measured of a job on the machine at hand: a few seconds of measuring, kept for as long as it holds.
+
+A calibration has what a cost model for CPUs cannot know from shapes: how long each part of the model takes at several sizes of a
+microbatch, alone and while the other ranks keep the other cores and the memory busy; what each way to divide the model adds; how long
+each collective takes over each transport; and what a rank's process holds before there is a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.cluster.cluster import Host
+from paceline.files import write_whole
+from paceline.job.job import Job
+from paceline.planner.history import cache_folder, digests, made_cache_folder
+
+Axis = Literal["none", "dp", "fsdp", "tp", "pp"]
+AXES: tuple[Axis, ...] = ("none", "dp", "fsdp", "tp", "pp")
+FORMAT = 1  # of the file
+OLDEST_S = 30 * 86400.0
+MOST_CHANGE = 0.2  # of the machine's speed, since it was measured
+_TEMPO_S, _TEMPO_BYTES = 0.2, 2**20
+_WORK = ("model", "data", "loss", "optimizer", "global_batch", "clip_norm", "batch_norm", "nonfinite")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One forward and backward pass of the undivided model on a rank, the median of several.
+
+    Attributes:
+        ranks: how many computed the same at once, each with `threads`.
+        samples: of the microbatch.
+        forward_s, backward_s: by segment; the loss belongs to the last one.
+        peak_bytes: the most that the passes took beyond parameters: gradients, activations, what kernels take inside.
+    """
+
+    ranks: int
+    threads: int
+    precision: str
+    remat: str
+    samples: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Steps of the engine with the model divided along one axis over the ranks, by shared memory; medians of a step's parts, in seconds.
+
+    Attributes:
+        axis: `none`: one rank alone has all cores.
+        ranks: of the axis.
+        samples: of a microbatch; `microbatches` of them make a reader's share.
+        compute_s: of the mean rank, with the collectives inside of its passes.
+        comm_s: all else that is not named, waiting for slower ranks included.
+        peak_bytes: the most memory that a rank's process had at once, of the rank that had the least: it had done the least before.
+    """
+
+    axis: Axis
+    ranks: int
+    precision: str
+    samples: int
+    microbatches: int
+    data_s: float
+    compute_s: float
+    bubble_s: float
+    comm_s: float
+    optimizer_s: float
+    peak_bytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.data_s + self.compute_s + self.bubble_s + self.comm_s + self.optimizer_s
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How long a collective takes over a transport, by its size in bytes (of the larger of a rank's buffers); sizes ascend.
+
+    Attributes:
+        name: `all_reduce`, `all_gather`, `reduce_scatter` or `send_receive` (one way).
+        cpu_s: of a rank's threads, in such a call.
+    """
+
+    transport: str
+    name: str
+    ranks: int
+    sizes: tuple[int, ...]
+    times_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+
+    def time_s(self, size_bytes: float) -> float:
+        """Of a call of any size."""
+        return interpolated(self.sizes, self.times_s, size_bytes)
+
+    def busy_s(self, size_bytes: float) -> float:
+        """What a call takes of a core."""
+        return interpolated(self.sizes, self.cpu_s, size_bytes)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured. Times are in seconds, sizes in bytes.
+
+    Attributes:
+        key: of the job's work and the machine's shape (`key_of`).
+        machine: `cpu`, `cores`, `torch`, `paceline`: of which none may have changed.
+        created: seconds since 1970.
+        tempo_s: of a small fixed computation, which tells whether the machine is as fast as it was.
+        cores, ranks: of the machine; how many ranks were measured together.
+        parameters: numbers of the model's.
+        segments: names of the modules with which the parts of the model begin, in the order of a forward pass; the first is "".
+        optimizer_s: of an update of the whole model on one rank while the others do the same: `plain`, `fused` where there is one.
+        baseline_bytes: of a rank's process with torch and the data, before it has a model.
+        notes: what could not be measured, in words.
+    """
+
+    key: str
+    machine: Mapping[str, str]
+    created: float
+    tempo_s: float
+    cores: int
+    ranks: int
+    global_batch: int
+    parameters: int
+    segments: tuple[str, ...]
+    paces: tuple[Pace, ...]
+    anchors: tuple[Anchor, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    optimizer_s: Mapping[str, float] = field(default_factory=dict)
+    baseline_bytes: int = 0
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.created))
+
+    def to_json(self) -> str:
+        """One text, which `from_json` reads back to an equal calibration."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Calibration:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is no calibration, or of another version's form.
+        """
+        try:
+            values = json.loads(text)
+            if values.pop("format") != FORMAT:
+                raise ValueError("it has another version's form")
+            parts = {"paces": Pace, "anchors": Anchor, "collectives": Collective}
+            for name, kind in parts.items():
+                values[name] = tuple(kind(**as_tuples(part)) for part in values[name])
+            return cls(**as_tuples(values))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"it is no calibration ({type(error).__name__}: {error})") from error
+
+    @cached_property
+    def precisions(self) -> tuple[str, ...]:
+        """Those that were measured."""
+        return tuple(dict.fromkeys(pace.precision for pace in self.paces))
+
+    def nearest_precision(self, precision: str) -> str:
+        """That one if it was measured, else the first that was."""
+        return precision if precision in self.precisions else self.precisions[0]
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[int, str, str], list[Pace]]:
+        found: dict[tuple[int, str, str], list[Pace]] = {}
+        for pace in sorted(self.paces, key=lambda p: p.samples):
+            found.setdefault((pace.ranks, pace.precision, pace.remat), []).append(pace)
+        return found
+
+    def paces_of(self, ranks: int, precision: str, remat: str = "none") -> list[Pace]:
+        """By ascending samples, while as many ranks computed, or as near to it as was measured; [] where nothing was."""
+        measured = sorted({n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n))
+        return self._by_kind[measured[0], precision, remat] if measured else []
+
+    def anchors_of(self, axis: str, precision: str) -> list[Anchor]:
+        """Of this precision, else of any."""
+        found = [anchor for anchor in self.anchors if anchor.axis == axis]
+        return [anchor for anchor in found if anchor.precision == precision] or found
+
+    def collective(self, transport: str, name: str) -> Collective | None:
+        """What was measured of it; None where nothing was."""
+        return next((c for c in self.collectives if c.transport == transport and c.name == name), None)
+
+
+def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """On the lines through the points, `xs` ascending; beyond the last on its line, but not below it; before the first, half."""
+    if len(xs) == 1:
+        return ys[0] * x / xs[0] if x > xs[0] else ys[0]
+    i = next((i for i in range(1, len(xs)) if x <= xs[i]), len(xs) - 1)
+    slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+    value = ys[i - 1] + slope * (x - xs[i - 1])
+    return max(value, ys[-1]) if x > xs[-1] else max(value, 0.5 * ys[0], 0.0)
+
+
+# Keeping it
+
+
+def key_of(job: Job, host: Host) -> str:
+    """Of the work that bears on the times, and of the machine's shape. What else may change is looked at when a file is read."""
+    values = job.model_dump(mode="json", include=set(_WORK))
+    values["optimizer"].pop("lr", None)
+    facts = {"job": values, "files": list(digests(values)), "cores": host.cores, "physical": host.physical_cores}
+    return f"{job.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]}"
+
+
+def cache_file(key: str) -> Path:
+    """Where a calibration of this key is kept."""
+    return cache_folder() / "calibration" / f"{key}.json"
+
+
+def machine_of(host: Host) -> dict[str, str]:
+    """What must be as it was for a calibration to hold."""
+    return {"cpu": host.cpu, "cores": str(host.cores), "torch": version("torch"), "paceline": version("paceline")}
+
+
+def tempo_s() -> float:
+    """The shortest time of a small fixed computation, looked for during a fifth of a second: other work only ever adds to it."""
+    data, best, until = bytes(_TEMPO_BYTES), float("inf"), time.perf_counter() + _TEMPO_S
+    while (started := time.perf_counter()) < until:
+        hashlib.sha256(data).digest()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def why_stale(found: Calibration, host: Host, *, tempo: float, now: float | None = None) -> str | None:
+    """Why a calibration does not hold any more, in words; None where it does."""
+    for name, value in machine_of(host).items():
+        before = found.machine.get(name)
+        if before != value:
+            return f"it was measured with {name} {before}, and this is {value}"
+    age_s = (time.time() if now is None else now) - found.created
+    if age_s > OLDEST_S:
+        return f"it is {age_s / 86400:.0f} days old"
+    if abs(tempo / found.tempo_s - 1) > MOST_CHANGE:
+        faster = "slower" if tempo > found.tempo_s else "faster"
+        return f"this machine is {max(tempo / found.tempo_s, found.tempo_s / tempo) - 1:.0%} {faster} than it was then"
+    return None
+
+
+def kept(key: str, host: Host, *, tempo: float) -> tuple[Calibration | None, str | None]:
+    """The calibration of an earlier time, if it holds; else None, and why one that is there does not count."""
+    file = cache_file(key)
+    if not file.is_file():
+        return None, None
+    try:
+        found = Calibration.from_json(file.read_text())
+    except (OSError, ValueError) as error:
+        return None, f"{file} cannot be read: {error}"
+    reason = why_stale(found, host, tempo=tempo)
+    return (found, None) if reason is None else (None, f"the calibration in {file} is stale: {reason}")
+
+
+def keep(found: Calibration) -> str:
+    """Write it to the user's cache, whole or not at all; returns where, in words."""
+    file = cache_file(found.key)
+    with suppress(OSError):  # a home that cannot be written: then the next start measures again
+        write_whole(made_cache_folder(file.parent.name) / file.name, found.to_json())
+        return f"kept in {file}"
+    return f"not kept, as {file.parent} cannot be written"
+
+
+def as_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """What JSON knows as lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

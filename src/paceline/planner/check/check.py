@@ -1,0 +1,190 @@
+"""What keeps a plan from running a job on a cluster: every reason, with the value that would work."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planner.check.case import DEGREES, READERS, Case, Check, count, degrees
+from paceline.planner.check.split_check import SPLIT_CHECKS
+from paceline.planner.check.sync_check import SYNC_CHECKS
+
+if TYPE_CHECKING:
+    from paceline.plans.plan import Plan
+
+_ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
+_WITH_FUSED_STEP = ("sgd", "adam", "adamw")  # torch's own; LARS and LAMB are ours
+_RANK_BYTES = 2**28  # of a rank with torch in it, before it has a model
+
+
+def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
+    """Every reason why the plan cannot run the job on the cluster, each with the value that would work; empty where it can.
+
+    `world` is the number of ranks that were started already, on whatever devices there are.
+    """
+    return reasons_of(Case(plan, job, cluster, world))
+
+
+def reasons_of(case: Case) -> list[str]:
+    """The same of a case."""
+    return [reason for check in CHECKS if (reason := check.reason(case))]
+
+
+def _other_world(case: Case) -> str | None:
+    plan, world = case.plan, case.world
+    if world is None or plan.ranks == world:
+        return None
+    others = plan.ranks // plan.dp
+    works = f"dp={world // others} here" if world % others == 0 else f"degrees that multiply to {world}"
+    return f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}, but {world} were started: {works}."
+
+
+def _too_few_devices(case: Case) -> str | None:
+    """Ranks may share the cores of CPUs, but no GPU."""
+    plan, cluster, weights = case.plan, case.cluster, case.job.partition.weights or ()
+    if plan.ranks <= case.devices or cluster.kind == "cpu" or case.world is not None:
+        return None
+    have = f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}; {cluster.name} has {count(case.devices, 'device')}"
+    if len(weights) > case.devices:
+        return f"{have}. The job's partition has {count(len(weights), 'weight')}, one per reader: at most {case.devices} can work here."
+    others = plan.ranks // plan.dp
+    most = case.devices // others
+    return f"{have}: {f'dp is at most {most}' if most else f'degrees that multiply to at most {case.devices}'}."
+
+
+def _too_little_memory(case: Case) -> str | None:
+    """Only where ranks share cores: the rest is for the memory to tell."""
+    plan, cluster = case.plan, case.cluster
+    if plan.ranks <= case.devices or cluster.kind != "cpu" or case.world is not None:
+        return None
+    most = sum(host.memory_bytes // _RANK_BYTES for host in cluster.hosts)
+    if plan.ranks <= most:
+        return None
+    works = f"dp={case.devices}" if not case.divides else f"degrees that multiply to {case.devices}"
+    return (
+        f"plan {plan} needs {count(plan.ranks, 'rank')}, for which torch alone takes {plan.ranks * _RANK_BYTES / 2**30:,.0f} GiB "
+        f"of memory; {cluster.name} has room for {most:,} and cores for {case.devices}: {works}."
+    )
+
+
+def _other_weights(case: Case) -> str | None:
+    plan, weights = case.plan, case.job.partition.weights
+    if weights is None or len(weights) == plan.readers:
+        return None
+    others = plan.readers // plan.dp
+    room = case.world or case.devices
+    fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
+    fitting = f"dp={len(weights) // others}, or " if fits else ""
+    return (
+        f"plan {plan} has {_readers(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per {_reader(plan)}: "
+        f"{fitting}{count(min(plan.readers, room), 'weight')} in the job would fit."
+    )
+
+
+def _share_too_small(case: Case) -> str | None:
+    plan, batch = case.plan, case.job.global_batch
+    if plan.readers > batch:
+        limited = "dp" if plan.readers == plan.dp else "dp × fsdp × ep"
+        return (
+            f"plan {plan} has {_readers(plan)} for a global batch of {batch}, and each needs a sample: "
+            f"{limited} is at most {batch}, or the job's global_batch at least {plan.readers}."
+        )
+    share = case.smallest_share
+    if share == 0 and (weights := case.job.partition.weights):
+        enough = math.ceil(sum(weights) / min(weights))
+        return (
+            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_reader(plan)} no sample: "
+            f"a global_batch of {enough} is enough."
+        )
+    if plan.microbatches > share:
+        return (
+            f"plan {plan} cuts a {_reader(plan)}'s share of the global batch into {plan.microbatches} parts, but the smallest share is "
+            f"{count(share, 'sample')}: microbatches is at most {share}."
+        )
+    return None
+
+
+def _loss_over_the_whole_batch(case: Case) -> str | None:
+    plan = case.plan
+    if plan.microbatches == 1 or not case.job.loss.is_over_whole_batch:
+        return None
+    why = f"the {case.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other"
+    return f"plan {plan} computes a share in {plan.microbatches} parts, but {why}: microbatches=1."
+
+
+def _models_loss_over_the_whole_batch(case: Case) -> str | None:
+    """A loss that a model computes over the samples that it sees cannot be put together from those of parts."""
+    plan = case.plan
+    if plan.microbatches * plan.readers == 1 or case.job.loss.name != "model" or not case.anatomy.compares_samples:
+        return None
+    return (
+        f"plan {plan} computes a batch in {plan.microbatches * plan.readers} parts, but the model's own loss compares all samples of a "
+        f"batch with each other: {' '.join(f'{key}=1' for key in ('microbatches', *READERS) if getattr(plan, key) > 1)}. Or compute the "
+        "loss from the model's outputs by a function of your own that has whole_batch = True."
+    )
+
+
+def _no_fused_step(case: Case) -> str | None:
+    plan, name = case.plan, case.job.optimizer.name
+    if not plan.fused or name in _WITH_FUSED_STEP:
+        return None
+    return f"plan {plan} needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
+
+
+def _no_images(case: Case) -> str | None:
+    """Models by import path may take images; so they pass."""
+    plan, model = case.plan, case.job.model
+    takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
+    if plan.memory_format != "channels_last" or takes_images:
+        return None
+    return f"plan {plan} is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
+
+
+def _no_cuda_graphs(case: Case) -> str | None:
+    if case.plan.compile != "reduce-overhead" or case.cluster.kind == "cuda":
+        return None
+    return f"plan {case.plan} replays CUDA graphs, and {case.cluster.name} has no GPU: compile=on."
+
+
+def _no_such_transport(case: Case) -> str | None:
+    plan, cluster = case.plan, case.cluster
+    if plan.transport != "auto" and cluster.kind == "cuda":
+        return f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: transport=auto."
+    if plan.transport == "shm" and (hosts := sum(ranks > 0 for ranks in case.ranks_per_host)) > 1:
+        return f"plan {plan} needs memory that all ranks share, but they are on {hosts} hosts: transport=auto."
+    return None
+
+
+def _multiplied(plan: Plan) -> str:
+    """Only where there is something to multiply."""
+    return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
+
+
+def _reader(plan: Plan) -> str:
+    return "replica" if plan.readers == plan.dp else "reader"
+
+
+def _readers(plan: Plan) -> str:
+    """The ranks of a replica that divide its batch read apart."""
+    if plan.readers == plan.dp:
+        return count(plan.dp, "replica")
+    return f"{plan.readers} readers ({' · '.join(f'{key}={n}' for key in READERS if (n := getattr(plan, key)) > 1)})"
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(_other_world, DEGREES),
+    Check(_too_few_devices, DEGREES),
+    Check(_too_little_memory, DEGREES),
+    Check(_other_weights, READERS),
+    Check(_share_too_small, ("microbatches", *READERS)),
+    Check(_loss_over_the_whole_batch, ("microbatches",)),
+    Check(_models_loss_over_the_whole_batch, ("microbatches", *READERS)),
+    Check(_no_fused_step, ("fused",)),
+    Check(_no_images, ("memory_format",)),
+    Check(_no_cuda_graphs, ("compile",)),
+    Check(_no_such_transport, ("transport", *DEGREES)),
+    *SYNC_CHECKS,
+    *SPLIT_CHECKS,
+)

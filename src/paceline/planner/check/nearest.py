@@ -1,0 +1,153 @@
+"""The plan nearest to one that cannot run: what an error message proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, islice, takewhile
+from math import log2, prod
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.job.read.nearest import closest
+from paceline.planner.check.case import DEGREES, READERS, Case, Check
+from paceline.planner.check.check import CHECKS
+from paceline.planner.check.split_check import MEMORY
+
+if TYPE_CHECKING:
+    from paceline.plans.plan import Plan
+
+_MOST_CHANGES = 4  # that are weighed against each other
+_MOST_DEGREES_TRIED = 2000  # of each number of changes; nearest first
+_MOST_MICROBATCHES = 64  # more are not proposed
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero": (3, 2, 1),
+    "offload": (False, True),
+    "sequence": (False,),
+    "schedule": ("1f1b", "interleaved", "gpipe"),
+    "remat": ("none",),
+    "memory_format": ("contiguous",),
+    "compile": ("on", "off"),
+    "fused": (False,),
+    "compress": ("none", "int8"),
+    "sync": ("allreduce",),
+    "transport": ("auto",),
+}
+
+
+def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()) -> Plan | None:
+    """The plan that passes every check and differs least from `plan`: in the fewest keys, and among those in the degrees by least.
+
+    No degree that is 1 in `plan` is raised, but for `dp` and, where the state is beyond the memory, `fsdp`. It needs no more ranks than
+    `plan` does or there are devices. The same for the same arguments, always.
+
+    Args:
+        world: the number of ranks that were started already; the plan then needs exactly these.
+        further: checks that are held against plans which pass all others, as what only dividing the model shows.
+
+    Returns:
+        None where none was found; `plan` itself where it works.
+
+    Raises:
+        JobError: a plan divides the model, and that cannot be built.
+    """
+    checks = (*CHECKS, *further)
+    asked = Case(plan, job, cluster, world)
+    asked = replace(asked, weighed=asked.divides)  # a whole model may be too large as well
+    if (found := _others_repaired(asked, 0, checks)) is not None:
+        return found
+    failed = {check.keys for check in checks if check.reason(asked)}
+    ranks = asked.devices if DEGREES in failed else max(plan.ranks, asked.devices)
+    ranks = ranks if world is None else world
+    crowded = MEMORY in failed  # then sharing out the state is what helps
+    varied = [key for key in DEGREES if key == "dp" or getattr(plan, key) > 1 or (key == "fsdp" and crowded)]
+    values = {key: _values(asked, key, ranks) for key in varied}
+    exact = world is not None
+    for changes in range(1, _MOST_CHANGES + 1):
+        for in_degrees in range(min(changes, len(varied)) + 1):
+            for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
+                if (found := _others_repaired(case, changes - in_degrees, checks)) is not None:
+                    return found
+    for in_degrees in range(len(varied) + 1):  # far off: as many of the other keys as it takes, the first value that helps of each
+        for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
+            if (found := _others_repaired(case, None, checks)) is not None:
+                return found
+    return None
+
+
+def _with_other_degrees(asked: Case, values: dict[str, list[int]], changes: int, ranks: int, exact: bool) -> Iterator[Case]:
+    for degrees in islice(_degrees(asked.plan, values, changes, ranks, exact=exact), _MOST_DEGREES_TRIED):
+        yield replace(asked, plan=replace(asked.plan, **degrees))
+
+
+def _degrees(plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool) -> Iterator[dict[str, Any]]:
+    """Values for exactly so many of the degrees, the nearest first; all together need at most (or exactly) so many ranks."""
+    found = []
+    for keys in combinations(values, changes):
+        kept = plan.ranks // prod(getattr(plan, key) for key in keys)
+        for chosen in _within(ranks // max(1, kept), [values[key] for key in keys]):
+            total = kept * prod(chosen)
+            if total == ranks if exact else total <= ranks:
+                distance = sum(abs(log2(value / getattr(plan, key))) for key, value in zip(keys, chosen, strict=True))
+                found.append((round(distance, 9), -total, dict(zip(keys, chosen, strict=True))))
+    for _, _, values_of in sorted(found, key=lambda entry: entry[:2]):
+        yield values_of
+
+
+def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """One of each list of choices, with a product of at most `most`."""
+    if not choices:
+        yield ()
+        return
+    for value in takewhile(lambda value: value <= most, choices[0]):
+        yield from ((value, *others) for others in _within(most // value, choices[1:]))
+
+
+def _values(case: Case, key: str, most: int) -> list[int]:
+    """Other values of a degree that pass the checks of it alone, ascending: small ones, powers of 2, divisors, what the job suggests."""
+    own, weights, readers = getattr(case.plan, key), case.job.partition.weights or (), case.plan.readers
+    powers = [2**n for n in range(max(1, most).bit_length())]
+    nearby = [own - 1, own + 1, *(n for n in range(1, min(own, 4096)) if own % n == 0)]
+    others = max(1, (readers if key in READERS else case.plan.ranks) // own)
+    suggested = [most, most // others, case.job.global_batch // others, len(weights) // others]
+    candidates = sorted({n for n in (*range(1, 17), *powers, *nearby, *suggested) if 1 <= n <= most and n != own})
+    alone = [check for check in CHECKS if check.keys == (key,)]
+    cases = [(n, replace(case, plan=replace(case.plan, **dict[str, Any]({key: n})))) for n in candidates]
+    return [n for n, changed in cases if not any(check.reason(changed) for check in alone)]
+
+
+def _others_repaired(case: Case, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)) -> Plan | None:
+    """The plan with exactly so many keys beside the degrees changed (None: any number), each for a check that asks for it; else None."""
+    failed = next((check for check in checks if check.reason(case)), None)
+    if failed is None:
+        return None if changes else case.plan
+    if changes == 0:
+        return None
+    for key in (key for key in failed.keys if key not in fixed):
+        for value in _other_values(case, key):
+            changed = replace(case, plan=replace(case.plan, **{key: value}))
+            if failed.reason(changed):
+                continue
+            if (found := _others_repaired(changed, changes and changes - 1, checks, fixed | {key})) is not None:
+                return found
+    return None
+
+
+def _other_values(case: Case, key: str) -> list[Any]:
+    """Of a key that is no degree: the nearest value first."""
+    own = getattr(case.plan, key)
+    if key == "microbatches":
+        share = min(case.smallest_share, _MOST_MICROBATCHES)
+        return sorted((n for n in range(1, share + 1) if n != own), key=lambda n: (abs(log2(n / own)), n))
+    if key == "cut":
+        meant = [_cut_as_meant(case)] if case.plan.pp > 1 else []
+        return [cut for cut in dict.fromkeys((*meant, "")) if cut != own]
+    return [value for value in _CHOICES[key] if value != own]
+
+
+def _cut_as_meant(case: Case) -> str:
+    """Each name as the known one that is most like it, in the order in which the model has them."""
+    known = case.anatomy.modules
+    meant = {cut if cut in known else closest(cut, known) for cut in case.plan.cut.split(",")}
+    return ",".join(sorted((cut for cut in meant if cut), key=known.index))

@@ -1,0 +1,250 @@
+"""What keeps a plan from dividing a model: every reason, with the value that would work. See `check.py` for the other reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.job.read.nearest import nearest
+from paceline.planner.check.case import DEGREES, Case, Check, count
+from paceline.planner.check.state import crowded
+
+_BY_NUMBER = ("sgd", "adam", "adamw")  # optimizers whose step of a number needs no other number: it works on any part of a tensor
+MEANT_FOR = {"zero": ("fsdp", 3), "offload": ("fsdp", False), "sequence": ("tp", False), "schedule": ("pp", "1f1b"), "cut": ("pp", "")}
+
+
+def _without_its_degree(key: str) -> Check:
+    """A key that says how a degree works does nothing where that degree is 1; most likely the degree was forgotten."""
+    degree, default = MEANT_FOR[key]
+
+    def reason(case: Case) -> str | None:
+        value = getattr(case.plan, key)
+        if value == default or getattr(case.plan, degree) > 1:
+            return None
+        shown = "on" if value is True else value
+        return f"plan {case.plan} has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out {key}."
+
+    return Check(reason, (key, degree))
+
+
+def _schedule_and_microbatches(case: Case) -> str | None:
+    plan = case.plan
+    if plan.pp == 1 or microbatches_fit(plan.schedule, plan.pp, plan.microbatches):
+        return None
+    fitting = [n for n in range(1, 2 * plan.microbatches + plan.pp) if microbatches_fit(plan.schedule, plan.pp, n)]
+    nearby = sorted(sorted(fitting, key=lambda n: (abs(n - plan.microbatches), n))[:2])
+    rule = "at least one for each" if plan.schedule == "1f1b" else f"equal rounds of {plan.pp} or a few more"
+    has = f"plan {plan} has {count(plan.microbatches, 'microbatch', 'microbatches')} for {plan.pp} pipeline ranks"
+    return f"{has}; {plan.schedule} needs {rule}: {_one_of('microbatches', nearby)}."
+
+
+def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
+    """Whether a schedule of `torch.distributed.pipelining` can run so many microbatches over `pp` ranks: each class's own rule."""
+    if schedule == "1f1b":
+        return microbatches >= pp
+    if schedule == "interleaved":  # in rounds of equally many, one of each rank at least
+        return microbatches >= pp and microbatches % (microbatches // pp) == 0
+    return True
+
+
+def _too_few_blocks(case: Case) -> str | None:
+    plan, stages = case.plan, case.stages
+    if plan.pp == 1 or plan.cut:
+        return None
+    blocks = len(case.anatomy.blocks)
+    pieces = blocks or sum(len(shape.sizes) > 1 for shape in case.anatomy.parameters)
+    if pieces >= stages:
+        return None
+    have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
+    most = pieces * plan.pp // stages
+    works = f"pp is at most {most}" if most > 1 else "pp=1"
+    return f"plan {plan} makes {stages} stages, but the model has {have}: {works}, or cut names the modules where stages begin."
+
+
+def _wrong_cuts(case: Case) -> str | None:
+    plan, cuts, wanted = case.plan, case.plan.cut.split(","), case.stages - 1
+    if plan.pp == 1 or not plan.cut:
+        return None
+    known = case.anatomy.modules
+    wrong = [f'there is no module "{cut}" in the model. {nearest(cut, known)}' for cut in cuts if cut not in known]
+    wrong += [f"a stage begins at {cut} once only." for cut in dict.fromkeys(cuts) if cuts.count(cut) > 1]
+    if len(cuts) != wanted:
+        proposal = f" cut={evenly}" if (evenly := _even_cuts(case)) else ""
+        stages = f"{case.stages} stages (schedule={plan.schedule})" if case.stages > plan.pp else f"{plan.pp} stages"
+        wrong.append(f"{stages} have {count(wanted, 'cut')} between them, and there are {len(cuts)}:{proposal or f' name {wanted}'}.")
+    return f"plan {plan} cuts at {', '.join(cuts)}: {' '.join(wrong)}" if wrong else None
+
+
+def _even_cuts(case: Case) -> str:
+    blocks, stages = case.anatomy.blocks, case.stages
+    return ",".join(blocks[len(blocks) * stage // stages] for stage in range(1, stages)) if len(blocks) >= stages else ""
+
+
+def _heads_do_not_divide(case: Case) -> str | None:
+    """A vocabulary that does not divide stays whole, which is slower but works: see `warn.py`."""
+    tp = case.plan.tp
+    if tp == 1:
+        return None
+    numbers = {"attention heads": case.anatomy.heads, "heads of keys and values": case.anatomy.key_value_heads}
+    wrong = [f"{what} ({_numbers(found)})" for what, found in numbers.items() if any(n % tp for n in found)]
+    if not wrong:
+        return None
+    working = _common_divisors([n for found in numbers.values() for n in found])
+    return f"plan {case.plan} divides the model's {' and '.join(wrong)} by {tp}, which leaves a rest: {_one_of('tp', working)}."
+
+
+def _experts_do_not_divide(case: Case) -> str | None:
+    plan = case.plan
+    experts = case.anatomy.experts if plan.ep > 1 else ()
+    if plan.ep == 1 or (experts and not any(n % plan.ep for n in experts)):
+        return None
+    if not experts:
+        instead = f"ep=1 (fsdp={plan.ep} shares out any model)"
+        return f"plan {plan} shares out experts, but the model has no mixture of experts in one tensor: {instead}."
+    return f"plan {plan} shares out {_numbers(experts)} experts to {plan.ep} ranks: {_one_of('ep', _common_divisors(experts))}."
+
+
+def _tokens_do_not_divide(case: Case) -> str | None:
+    plan = case.plan
+    if plan.cp == 1:
+        return None
+    if not case.anatomy.heads and not case.anatomy.vocabulary:
+        return f"plan {plan} shares out the tokens of a sequence, but the model has no attention over tokens: cp=1."
+    return _rest_of_tokens(case, "cp", plan.cp) if case.anatomy.takes_parts_of_sequences else None  # others have all tokens on every rank
+
+
+def _no_sequence_to_divide(case: Case) -> str | None:
+    """Sequence parallel: the tokens that a rank of `cp` has are divided again."""
+    plan = case.plan
+    if not plan.sequence or plan.tp == 1:
+        return None
+    if not case.anatomy.heads or not case.anatomy.blocks:
+        return f"plan {plan} shares out the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
+    return _rest_of_tokens(case, "tp", plan.tp * plan.cp)
+
+
+def _rest_of_tokens(case: Case, key: str, parts: int) -> str | None:
+    tokens, others = case.tokens, parts // getattr(case.plan, key)
+    if tokens is None or tokens % parts == 0:
+        return None
+    working = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
+    alone = "cp=1" if key == "cp" else "sequence=off"
+    degree = _one_of(key, working) if working else alone
+    return (
+        f"plan {case.plan} divides sequences of {tokens} tokens among {parts} ranks: {degree}, "
+        f"or sequences of {max(1, round(tokens / parts)) * parts} tokens in the job's data."
+    )
+
+
+def _loss_over_stages(case: Case) -> str | None:
+    plan = case.plan
+    divided = [key for key in ("pp", "cp") if getattr(plan, key) > 1]
+    if not divided or not case.job.loss.is_over_whole_batch:
+        return None
+    ones = " ".join(f"{key}=1" for key in divided)
+    return (
+        f"plan {plan} never has all outputs of a batch on one rank ({', '.join(divided)}), and the "
+        f"{case.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other: {ones}."
+    )
+
+
+def _norms_of_whole_layers(case: Case) -> str | None:
+    plan, name = case.plan, case.job.optimizer.name
+    divided = [key for key in ("fsdp", "tp", "ep") if getattr(plan, key) > 1]
+    if name in _BY_NUMBER or not divided:
+        return None
+    return (
+        f"plan {plan} divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm of the whole layer: "
+        f"{', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
+    )
+
+
+def _format_of_divided_images(case: Case) -> str | None:
+    if case.plan.memory_format != "channels_last" or not case.divides:
+        return None
+    return f"plan {case.plan} divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous."
+
+
+def _graphs_of_divided_models(case: Case) -> str | None:
+    if case.plan.compile != "reduce-overhead" or not case.divides or case.cluster.kind == "cpu":
+        return None
+    return f"plan {case.plan} replays CUDA graphs, which cannot hold the communication inside a divided model: compile=on."
+
+
+def _nothing_to_compute_again(case: Case) -> str | None:
+    plan = case.plan
+    if plan.remat == "none" or plan.pp > 1 or case.anatomy.blocks:
+        return None
+    return f"plan {plan} computes blocks again instead of keeping what they computed, but the model has no repeated blocks: remat=none."
+
+
+def _compiled_zero_bubble(case: Case) -> str | None:
+    plan = case.plan
+    if plan.pp == 1 or plan.schedule != "zero-bubble" or plan.compile == "off":
+        return None
+    return (
+        f"plan {plan} computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do with compiled stages: "
+        "compile=off, or schedule=interleaved."
+    )
+
+
+def _shards_of_a_tied_weight(case: Case) -> str | None:
+    """The V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself."""
+    plan = case.plan
+    if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not case.anatomy.tied:
+        return None
+    tied = " and ".join(case.anatomy.tied[0][:2])
+    return f"plan {plan} would shard {tied} twice, which are one weight, on two stages of a rank: schedule=1f1b, or fsdp=1."
+
+
+def _state_beyond_memory(case: Case) -> str | None:
+    if not (case.divides or case.weighed) or (crowd := crowded(case)) is None:
+        return None
+    return f"plan {case.plan} keeps parameters, gradients and optimizer state of {crowd}: {_enough_fsdp(case)}."
+
+
+def _enough_fsdp(case: Case) -> str:
+    """The value that would work: more ranks that share out the state, as far as there are devices and samples."""
+    plan = case.plan
+    rest = plan.ranks // plan.fsdp
+    most = (case.world or case.devices) // rest
+    for zero in dict.fromkeys((plan.zero, 3)):
+        for fsdp in (plan.fsdp * 2**n for n in range(max(1, most // plan.fsdp).bit_length())):
+            bigger = replace(plan, fsdp=fsdp, zero=zero)
+            if fsdp > 1 and crowded(replace(case, plan=bigger)) is None:
+                return f"fsdp={fsdp}" + (f" zero={zero}" if zero != plan.zero else "") + " is enough"
+    return f"more memory, or a smaller model (this one has {case.anatomy.numel:,} parameters)"
+
+
+def _one_of(key: str, values: Sequence[int]) -> str:
+    return f"{key}={values[0]}" if len(values) == 1 else f"{key} is one of {_numbers(values)}"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """Of many only the first ones."""
+    return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
+
+
+def _common_divisors(numbers: Sequence[int]) -> list[int]:
+    return [n for n in range(1, min(numbers) + 1) if not any(number % n for number in numbers)] if numbers else [1]
+
+
+MEMORY = ("zero", "offload", *DEGREES)
+SPLIT_CHECKS = (
+    *(_without_its_degree(key) for key in MEANT_FOR),
+    Check(_schedule_and_microbatches, ("microbatches", "schedule", "pp")),
+    Check(_too_few_blocks, ("pp", "schedule")),
+    Check(_wrong_cuts, ("cut", "pp", "schedule")),
+    Check(_heads_do_not_divide, ("tp",)),
+    Check(_experts_do_not_divide, ("ep",)),
+    Check(_tokens_do_not_divide, ("cp",)),
+    Check(_no_sequence_to_divide, ("sequence", "tp", "cp")),
+    Check(_loss_over_stages, ("pp", "cp")),
+    Check(_norms_of_whole_layers, ("fsdp", "tp", "ep")),
+    Check(_format_of_divided_images, ("memory_format", *DEGREES[1:])),
+    Check(_graphs_of_divided_models, ("compile", *DEGREES[1:])),
+    Check(_nothing_to_compute_again, ("remat", "pp")),
+    Check(_compiled_zero_bubble, ("compile", "schedule", "pp")),
+    Check(_shards_of_a_tied_weight, ("schedule", "fsdp", "pp")),
+    Check(_state_beyond_memory, MEMORY),
+)

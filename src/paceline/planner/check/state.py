@@ -1,0 +1,72 @@
+"""How many bytes of a model's state a rank keeps at least: parameters, gradients and optimizer state, from their shapes.
+
+A lower bound, without activations and what torch itself takes: where it is beyond the memory, no run can succeed. ZeRO: Rajbhandari et
+al., 2020, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.job.job import Job
+from paceline.planner.check.case import Case
+
+if TYPE_CHECKING:
+    from paceline.plans.plan import Plan
+    from paceline.trace.anatomy import Anatomy, Sizes
+
+_ADAMS = ("adam", "adamw", "lamb")  # two moments each
+
+
+def state_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
+    """The least that a rank of the plan keeps between and in steps, in bytes, on whatever it computes on."""
+    whole, trained, largest_block = _held(plan, model)
+    size = 8 if plan.precision_for(job) == "fp64" else 4  # bf16 is autocast's: the parameters stay fp32
+    if plan.offload:
+        return int(size * 2 * largest_block)  # one block at a time is on the device, with its gradients
+    kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
+    gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp  # torch's pipelines gather and reduce once a step
+    return int(size * (kept + gradients + moments(job) * trained / plan.fsdp))
+
+
+def offloaded_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
+    """What a rank of a plan with offload keeps in the memory of its host, in bytes."""
+    whole, trained, _ = _held(plan, model)
+    size = 8 if plan.precision_for(job) == "fp64" else 4
+    return int(size * (whole + trained + moments(job) * trained) / plan.fsdp)
+
+
+def crowded(case: Case) -> str | None:
+    """How much more than there is room for: `30 GiB on a GPU that has 16 GiB`; None where the state of all ranks fits."""
+    plan, job, cluster = case.plan, case.job, case.cluster
+    on_device = state_bytes(plan, job, case.anatomy)
+    in_host = offloaded_bytes(plan, job, case.anatomy) if plan.offload else 0
+    if cluster.kind == "cpu":
+        in_host = max(on_device, in_host)
+    elif on_device > (memory := min(gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus)):
+        return f"{_gib(on_device)} on a GPU that has {_gib(memory)}"
+    if not in_host or case.world is not None:  # ranks that were started elsewhere are on hosts that we cannot see
+        return None
+    for host, ranks in zip(cluster.hosts, case.ranks_per_host, strict=True):
+        if ranks * in_host > host.memory_bytes:
+            return f"{_gib(ranks * in_host)} in the memory of a host that has {_gib(host.memory_bytes)}"
+    return None
+
+
+def _held(plan: Plan, model: Anatomy) -> tuple[float, float, float]:
+    """How many numbers of all parameters, of the trained ones and of the largest block a rank has before fsdp: at best an equal part."""
+    whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
+    return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
+
+
+def _part(plan: Plan, sizes: Sizes) -> float:
+    return sizes.vectors + sizes.matrices / plan.tp + sizes.experts / plan.tp / plan.ep
+
+
+def moments(job: Job) -> int:
+    """How many numbers the job's optimizer keeps for each parameter."""
+    return 2 if job.optimizer.name in _ADAMS else int(job.optimizer.name == "lars" or job.optimizer.momentum > 0)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:,.1f} GiB"

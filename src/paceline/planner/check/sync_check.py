@@ -1,0 +1,62 @@
+"""What keeps the replicas of a plan from coming to agree as it says: the rule, its settings, and compression."""
+
+from __future__ import annotations
+
+from paceline.planner.check.case import Case, Check
+from paceline.plans.sync_info import SyncSpec
+
+
+def _nothing_to_compress(case: Case) -> str | None:
+    """LocalSGD averages the parameters themselves, which must arrive as they are; another package's rule sends what it likes."""
+    plan, rule = case.plan, SyncSpec.parse(case.plan.sync).name
+    if plan.compress == "none" or rule in ("allreduce", "diloco"):
+        return None
+    what = "averages parameters, whose every bit counts" if rule == "local" else "sends by itself"
+    return f"plan {plan} compresses what is sent, but sync={rule} {what}: compress=none, or sync=allreduce or diloco."
+
+
+def _nothing_to_try(case: Case) -> str | None:
+    plan = case.plan
+    if plan.compress != "auto" or SyncSpec.parse(plan.sync).name == "allreduce":
+        return None
+    return f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: compress=int8."
+
+
+def _too_wide_to_compress(case: Case) -> str | None:
+    plan = case.plan
+    if plan.compress == "none" or plan.precision_for(case.job) != "fp64":
+        return None
+    return f"plan {plan} compresses gradients, but in fp64, which is asked for where every digit counts: compress=none."
+
+
+def _cannot_go_back(case: Case) -> str | None:
+    plan = case.plan
+    if case.job.nonfinite != "rewind" or SyncSpec.parse(plan.sync).agrees_every_step:
+        return None
+    return (
+        f"plan {plan} lets replicas train apart, and the job rewinds all of them when a loss is not finite, of which the others do not "
+        "know: nonfinite: skip in the job, or sync=allreduce."
+    )
+
+
+def _batch_over_all_replicas(case: Case) -> str | None:
+    plan, job = case.plan, case.job
+    if plan.dp == 1 or SyncSpec.parse(plan.sync).agrees_every_step:
+        return None
+    if job.loss.is_over_whole_batch:
+        name = job.loss.name.rpartition(":")[2]
+        return f"plan {plan} lets replicas train apart, and the {name} loss compares the samples of all of them: sync=allreduce."
+    if job.batch_norm == "sync":
+        return (
+            f"plan {plan} lets replicas train apart, and batch_norm: sync joins them in every layer: batch_norm: local, or sync=allreduce."
+        )
+    return None
+
+
+SYNC_CHECKS: tuple[Check, ...] = (
+    Check(_nothing_to_compress, ("compress", "sync")),
+    Check(_nothing_to_try, ("compress", "sync")),
+    Check(_too_wide_to_compress, ("compress", "precision")),
+    Check(_cannot_go_back, ("sync",)),
+    Check(_batch_over_all_replicas, ("sync",)),
+)

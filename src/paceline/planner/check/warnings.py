@@ -1,0 +1,191 @@
+"""What slows a plan that runs, or makes its result another than is commonly expected; each with the value that does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import JobError
+from paceline.job.job import Job
+from paceline.planner.check.case import Case, count
+from paceline.plans.sync_info import SyncSpec
+
+if TYPE_CHECKING:
+    from paceline.plans.plan import Plan
+
+_ZOO_WITHOUT_BATCH_NORM = ("mlp", "cifar_cnn", "bert", "gpt", "moe")
+
+
+def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
+    """See `Plan.warnings`."""
+    case = Case(plan, job, cluster)
+    found = [
+        *_more_ranks_than_cores(case),
+        *_more_threads_than_cores(case),
+        *_cores_shared_by_ranks(case),
+        *_slow_bf16(case),
+        *_matrices_across_hosts(case),
+        *_parameters_gathered_often(plan),
+        *_vocabulary_left_whole(case),
+        *_idle_stages(plan),
+        *_fewer_microbatches(case),
+        *_many_activations(plan),
+        *_uneven_attention(case),
+        *_nothing_to_offload_to(case),
+        *_statistics_of_microbatches(case),
+        *_nobody_to_agree_with(plan),
+        *_ends_between_agreements(case),
+    ]
+    return list(dict.fromkeys(found))  # once where hosts are alike
+
+
+def _more_ranks_than_cores(case: Case) -> list[str]:
+    plan, cluster = case.plan, case.cluster
+    if cluster.kind == "cuda" or plan.ranks <= case.devices:
+        return []
+    share = f"{plan.ranks} ranks share {count(case.devices, 'core')}, {case.devices / plan.ranks:.2f} of a core each"
+    if plan.ranks > plan.dp:
+        return [f"plan {plan}: {share}; degrees that multiply to {case.devices} give each rank one."]
+    better = "" if case.job.partition.weights else f" {replace(plan, dp=case.devices)}, with a core for each rank, is likely faster."
+    return [f"plan {plan}: {share}, and every rank keeps a copy of the model.{better}"]
+
+
+def _more_threads_than_cores(case: Case) -> list[str]:
+    plan = case.plan
+    return [
+        f"plan {plan} runs {ranks} × {plan.threads} threads on a host with {host.cores} cores; threads={max(1, host.cores // ranks)} fits."
+        for host, ranks in zip(case.cluster.hosts, case.ranks_per_host, strict=True)
+        if ranks and plan.threads > max(1, host.cores // ranks)
+    ]
+
+
+def _cores_shared_by_ranks(case: Case) -> list[str]:
+    plan = case.plan
+    return [
+        f"plan {plan} pins {ranks} ranks to {host.cores} cores of a host, so that some share one; pin=off lets them move."
+        for host, ranks in zip(case.cluster.hosts, case.ranks_per_host, strict=True)
+        if plan.pin and ranks > max(host.cores, sum(map(len, host.affinity)))
+    ]
+
+
+def _slow_bf16(case: Case) -> list[str]:
+    plan, cluster = case.plan, case.cluster
+    without = {d.name for host in cluster.hosts if host.kind == cluster.kind for d in host.devices if d.bf16 is False}
+    if plan.precision_for(case.job) != "bf16" or not without:
+        return []
+    names = ", ".join(sorted(without))
+    return [f"plan {plan} computes in bf16, which {names} does only in software; precision=fp32 is likely faster there."]
+
+
+def _matrices_across_hosts(case: Case) -> list[str]:
+    """The ranks of one `tp` are neighbours; a host that ends amid them divides them."""
+    plan = case.plan
+    ends = list(accumulate(case.ranks_per_host))[:-1]
+    if plan.tp == 1 or not any(end % plan.tp and end < plan.ranks for end in ends):
+        return []
+    fitting = [n for n in range(1, plan.tp) if plan.tp % n == 0 and not any(end % n for end in ends)]
+    return [f"plan {plan} divides matrices across hosts, which then talk in every layer; tp={fitting[-1]} stays within a host."]
+
+
+def _parameters_gathered_often(plan: Plan) -> list[str]:
+    if plan.fsdp == 1 or plan.zero < 3 or plan.microbatches == 1 or plan.pp > 1:  # a pipeline gathers once a step
+        return []
+    return [
+        f"plan {plan} gathers the parameters anew for each of {plan.microbatches} microbatches; "
+        "zero=2 gathers them once a step, for the memory of one whole copy."
+    ]
+
+
+def _idle_stages(plan: Plan) -> list[str]:
+    """Only with the schedules that run so few: a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
+    if plan.pp == 1 or plan.microbatches >= plan.pp:
+        return []
+    return [f"plan {plan} has fewer microbatches than pipeline ranks, so some always wait; microbatches={4 * plan.pp} keeps them busy."]
+
+
+def _fewer_microbatches(case: Case) -> list[str]:
+    """Those of a pipeline are equal, for its stages are made for one size."""
+    plan, shares = case.plan, case.shares
+    fitting = next(n for n in range(plan.microbatches, 0, -1) if not any(share % n for share in shares))
+    if plan.pp == 1 or fitting == plan.microbatches:
+        return []
+    per_reader, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.readers * plan.microbatches
+    return [
+        f"plan {plan} has {per_reader}, which do not divide in {plan.microbatches} equal microbatches, so {fitting} will be used; "
+        f"a global batch of {-(-case.job.global_batch // equal) * equal} would divide."
+    ]
+
+
+def _vocabulary_left_whole(case: Case) -> list[str]:
+    plan = case.plan
+    wrong = [n for n in case.anatomy.vocabulary if n % plan.tp] if plan.tp > 1 else []
+    left = f"plan {plan} leaves the vocabulary whole on each rank"
+    return [f"{left}, for {n} is no multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided." for n in wrong]
+
+
+def _many_activations(plan: Plan) -> list[str]:
+    if plan.pp == 1 or plan.schedule != "gpipe" or plan.microbatches <= plan.pp:
+        return []
+    return [
+        f"plan {plan} keeps the activations of all {plan.microbatches} microbatches until the backward pass; "
+        f"schedule=1f1b keeps those of {plan.pp} at most, at the same speed."
+    ]
+
+
+def _uneven_attention(case: Case) -> list[str]:
+    plan, tokens = case.plan, case.tokens
+    if plan.cp == 1 or tokens is None or tokens % (2 * plan.cp) == 0:
+        return []
+    return [
+        f"plan {plan}: {tokens} tokens are no multiple of {2 * plan.cp}, so with causal attention the last of {plan.cp} ranks has the "
+        f"most work; sequences of {-(-tokens // (2 * plan.cp)) * 2 * plan.cp} tokens are divided evenly."
+    ]
+
+
+def _nothing_to_offload_to(case: Case) -> list[str]:
+    plan, cluster = case.plan, case.cluster
+    if not plan.offload or plan.fsdp == 1 or cluster.kind == "cuda":
+        return []
+    return [f"plan {plan} keeps shards in host memory, where ranks without a GPU keep them anyway; offload=off does the same."]
+
+
+def _statistics_of_microbatches(case: Case) -> list[str]:
+    plan, job = case.plan, case.job
+    if plan.microbatches == 1 or job.model.zoo in _ZOO_WITHOUT_BATCH_NORM:
+        return []
+    try:
+        norms = case.anatomy.batch_norms
+    except JobError:  # the ranks will say so with more to go by
+        return []
+    if not norms:
+        return []
+    share = max(1, job.global_batch // plan.readers // plan.microbatches)
+    where = norms[0] + (f" and {len(norms) - 1} more" if norms[1:] else "")
+    over = (
+        f"{count(share, 'sample')} of a microbatch"
+        if job.batch_norm == "local" or plan.readers == 1
+        else f"one microbatch of each of {plan.readers} readers"
+    )
+    return [
+        f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole "
+        f"share, and move the running ones {count(plan.microbatches, 'time')} a step: losses differ from those of microbatches=1."
+    ]
+
+
+def _nobody_to_agree_with(plan: Plan) -> list[str]:
+    if plan.dp > 1 or (plan.sync == "allreduce" and plan.compress == "none"):
+        return []
+    said = " ".join(word for word in str(plan).split() if word.startswith(("sync=", "compress=")))
+    return [f"plan {plan} has one replica, which agrees with nobody, so {said} does nothing; dp=2 or more has it work."]
+
+
+def _ends_between_agreements(case: Case) -> list[str]:
+    """Of a rule that agrees every few steps: a run that is shorter trains replicas that never meet before its end."""
+    plan, steps = case.plan, case.job.stop.steps
+    spec = SyncSpec.parse(plan.sync)
+    if plan.dp == 1 or spec.agrees_every_step or steps is None or steps >= spec.arguments[""]:
+        return []
+    period = spec.arguments[""]
+    return [f"plan {plan} agrees every {period} steps, and the job ends after {steps}; a period of {max(1, steps // 4)} agrees four times."]

@@ -1,0 +1,220 @@
+"""How long a device computes a block: products by their shape, other kernels by memory traffic, and the floor of launching them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from paceline.cluster.catalogue.hardware import Accelerator
+from paceline.planner.cost import constants
+from paceline.planner.cost.layout import BYTES, Layout, Precision
+from paceline.trace.graph import Block, Gemm
+
+
+class Share(NamedTuple):
+    """What bears on a block's time on one rank."""
+
+    device: Accelerator
+    samples: float
+    tp: int
+    cp: int
+    ep: int
+    sequence: bool
+    precision: Precision
+    attention: int
+    loss: float
+    kernels: float
+    softmax_of: int
+    stops_early: bool
+    floor_s: float
+    derating: float
+    added_bytes: float
+
+
+class BlockTime(NamedTuple):
+    """Seconds of one microbatch on one rank: the device's, and those in which Python gives it the kernels."""
+
+    forward_s: float
+    backward_s: float
+    scores_s: float  # of the forward pass, what remat=selective computes again
+    last_s: float  # the same: its last product
+    launch_forward_s: float
+    launch_backward_s: float
+
+
+def share(layout: Layout) -> Share:
+    """What of a layout bears on a block's time."""
+    stack, device = layout.stack, device_of(layout)
+    floor = stack.kernel_floor_s if stack.kernel_floor_s is not None else max(device.launch_s, constants.LAUNCH_S)
+    adds_up = layout.microbatches > 1 and not (layout.fsdp > 1 and layout.zero == 3)
+    return Share(
+        device,
+        layout.samples,
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        layout.sequence,
+        layout.precision,
+        stack.attention if stack.flash else 0,
+        stack.loss,
+        stack.kernels,
+        stack.softmax_of,
+        stack.stops_early,
+        floor,
+        stack.derating,
+        3 * layout.gradient_bytes if adds_up else 0.0,
+    )
+
+
+def device_of(layout: Layout) -> Accelerator:
+    """What a rank computes with: a device, or on CPUs as many cores as it has threads."""
+    device = layout.machines.device
+    return device if device.kind != "cpu" or layout.threads == 1 else _cores(device, layout.threads)
+
+
+@lru_cache(maxsize=1000)
+def _cores(core: Accelerator, count: int) -> Accelerator:
+    peaks = {precision: flops * count for precision, flops in core.peak_flops.items()}
+    return replace(core, peak_flops=peaks, memory_bandwidth=core.memory_bandwidth * count)
+
+
+@lru_cache(maxsize=200_000)
+def block_time(block: Block, share: Share) -> BlockTime:
+    """Of one microbatch; without what links cost."""
+    fused = [gemm for gemm in block.gemms if gemm.batch and share.attention]
+    weights = [gemm for gemm in block.gemms if not (gemm.batch and share.attention)]
+    attention = sum(_fused_attention_s(gemm, share) for gemm in fused)
+    forward = sum(gemm_s(gemm, share) for gemm in weights) + attention
+    backward = sum(gemm_s(gemm, share, backward=True) for gemm in weights) + attention * constants.FUSED_BACKWARD
+    unfused = _softmax_is_unfused(block, share)
+    scores = 0.0 if share.attention else _pass_s(block.scores / share.tp / share.cp, share) * (constants.UNFUSED_SOFTMAX if unfused else 1)
+    inside = block.inside * (share.loss if block.kind == "head" else 1.0)
+    other = _pass_s(inside / share.tp / share.cp + block.outside / (share.tp if share.sequence else 1) / share.cp, share)
+    squares = scores + attention + sum(gemm_s(gemm, share) for gemm in weights if gemm.batch)
+    held = block.matrices / share.tp + block.experts / share.tp / share.ep
+    added = held * share.added_bytes / _vector_bandwidth(share.device)
+    kernels = (block.kernels + (constants.UNFUSED_KERNELS if unfused else 0)) * share.kernels
+    starts = kernels * constants.KERNEL_S if share.device.kind == "cuda" else 0.0
+    launch = kernels * share.floor_s * (1 + constants.LAUNCH_TP * (share.tp - 1))
+    slow = share.derating
+    trained = 1.0 if block.trained else 0.0
+    others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added
+    return BlockTime(
+        (forward + other + scores) * slow + starts,
+        ((backward + others_backward) * slow + 2 * starts) * trained,
+        squares * slow,
+        gemm_s(block.gemms[-1], share) * slow if block.gemms else 0.0,
+        launch,
+        2 * launch * trained,
+    )
+
+
+def _softmax_is_unfused(block: Block, share: Share) -> bool:
+    if share.attention or share.softmax_of == 1:
+        return False
+    squares = max((gemm.batch for gemm in block.gemms), default=0) * share.samples / share.tp
+    return squares % share.softmax_of != 0
+
+
+def gemm_s(gemm: Gemm, share: Share, backward: bool = False) -> float:
+    """Seconds of all products of this shape in a microbatch: forward, or both products of the backward pass."""
+    rows, n, k = gemm.rows / share.cp, float(gemm.n), float(gemm.k)
+    times = float(gemm.times)
+    if gemm.batch:
+        times *= gemm.batch * share.samples / (share.tp if gemm.divided != "none" else 1)
+    elif gemm.experts:
+        rows *= share.samples * share.ep / gemm.experts
+        times *= gemm.experts / share.ep
+    else:
+        rows *= share.samples
+    if gemm.divided == "n":
+        n /= share.tp
+    elif gemm.divided == "k":
+        k /= share.tp
+    if gemm.batch:
+        return _both(share, rows, n, k, times) if backward else product_s(share.device, share.precision, rows, n, k, times)
+    many = times if gemm.experts else 1.0
+    repeated = 1.0 if gemm.experts else times
+    if backward:
+        return repeated * _both(share, rows, n, k, many)
+    return repeated * product_s(share.device, share.precision, rows, n, k, many)
+
+
+def _both(share: Share, rows: float, n: float, k: float, many: float) -> float:
+    """The products for the gradients of both operands."""
+    device, precision = share.device, share.precision
+    return product_s(device, precision, rows, k, n, many) + product_s(device, precision, n, k, rows, many)
+
+
+@lru_cache(maxsize=100_000)
+def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: float, many: float = 1.0) -> float:
+    """Seconds of `many` equal products (m × k) · (k × n) at once: by arithmetic or by memory, whichever takes longer.
+
+    The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the sizes of tiles that
+    libraries have, the fastest is taken.
+    """
+    size = BYTES[precision]
+    moved = many * (m * k + k * n + m * n) * size / _vector_bandwidth(device)
+    alignment = _alignment(n, k, size)
+    if device.kind != "cuda":
+        return max(2 * m * n * k * many / (peak_flops(device, precision) * constants.GEMM_TOP), moved)
+    if alignment is None and size == 2 and many > 1:
+        return max(2 * m * n * k * many / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
+    units = _multiprocessors(device)
+    each = peak_flops(device, precision) * constants.GEMM_TOP * _sustained(device) * (alignment or constants.UNALIGNED) / units
+    fastest = float("inf")
+    for rows, columns, use in constants.TILES:
+        tiles = ceil(m / rows) * ceil(n / columns) * many
+        for split in constants.SPLITS if many == 1 and k >= 2048 else (1,):
+            waves = ceil(tiles * split / units) if tiles * split < 20 * units else tiles * split / units
+            depth = k / split + constants.GEMM_START_K * (1 if split == 1 else 2)
+            fastest = min(fastest, waves * 2 * rows * columns * depth / (each * use))
+    return max(fastest, moved)
+
+
+def peak_flops(device: Accelerator, precision: Precision) -> float:
+    """By precision; the next wider one where the device has none of its own."""
+    for name in (precision, *{"bf16": ("fp16", "fp32"), "fp16": ("fp32",), "tf32": ("fp32",)}.get(precision, ())):
+        if name in device.peak_flops:
+            return device.peak_flops[name]
+    return min(device.peak_flops.values())
+
+
+def _fused_attention_s(gemm: Gemm, share: Share) -> float:
+    """One of the two products of attention inside a fused kernel, which does not compute what a causal mask hides."""
+    flops = gemm.flops * share.samples / share.cp / share.tp * (0.5 if gemm.causal else 1.0)
+    length = gemm.rows
+    reached = constants.FUSED_ATTENTION[min(share.attention, 2)] * length / (length + constants.FUSED_ATTENTION_HALF)
+    return flops / (peak_flops(share.device, share.precision) * reached)
+
+
+@lru_cache(maxsize=100)
+def _multiprocessors(device: Accelerator) -> int:
+    return next((units for name, units in constants.MULTIPROCESSORS.items() if device.name.startswith(name)), 128)
+
+
+@lru_cache(maxsize=100)
+def _sustained(device: Accelerator) -> float:
+    return next((share for name, share in constants.SUSTAINED.items() if device.name.startswith(name)), 1.0)
+
+
+def _alignment(n: float, k: float, size: int) -> float | None:
+    """The speed that the rows' lengths leave; None where tensor cores cannot be used."""
+    speed = 1.0
+    for width in (n, k):
+        found = next((left for divisor, left in constants.ALIGNED if (width * size) % divisor == 0), None)
+        if found is None:
+            return None
+        speed = min(speed, found)
+    return speed
+
+
+def _pass_s(numbers: float, share: Share) -> float:
+    """Seconds to move so many numbers per sample through the device's memory."""
+    return numbers * share.samples * BYTES[share.precision] / _vector_bandwidth(share.device)
+
+
+def _vector_bandwidth(device: Accelerator) -> float:
+    return device.memory_bandwidth * constants.VECTOR_TOP

@@ -1,0 +1,294 @@
+"""The time of a step on CPUs, from what was measured of the job there: the engine's own order of work with measured times in it.
+
+A rank computes its microbatches one after the other. Each takes what a pass of the undivided model was measured to take at that size,
+while as many ranks were busy, times what is left of it on one rank of tp, plus what the machinery of each split adds. That addition, and
+the time of updates and agreements, are found by holding the same model against the anchors, a few steps of the engine at other sizes.
+
+What was not measured (a precision, an axis) gets no benefit of the doubt: it is as slow as what was, so that nothing is chosen for a speed
+that nobody saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+from paceline.planner.calibrate import Anchor, Calibration, interpolated
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
+from paceline.planner.cost.pipeline import simulate, work_of
+from paceline.planner.cost.prediction import PARTS
+from paceline.trace.graph import Trace
+
+_DATA_FIXED = 0.3  # of the time to read an anchor's samples: what does not grow with their number
+_LEAST_ADDED = 0.05  # of a pass, by which the engine may seem faster than the pass alone: what the clock of the pass takes
+_UNSEEN = 1.3  # what dividing along an axis that was not measured costs, against the most that dividing could bring
+_TP_SHARES = (0.3, 1.2)  # of a pass that remains on a rank of tp: between what halves and what gains nothing
+
+
+class Times(NamedTuple):
+    """Of one microbatch, by block of the trace."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    again_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Both passes, without computing again."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+@dataclass(frozen=True)
+class Added:
+    """What dividing along an axis adds, from its anchors.
+
+    Attributes:
+        share: of a pass, what remains on a rank.
+        each_s: to each microbatch.
+        comm_s, optimizer_s: of a step; `data_s` for `samples`.
+    """
+
+    share: float = 1.0
+    each_s: float = 0.0
+    comm_s: float = 0.0
+    optimizer_s: float = 0.0
+    data_s: float = 0.0
+    samples: float = 1.0
+
+
+def measured_step(layout: Layout) -> dict[str, float] | None:
+    """Seconds of a step by `PARTS`, from the calibration of the layout's machines; None where there is none."""
+    found = layout.machines.calibration
+    if found is None or not found.paces or not found.anchors:
+        return None
+    links = links_of(layout, found)
+    times, added = times_of(layout, found), added_by(layout, found)
+    parts = dict.fromkeys(PARTS, 0.0)
+    count = layout.microbatches
+    if layout.pp > 1:
+        whole, busy, again, hops = _pipelined(layout, times, added, links)
+        parts |= {"compute": busy - again - count * added.each_s, "recompute": again, "launch": count * added.each_s}
+        parts |= {"pp": hops, "bubble": max(0.0, whole - busy - hops)}
+    else:
+        parts["compute"], parts["recompute"] = count * times.seconds * added.share, count * times.again_s * added.share
+        parts["launch"] = count * added.each_s * _calls(layout) / 3 if layout.fsdp > 1 else count * added.each_s
+    parts["tp"], parts["cp"], parts["ep"] = (count * seconds for seconds in (links.tp_s(layout), links.cp_s(layout), links.ep_s(layout)))
+    parts["fsdp"] = links.fsdp_s(layout)
+    parts["dp"] = max(0.0, added.comm_s + _dp_s(layout, found, times, links))
+    parts["optimizer"] = added.optimizer_s
+    parts["other"] = _data_s(layout, added)
+    return parts
+
+
+# What a microbatch takes on one rank that has all of the model
+
+
+def times_of(layout: Layout, found: Calibration) -> Times:
+    """At the layout's size of a microbatch, with as many ranks busy."""
+    return _times(layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat)
+
+
+@lru_cache(maxsize=4096)
+def _times(trace: Trace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Times:
+    plain = found.paces_of(ranks, precision)
+    sizes = [pace.samples for pace in plain]
+    each = range(len(plain[0].forward_s))
+    forward = [interpolated(sizes, [pace.forward_s[i] for pace in plain], samples) for i in each]
+    backward = [interpolated(sizes, [pace.backward_s[i] for pace in plain], samples) for i in each]
+    again = sum(forward) * _again(found, remat) if remat != "none" else 0.0
+    return Times(_by_block(trace, found.segments, forward), _by_block(trace, found.segments, backward), again)
+
+
+@lru_cache(maxsize=64)
+def _again(found: Calibration, remat: str) -> float:
+    """What computing again takes, in forward passes: the median of all that was measured; a whole one where nothing was."""
+    plain = {(p.ranks, p.precision, p.samples): p for p in found.paces if p.remat == "none"}
+    pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.paces if p.remat == remat]
+    ratios = [(again.seconds - once.seconds) / sum(once.forward_s) for again, once in pairs if once is not None]
+    return max(0.0, median(ratios)) if ratios else 1.0
+
+
+def _by_block(trace: Trace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
+    """The time of each block of the trace: segments are known by the name of the module with which they begin, and a block that has no
+    name of a segment is a part of the one that is under way, by its FLOPs.
+    """
+    places = {name: i for i, name in enumerate(segments)}
+    last = len(segments) - 1
+    belongs, now, seen = [], 0, dict[str, int]()
+    for block in trace.blocks:
+        if block.name in places and block.name:
+            now = min(places[block.name] + seen.get(block.name, 0), max(last - 1, 0))  # equal blocks all have the first one's name
+            seen[block.name] = seen.get(block.name, 0) + 1
+        elif now == last - 1 and last > 1:  # behind the last of the repeated blocks
+            now = last
+        belongs.append(now)
+    weights = [max(block.flops, 1.0) for block in trace.blocks]
+    of = [sum(w for w, b in zip(weights, belongs, strict=True) if b == i) for i in range(len(segments))]
+    lost = sum(s for s, w in zip(seconds, of, strict=True) if not w)  # of segments that the trace does not know
+    found = [seconds[b] * w / of[b] for w, b in zip(weights, belongs, strict=True)]
+    scale = 1 + lost / sum(found) if sum(found) else 1.0
+    return tuple(scale * s for s in found)
+
+
+# What the splits add
+
+
+def added_by(layout: Layout, found: Calibration) -> Added:
+    """Of all axes that the layout has, together."""
+    axes, precision = _axes(layout), found.nearest_precision(layout.precision)
+    each = [_added(layout.trace, found, precision, axis, getattr(layout, axis, 1)) for axis in axes]
+    base = _added(layout.trace, found, precision, "none", 1) if len(each) > 1 else Added()
+    share = 1.0
+    for one in each:
+        share *= one.share
+    smallest = min(each, key=lambda one: one.optimizer_s)
+    fused_s = _fused_gain_s(layout, found)
+    return Added(
+        share,
+        sum(one.each_s for one in each) - (len(each) - 1) * base.each_s,
+        sum(one.comm_s for one in each),
+        max(0.1 * smallest.optimizer_s, smallest.optimizer_s - fused_s),
+        each[0].data_s,
+        each[0].samples,
+    )
+
+
+def _axes(layout: Layout) -> list[str]:
+    return [axis for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep") if getattr(layout, axis) > 1] or ["none"]
+
+
+def _fused_gain_s(layout: Layout, found: Calibration) -> float:
+    """What the fused update saves of the rank's part of the model."""
+    if not layout.fused or "fused" not in found.optimizer_s:
+        return 0.0
+    return (found.optimizer_s["plain"] - found.optimizer_s["fused"]) / (layout.fsdp * layout.tp * layout.pp)
+
+
+@lru_cache(maxsize=256)
+def _added(trace: Trace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
+    """Hold the model, with nothing added, against the anchors of an axis."""
+    anchors = found.anchors_of(axis, precision)
+    if not anchors:
+        other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.anchors_of(other, precision))
+        like = _added(trace, found, precision, other, ranks)
+        shares = {"tp": 1 / ranks, "cp": 1 / ranks}
+        return replace(like, share=min(1.0, _UNSEEN * shares.get(axis, 1.0)), each_s=_UNSEEN * like.each_s)
+    precision = anchors[0].precision
+    layouts = [_as_layout(trace, found, anchor, precision) for anchor in anchors]
+    plain = [_times(trace, found, anchor.ranks, precision, anchor.samples, "none") for anchor in anchors]
+    links = [links_of(layout, found) for layout in layouts]
+    share = 1.0
+    if axis == "pp":
+        bare = [_pipelined(layout, t, Added(), link)[0] for layout, t, link in zip(layouts, plain, links, strict=True)]
+        over = [a.compute_s + a.bubble_s + a.comm_s - b for a, b in zip(anchors, bare, strict=True)]
+        weights = [float(a.microbatches + layout.pp - 1) for a, layout in zip(anchors, layouts, strict=True)]
+    else:
+        inside = [link.fsdp_s(layout) + a.microbatches * link.tp_s(layout) for a, layout, link in zip(anchors, layouts, links, strict=True)]
+        computed = [a.compute_s - i for a, i in zip(anchors, inside, strict=True)]
+        if axis == "tp":
+            share = _remaining(anchors, computed, plain)
+        over = [c - a.microbatches * share * t.seconds for a, c, t in zip(anchors, computed, plain, strict=True)]
+        weights = [float(a.microbatches) for a in anchors]
+    each_s = sum(o * w for o, w in zip(over, weights, strict=True)) / sum(w * w for w in weights)
+    each_s = max(each_s, -_LEAST_ADDED * min(times.seconds for times in plain))
+    comm_s = 0.0 if axis == "pp" else sum(a.comm_s for a in anchors) / len(anchors)
+    return Added(
+        share=share,
+        each_s=each_s,
+        comm_s=comm_s,
+        optimizer_s=sum(a.optimizer_s for a in anchors) / len(anchors),
+        data_s=sum(a.data_s for a in anchors) / len(anchors),
+        samples=float(anchors[0].samples * anchors[0].microbatches),
+    )
+
+
+def _as_layout(trace: Trace, found: Calibration, anchor: Anchor, precision: str) -> Layout:
+    degrees = {} if anchor.axis == "none" else {anchor.axis: anchor.ranks}
+    return Layout(
+        trace=trace,
+        machines=replace(here(found), calibration=found),
+        samples=float(anchor.samples),
+        microbatches=anchor.microbatches,
+        precision=precision,  # type: ignore[arg-type]
+        **degrees,  # type: ignore[arg-type]
+    )
+
+
+def _remaining(anchors: Sequence[Anchor], computed: Sequence[float], plain: Sequence[Times]) -> float:
+    """Of a pass, what remains on a rank of tp, where two anchors tell it from what each microbatch costs besides."""
+    per = [c / a.microbatches for a, c in zip(anchors, computed, strict=True)]
+    long, short = plain[0].seconds, plain[-1].seconds
+    slope = (per[0] - per[-1]) / (long - short) if abs(long - short) > 0.2 * long else per[0] / long
+    return min(max(slope, _TP_SHARES[0]), _TP_SHARES[1])
+
+
+# The parts of a step
+
+
+def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tuple[float, float, float, float]:
+    """Seconds from the first microbatch to the last, of them busy on the slowest rank, of these computing again, and of messages."""
+    again = times.again_s / max(times.seconds, 1e-12)
+    each = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
+    cut = layout.cut if sum(layout.cut) == len(each) else even(each, layout.pp * layout.chunks)
+    ends = list(accumulate(cut))
+    virtual = len(cut)
+    forwards, backwards, agains = [], [], []
+    for end, number in zip(ends, cut, strict=True):
+        own = slice(end - number, end)
+        over = again * sum(each[own])
+        forwards.append(added.share * sum(times.forward_s[own]) + added.each_s / 2 / layout.chunks)
+        backwards.append(added.share * (sum(times.backward_s[own]) + over) + added.each_s / 2 / layout.chunks)
+        agains.append(added.share * over)
+    hop = links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0))
+    orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
+    spans = simulate(forwards, backwards, orders, hop)
+    whole = max(span.end_s for span in spans)
+    busy = [layout.microbatches * sum(forwards[s] + backwards[s] for s in range(rank, virtual, layout.pp)) for rank in range(layout.pp)]
+    slowest = max(range(layout.pp), key=lambda rank: busy[rank])
+    computed_again = layout.microbatches * sum(agains[slowest :: layout.pp])
+    return whole, busy[slowest], computed_again, min(max(0.0, whole - busy[slowest]), 2 * (layout.pp - 1) * hop)
+
+
+def even(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """How many neighbours make each stage, so that the slowest is as fast as can be; at least one each where there are as many."""
+    until = [0.0, *accumulate(seconds)]
+    last = len(seconds)
+    best: list[tuple[float, tuple[int, ...]]] = [(until[i], (i,)) for i in range(last + 1)]
+    for stage in range(2, min(stages, last) + 1):
+        best = [
+            min(
+                ((max(best[at][0], until[stop] - until[at]), (*best[at][1], stop - at)) for at in range(stage - 1, stop)),
+                default=(float("inf"), ()),
+            )
+            for stop in range(last + 1)
+        ]
+    return best[last][1]
+
+
+def _calls(layout: Layout) -> float:
+    """Collectives of FSDP2 for each piece of the model and microbatch: 3 with zero=3."""
+    once = 1 / layout.microbatches
+    return {3: 3.0, 2: 1 + once, 1: 2 * once}[layout.zero]
+
+
+def _dp_s(layout: Layout, found: Calibration, times: Times, links: Links) -> float:
+    """What agreeing on the gradients takes beyond the anchor's, which went through shared memory."""
+    if layout.dp == 1:
+        return links.step_s(layout)
+    held = found.parameters / layout.fsdp / layout.tp / layout.pp
+    if not links.dp_between:
+        sums = links.all_reduce_s(held * layout.sync_bytes, "dp") - links.shared_all_reduce_s(held * 4.0)
+        return sums / layout.sync_every
+    weights = [float(block.parameters) for block in layout.trace.blocks]
+    sums = between_hosts_s(links, held * layout.sync_bytes, times.backward_s, weights, whole=layout.ranks == layout.dp)
+    return (sums - links.shared_all_reduce_s(held * 4.0)) / layout.sync_every
+
+
+def _data_s(layout: Layout, added: Added) -> float:
+    share = layout.samples * layout.microbatches
+    return added.data_s * (_DATA_FIXED + (1 - _DATA_FIXED) * share / added.samples)

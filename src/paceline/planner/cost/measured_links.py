@@ -1,0 +1,193 @@
+"""The time of messages between ranks on CPUs, from measured collectives; over emulated or real links, from their rate as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from paceline.cluster.catalogue.hardware import CATALOGUE, LinkSpec
+from paceline.planner.calibrate import Calibration
+from paceline.planner.cost.layout import Layout, Machines
+from paceline.trace.graph import Trace
+
+HEADERS = 1514 / 1448  # of a link of Ethernet: bytes on it for each one of TCP's
+BUCKET_BYTES = 4 * 2**20  # in which gradients travel between hosts, as sync/allreduce.py has it
+_EFFICIENCY = 0.95  # of a link that TCP fills: it slows down where a queue was full
+_COLD = 2.0  # gloo between passes, whose buffers are in no cache, against gloo alone
+_OWN_BESIDE = 0.1  # of the shorter one of what the transport and the wire take: the rest of it goes on meanwhile
+_REPLICA = ("tp", "pp", "fsdp")
+_NETWORK = LinkSpec("network", 1e12, 0.0)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What carries the messages of a layout.
+
+    Attributes:
+        within: the transport between ranks of a host; `across` that between hosts.
+        far: the axes whose ranks are on several hosts.
+        rate: bytes per second of a host's link; `latency_s` one way.
+    """
+
+    found: Calibration
+    within: str
+    across: str
+    far: frozenset[str]
+    rate: float
+    latency_s: float
+
+    @property
+    def dp_between(self) -> bool:
+        """Whether replicas are on several hosts."""
+        return "dp" in self.far
+
+    def all_reduce_s(self, size: float, axis: str) -> float:
+        """A sum over the ranks of an axis."""
+        return self._collective_s("all_reduce", size, axis, sent=1.0, turns=2)
+
+    def shared_all_reduce_s(self, size: float) -> float:
+        """The same through shared memory."""
+        return _time(self.found, "shm", "all_reduce", size)
+
+    def gather_s(self, size: float, axis: str) -> float:
+        """All of `size` from its parts."""
+        return self._collective_s("all_gather", size, axis, sent=0.5, turns=1)
+
+    def scatter_s(self, size: float, axis: str) -> float:
+        """A sum of `size`, of which each rank gets a part."""
+        return self._collective_s("reduce_scatter", size, axis, sent=0.5, turns=1)
+
+    def message_s(self, size: float, axis: str) -> float:
+        """From one rank to the next."""
+        return self._collective_s("send_receive", size, axis, sent=1.0, turns=1)
+
+    def tp_s(self, layout: Layout) -> float:
+        """The sums of one microbatch, forward and backward."""
+        if layout.tp == 1:
+            return 0.0
+        width = layout.samples * layout.number_bytes
+        again = {"none": 2, "selective": 2, "block": 3}[layout.remat]
+        return sum(again * count * self.all_reduce_s(size * width, "tp") for size, count in _reductions(layout.trace)) / layout.pp
+
+    def cp_s(self, layout: Layout) -> float:
+        """Keys and values of one microbatch, on their way round the ranks of every block, forward and backward."""
+        if layout.cp == 1:
+            return 0.0
+        width = layout.samples * layout.number_bytes
+        blocks = sum(self.gather_s(2 * block.boundary * width, "cp") for block in layout.trace.blocks if block.reductions)
+        return 3 * blocks / layout.pp
+
+    def ep_s(self, layout: Layout) -> float:
+        """What goes to experts and back, of one microbatch."""
+        width = layout.samples * layout.number_bytes
+        return 4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed) if layout.ep > 1 else 0.0
+
+    def fsdp_s(self, layout: Layout) -> float:
+        """Gathering and scattering, of all microbatches of a step."""
+        if layout.fsdp == 1:
+            return 0.0
+        width = 2 if layout.precision == "bf16" else 4
+        gathers, scatters = {3: (2, 1), 2: (1 / layout.microbatches, 1), 1: (1 / layout.microbatches, 1 / layout.microbatches)}[layout.zero]
+        total = 0.0
+        for parameters in _pieces(layout.trace, self.found):
+            held = parameters / layout.tp / layout.pp
+            total += gathers * self.gather_s(held * width, "fsdp") + scatters * self.scatter_s(held * 4, "fsdp")
+        return layout.microbatches * total
+
+    def hop_s(self, layout: Layout, boundary: float) -> float:
+        """One microbatch's activations, `boundary` numbers of each sample, to the next stage."""
+        return self.message_s(boundary * layout.samples * 4, "pp")
+
+    def step_s(self, layout: Layout) -> float:
+        """What a step's small agreement takes longer than through shared memory, where the replica is divided."""
+        if layout.ranks == 1:
+            return 0.0
+        axis = next((a for a in _REPLICA if a in self.far), next((a for a in _REPLICA if getattr(layout, a) > 1), "dp"))
+        return self.all_reduce_s(64, axis) - self.shared_all_reduce_s(64)
+
+    def _collective_s(self, name: str, size: float, axis: str, *, sent: float, turns: int) -> float:
+        if axis not in self.far:
+            cold = _COLD if self.within == "gloo" and axis in ("tp", "fsdp") else 1.0
+            return cold * _time(self.found, self.within, name, size)
+        own_s, wire_s = _time(self.found, self.across, name, size), self.wire_s(size * sent)
+        return max(own_s, wire_s) + _OWN_BESIDE * min(own_s, wire_s) + turns * self.latency_s
+
+    def wire_s(self, size: float) -> float:
+        """Bytes on a host's link, one way."""
+        return size * HEADERS / (_EFFICIENCY * self.rate)
+
+
+def links_of(layout: Layout, found: Calibration) -> Links:
+    """By the layout's transport and where its ranks are."""
+    machines = layout.machines
+    asked = layout.transport
+    far = frozenset(axis for axis in ("dp", "cp", "ep", *_REPLICA) if getattr(layout, axis) > 1 and layout.link(axis) == machines.between)
+    within = "gloo" if asked == "gloo" or not _known(found, "shm") else "shm"
+    across = "gloo" if asked == "gloo" or not _known(found, "tcp") else "tcp"
+    return Links(found, within, across, far, machines.between.bandwidth * machines.per_host, machines.between.latency_s)
+
+
+def here(found: Calibration) -> Machines:
+    """The machine that was measured, as a cluster of one host."""
+    return Machines(CATALOGUE["CPU"], 1, max(found.cores, found.ranks), _NETWORK)
+
+
+def between_hosts_s(links: Links, size: float, backward_s: Sequence[float], weights: Sequence[float], *, whole: bool) -> float:
+    """How long the sums go on after the backward pass, and by how much they slow it down.
+
+    Gradients fill buckets from the last block to the first, and a full one travels while the rest is computed; one after the other takes
+    the link, and the last begins when all is computed. With a model that is divided, all of them begin then.
+    """
+    count = max(1, round(size / BUCKET_BYTES + 0.499))
+    each = size / count
+    wire_s = links.wire_s(each) + 2 * links.latency_s
+    own = next((c for c in links.found.collectives if c.transport == links.across and c.name == "all_reduce"), None)
+    own_s, busy_s = (own.time_s(each), own.busy_s(each)) if own is not None else (0.0, 0.0)
+    ready = _ready(count, backward_s, weights) if whole else [0.0] * count
+    end = free = -sum(backward_s) if whole else 0.0
+    for at in ready:
+        free = max(free, at) + max(wire_s, own_s)
+        end = free + (own_s if wire_s > own_s else 0.0) / 2
+    return max(0.0, end) + (busy_s * (count - 1) if whole else 0.0)
+
+
+def _ready(count: int, backward_s: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """When each bucket is full, in seconds before the end of the backward pass (negative); the last one at its end."""
+    done, total = [0.0, *accumulate(reversed(weights))], sum(weights)
+    clock = [0.0, *accumulate(reversed(backward_s))]
+    ready = []
+    for i in range(1, count):
+        wanted = total * i / count
+        k = next(k for k in range(1, len(done)) if done[k] >= wanted)
+        part = (wanted - done[k - 1]) / max(done[k] - done[k - 1], 1e-12)
+        ready.append(clock[k - 1] + part * (clock[k] - clock[k - 1]) - clock[-1])
+    return [*ready, 0.0]
+
+
+def _known(found: Calibration, transport: str) -> bool:
+    return any(c.transport == transport for c in found.collectives)
+
+
+def _time(found: Calibration, transport: str, name: str, size: float) -> float:
+    measured = found.collective(transport, name)
+    return measured.time_s(size) if measured is not None else 0.0
+
+
+@lru_cache(maxsize=64)
+def _reductions(trace: Trace) -> tuple[tuple[float, int], ...]:
+    """The sums over tp of a forward pass: how large, for one sample, and how many."""
+    found: dict[float, int] = {}
+    for block in trace.blocks:
+        if block.reductions:
+            found[block.boundary] = found.get(block.boundary, 0) + block.reductions
+    return tuple(found.items())
+
+
+@lru_cache(maxsize=64)
+def _pieces(trace: Trace, found: Calibration) -> tuple[int, ...]:
+    """Numbers of parameters that FSDP2 gathers as one: those of each repeated block, and all others."""
+    named = set(found.segments[1:-1])
+    blocks = [block.parameters for block in trace.blocks if block.name in named]
+    return (*blocks, max(0, found.parameters - sum(blocks)))

@@ -1,0 +1,79 @@
+"""The most memory of a rank on CPUs: what its process has before its model, its state by count, and what a pass was measured to take."""
+
+from __future__ import annotations
+
+from paceline.planner.calibrate import Anchor, Calibration, interpolated
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.measured_links import here
+
+_UNDIVIDED = 0.6  # of activations, what every rank of tp keeps whole: norms, residuals, inputs of matrices
+_MOST_BESIDE = 0.3  # of the baseline: what an engine takes besides tensors
+
+
+def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
+    """The bytes of `held`, by what holds them, made to sum to what is predicted from the calibration; as they are where there is none.
+
+    A process holds more than tensors: the difference is the `runtime`'s, and where there is none, all is less in proportion.
+    """
+    found = layout.machines.calibration
+    if found is None or not found.paces or not found.baseline_bytes:
+        return held
+    peak = peak_bytes(layout, found)
+    others = {name: size for name, size in held.items() if name != "runtime"}
+    runtime = max(peak - sum(others.values()), 0.5 * found.baseline_bytes)
+    scale = (peak - runtime) / max(sum(others.values()), 1.0)
+    return {name: size * scale for name, size in others.items()} | {"runtime": runtime}
+
+
+def peak_bytes(layout: Layout, found: Calibration) -> float:
+    """Of the rank that holds the most."""
+    return found.baseline_bytes + _beside(layout, found) + _state_bytes(layout, found) + _pass_bytes(layout, found)
+
+
+def _beside(layout: Layout, found: Calibration) -> float:
+    """What an engine takes besides, by the first anchor that its process measured: the others met what their forerunners had left."""
+    axis = "none" if layout.ranks == 1 else "dp"
+    anchors = [anchor for anchor in found.anchors_of(axis, found.precisions[0]) if anchor.precision == found.precisions[0]]
+    if not anchors:
+        return 0.0
+    beside = [anchor.peak_bytes - found.baseline_bytes - _known_bytes(layout, found, anchor) for anchor in anchors]
+    return min(max(sum(beside) / len(beside), 0.0), _MOST_BESIDE * found.baseline_bytes)
+
+
+def _known_bytes(layout: Layout, found: Calibration, anchor: Anchor) -> float:
+    degrees = {} if anchor.axis == "none" else {anchor.axis: anchor.ranks}
+    own = Layout(
+        trace=layout.trace,
+        machines=here(found),
+        samples=float(anchor.samples),
+        microbatches=anchor.microbatches,
+        precision=anchor.precision,  # type: ignore[arg-type]
+        parameter_bytes=layout.parameter_bytes,
+        gradient_bytes=layout.gradient_bytes,
+        optimizer_bytes=layout.optimizer_bytes,
+        **degrees,  # type: ignore[arg-type]
+    )
+    return _state_bytes(own, found) + _pass_bytes(own, found)
+
+
+def _state_bytes(layout: Layout, found: Calibration) -> float:
+    """Parameters and the optimizer's state; gradients come with the pass. FSDP2 has one piece of the model gathered besides."""
+    return found.parameters * (layout.parameter_bytes + layout.optimizer_bytes) / (layout.fsdp * layout.tp * layout.pp)
+
+
+def _pass_bytes(layout: Layout, found: Calibration) -> float:
+    """Gradients, and activations of the microbatches that the first stage has begun and not ended."""
+    precision = found.nearest_precision(layout.precision)
+    plain = found.paces_of(layout.ranks, precision)
+    whole = interpolated([pace.samples for pace in plain], [float(pace.peak_bytes) for pace in plain], layout.samples)
+    again = found.paces_of(layout.ranks, precision, layout.remat) if layout.remat != "none" else []
+    known = {pace.samples: pace.peak_bytes for pace in plain}
+    less = [(pace.samples, float(known[pace.samples] - pace.peak_bytes)) for pace in again if pace.samples in known]
+    if less:
+        whole -= max(0.0, interpolated([samples for samples, _ in less], [size for _, size in less], layout.samples))
+    gradients = min(found.parameters * layout.gradient_bytes, whole)
+    begun = 1.0
+    if layout.pp > 1:
+        begun = (layout.microbatches if layout.schedule == "gpipe" else min(layout.microbatches, layout.pp)) / layout.pp
+    kept = (whole - gradients) * begun * (_UNDIVIDED + (1 - _UNDIVIDED) / layout.tp) / layout.cp
+    return gradients / (layout.tp * layout.pp) + kept

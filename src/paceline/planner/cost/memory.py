@@ -1,0 +1,283 @@
+"""How many bytes the fullest rank of a plan holds at once, by what holds them.
+
+State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022, arXiv:2205.05198, §4), those of a
+pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473, §2.2; Qi et al., 2024, arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.stages import stages
+from paceline.trace.graph import Block, Trace
+
+HOLDERS = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "gathered", "buffers", "fragments", "runtime")
+RUNTIME_BYTES = 1.4e9  # of a GPU: context, libraries' workspaces, buffers of NCCL's channels
+RUNTIME_BYTES_ON_CPU = 3.95e8  # of a process with torch, the engine and a small data set in it
+FRAGMENTS = 0.03  # of what comes and goes within a step: holes that the allocator cannot fill
+RESERVE = 0.03  # of a GPU: what its driver keeps and what predictions may miss; no plan is proposed that takes it
+GATHERED_AT_ONCE = 2  # blocks under FSDP: the one that is computed and the next one
+
+
+class Habits(NamedTuple):
+    """What a stack keeps beside the formulas.
+
+    Attributes:
+        workspace_bytes: its buckets and buffers, whatever the model.
+        update_bytes: of each parameter whose optimizer state a rank holds, while it updates it.
+        narrow_gradients: whether gradients as computed stay beside those that are added up in four bytes.
+        stage_results: how many copies of a stage's result stay until its gradient arrives.
+        products: whether remat=selective keeps products of matrices only, and computes all else again.
+        head: part of what the head keeps that is left where the loss is computed in place of the logits.
+    """
+
+    workspace_bytes: float = 0.0
+    update_bytes: float = 0.0
+    narrow_gradients: bool = False
+    stage_results: int = 1
+    products: bool = False
+    head: float = 1.0
+
+
+_HABITS = {  # by how the stack's name begins
+    "paceline": Habits(products=True),
+    "Megatron-DeepSpeed eager": Habits(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
+    # And what ZeRO 1 flattens into them: fitted, the least that lines 2, 17, 32 and 47 of bloom_tr11_a100.csv lack.
+    "Megatron-DeepSpeed": Habits(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
+    "Megatron": Habits(stage_results=0),  # frees a stage's result once it is sent
+    "Composer": Habits(head=1 / 3),  # FlashAttention's cross entropy
+}
+_OTHER = Habits()
+
+
+class Held(NamedTuple):
+    """What a rank holds of a run of blocks. Activations are numbers of one sample.
+
+    Attributes:
+        dense, experts: parameters, after tp, and after tp and ep.
+        outside: of `dense`, those that are not in layers.
+        largest: of the layer with the most.
+        kept: for the backward pass; `logits` of the head.
+        working: what the layer needs besides while its backward pass computes it again.
+        result: that goes on to the next stage.
+    """
+
+    dense: float
+    experts: float
+    outside: float
+    largest: float
+    kept: float
+    logits: float
+    working: float
+    result: float
+
+
+class Share(NamedTuple):
+    """What a block's `Held` depends on, but for the block."""
+
+    tp: int
+    ep: int
+    sequence: bool
+    remat: str
+    squares: bool  # whether attention keeps its squares
+    products: bool
+
+
+def memory(layout: Layout) -> dict[str, float]:
+    """The worst rank's bytes by `HOLDERS`; the largest sum of those ranks of a pipeline that can have it."""
+    habits = _habits(layout.stack.name)
+    worst = max((_of_rank(layout, habits, stage, chunks) for stage, chunks in _ranks(layout, habits)), key=sum)
+    held = dict(zip(HOLDERS, worst, strict=False))
+    on_gpu = layout.machines.device.kind != "cpu"
+    held["buffers"] += habits.workspace_bytes if on_gpu else 0.0
+    held["fragments"] = FRAGMENTS * (held["activations"] + held["logits"] + held["working"] + held["gathered"])
+    held["runtime"] = RUNTIME_BYTES if on_gpu else _baseline_bytes(layout)
+    return held
+
+
+@cache
+def _habits(stack: str) -> Habits:
+    return next((habits for start, habits in _HABITS.items() if stack.startswith(start)), _OTHER)
+
+
+def room_bytes(layout: Layout) -> float:
+    """What a rank's device has; on CPUs its part of its host's memory, which is more where ranks are fewer than cores."""
+    machines = layout.machines
+    own = float(machines.memory_bytes or machines.device.memory_bytes)
+    if machines.device.kind != "cpu":
+        return own
+    on_a_core = -(-layout.ranks // machines.devices)  # hosts are filled in their order
+    return own * machines.per_host / min(layout.ranks, machines.per_host * on_a_core)
+
+
+def usable_bytes(layout: Layout) -> float:
+    """What a plan that is proposed may take of `room_bytes`: a GPU's driver keeps some, and predictions err."""
+    return room_bytes(layout) * (1 if layout.machines.device.kind == "cpu" else 1 - RESERVE)
+
+
+def _of_rank(layout: Layout, habits: Habits, stage: int, chunks: tuple[Held, ...]) -> tuple[float, ...]:
+    """Bytes in the order of `HOLDERS`, up to the buffers."""
+    sample = layout.samples / layout.cp * layout.number_bytes
+    kept = logits = 0.0
+    for held, count in zip(chunks, _in_flight(layout, stage), strict=True):
+        results = habits.stage_results if layout.pp > 1 else 0
+        kept += (held.kept + results * held.result) * count
+        logits += held.logits * min(count, 1) * habits.head
+    working = max(held.working for held in chunks) * sample
+    parameters, gradients, optimizer, gathered, update = _state(layout, habits, chunks)
+    kept, logits = kept * sample, logits * sample
+    if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and habits.products:
+        kept = _while_gradients_come(layout, kept, sample)
+    working += max(update - kept - logits - working - gathered, 0.0)
+    received = 0.0
+    if layout.pp > 1 and habits.products:  # torch allocates what every microbatch receives, of activations and of gradients
+        received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
+    return parameters, gradients, optimizer, kept, logits, working, gathered, received
+
+
+def _state(layout: Layout, habits: Habits, chunks: tuple[Held, ...]) -> tuple[float, float, float, float, float]:
+    """Bytes of parameters, gradients and optimizer state between steps, of what FSDP gathers, and of what an update takes."""
+    dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
+    if layout.pp == 1 or (layout.schedule == "zero-bubble" and chunks[0].outside and chunks[-1].outside):
+        dense -= layout.trace.tied / layout.tp
+    numbers, shards = dense + experts, layout.fsdp
+    own = (dense / (layout.dp * layout.ep) + experts / layout.dp if layout.zero_dp else numbers) / shards
+    narrow = min(layout.parameter_bytes, layout.number_bytes)
+    whole = layout.pp > 1 or layout.zero < 3
+    gathered, beside = 0.0, 0.0
+    if shards > 1:
+        largest, outside = max(held.largest for held in chunks), sum(held.outside for held in chunks)
+        gathered = narrow * (numbers if whole else GATHERED_AT_ONCE * largest + outside)
+        gathered += (narrow + layout.gradient_bytes) * max(largest, outside)  # a gradient before and while it is scattered
+        if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
+            beside = layout.gradient_bytes
+    elif habits.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
+        beside = layout.number_bytes
+    gradients = numbers * (layout.gradient_bytes / shards + beside)
+    kept = (numbers * layout.parameter_bytes / shards, gradients, own * layout.optimizer_bytes)
+    if layout.offload and shards > 1 and layout.machines.device.kind != "cpu":
+        return 0.0, numbers * beside, 0.0, gathered, 0.0
+    optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
+    update = own * (habits.update_bytes or (optimizer_copy if layout.machines.device.kind != "cpu" else 0.0))
+    return *kept, gathered, update
+
+
+def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
+    """What activations add to whole gradients: one backward pass frees them block by block, and the gradients of blocks come meanwhile."""
+    held = _helds(layout.trace, _share(layout, _HABITS["paceline"]))
+    later, most = 0.0, 0.0
+    for block in reversed(held):
+        later += (block.dense + block.experts) * layout.gradient_bytes
+        most = max(most, kept + later)
+        kept -= block.kept * sample
+    return most - later
+
+
+def _in_flight(layout: Layout, stage: int) -> list[int]:
+    """How many microbatches each chunk of a rank has begun and not ended, at most."""
+    pp, chunks, count = layout.pp, layout.chunks, layout.microbatches
+    if pp == 1:
+        return [1] * chunks
+    if layout.schedule == "gpipe" or (layout.schedule == "interleaved" and (count < pp or count % (count // pp))):
+        return [count] * chunks
+    if layout.schedule == "zero-bubble":  # a V: down through the first chunks, up through the second ones
+        return [min(count, 2 * pp - stage), min(count, stage + 1)][:chunks]
+    if chunks == 1:
+        return [min(count, pp - stage)]
+    begun = min(2 * (pp - stage - 1) + (chunks - 1) * pp + 1, count * chunks)
+    rounds, rest = divmod(begun, pp * chunks)
+    return [rounds * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(chunks)]
+
+
+def _ranks(layout: Layout, habits: Habits) -> list[tuple[int, tuple[Held, ...]]]:
+    """Of the pipeline's ranks that hold the same, the first one, which has the most microbatches in flight; with its chunks."""
+    share = _share(layout, habits)
+    cut = layout.cut or _even_cut(layout)
+    key = (share, cut, layout.pp, layout.schedule == "zero-bubble")
+    memo = layout.trace.memo
+    if key not in memo:
+        chunks, pp = _chunks(layout.trace, share, cut), layout.pp
+        firsts: dict[tuple[Held, ...], int] = {}
+        for rank in range(pp):
+            back = layout.schedule == "zero-bubble" and len(chunks) == 2 * pp
+            firsts.setdefault((chunks[rank], chunks[-1 - rank]) if back else tuple(chunks[rank::pp]), rank)
+        memo[key] = [(rank, own) for own, rank in firsts.items()]
+    found: list[tuple[int, tuple[Held, ...]]] = memo[key]
+    return found
+
+
+def _even_cut(layout: Layout) -> tuple[int, ...]:
+    """How many blocks each virtual stage has where the plan does not say: as the times are counted with."""
+    if layout.pp == 1:
+        return (len(layout.trace.blocks),)
+    degrees = (layout.pp, layout.chunks, layout.tp, layout.cp, layout.ep, layout.sequence, layout.samples)
+    key = ("cut", *degrees, layout.remat, layout.precision, layout.stack, layout.machines.device.name)
+    memo = layout.trace.memo
+    if key not in memo:
+        memo[key] = tuple(int(stage.blocks) for stage in stages(layout))
+    cut: tuple[int, ...] = memo[key]
+    return cut
+
+
+def _share(layout: Layout, habits: Habits) -> Share:
+    return Share(layout.tp, layout.ep, layout.sequence, layout.remat, not layout.stack.flash, habits.products)
+
+
+def _chunks(trace: Trace, share: Share, cut: tuple[int, ...]) -> list[Held]:
+    helds = _helds(trace, share)
+    return [_together(helds[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
+
+
+def _together(helds: tuple[Held, ...]) -> Held:
+    dense, experts, outside, largest, kept, logits, working, _ = zip(*helds, strict=True)
+    return Held(sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), helds[-1].result)
+
+
+def _helds(trace: Trace, share: Share) -> tuple[Held, ...]:
+    """Of every block; of those that are alike the same object, so that sums of as many are equal to the last bit."""
+    if share not in trace.memo:
+        kinds = [block.kind for block in trace.blocks]
+        repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind == "layer"}
+        by_block: dict[Block, Held] = {}
+        for block in trace.blocks:
+            if block not in by_block:
+                by_block[block] = _held(block, share, block.kind in repeated)
+        trace.memo[share] = tuple(by_block[block] for block in trace.blocks)
+    helds: tuple[Held, ...] = trace.memo[share]
+    return helds
+
+
+def _held(block: Block, share: Share, layer: bool) -> Held:
+    tp, across = share.tp, share.tp if share.sequence else 1
+    dense, experts = block.vectors + block.matrices / tp, block.experts / tp / share.ep
+    squares = block.kept_scores / tp if share.squares else 0.0
+    kept, result = block.kept_inside / tp + block.kept_outside / across, block.boundary / across
+    logits, working = 0.0, 0.0
+    if block.kind == "head":
+        kept, logits = block.kept_outside / across, block.kept_inside / tp
+    elif not block.trained:
+        kept = 0.0
+    elif layer and share.remat == "block":
+        kept, working = result, kept + squares
+    elif layer and share.remat == "selective":
+        products = result + _products(block, tp, across) if share.products else kept
+        kept, working = min(products, kept), squares + max(kept - products, 0.0)
+    else:
+        kept += squares
+    return Held(dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result)
+
+
+def _products(block: Block, tp: int, across: int) -> float:
+    """Numbers of the results of products with weights, and of attention's."""
+    width = {"n": tp, "batch": tp}
+    weights = sum(gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch)
+    attention = [gemm.rows * gemm.n * gemm.batch * gemm.times / tp for gemm in block.gemms if gemm.batch]
+    return weights + min(attention, default=0.0)
+
+
+def _baseline_bytes(layout: Layout) -> float:
+    measured = getattr(layout.machines.calibration, "baseline_bytes", 0)
+    return float(measured or RUNTIME_BYTES_ON_CPU)

@@ -1,0 +1,114 @@
+"""How long a pipeline takes and who waits when: stages of unequal times, by formula and by simulating the schedule's events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.planner.cost import constants
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.prediction import Span
+from paceline.planner.cost.stages import stages
+from paceline.planner.cost.traffic import send_s
+
+
+def pipeline_s(forwards: Sequence[float], backwards: Sequence[float], microbatches: int, hop_s: float, ranks: int, schedule: str) -> float:
+    """From the first microbatch's start to the last gradient's end.
+
+    Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in a row fill and drain the pipeline, and
+    the slowest rank sets the pace between. Interleaved stages fill it by one chunk of each rank only.
+    """
+    times = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
+    if ranks == 1:
+        return microbatches * sum(times)
+    busy = [sum(times[rank::ranks]) for rank in range(ranks)]
+    chunks = len(times) // ranks
+    fill = (sum(times) - max(busy) * 1.0) / chunks
+    if schedule == "zero-bubble":
+        fill /= 3  # the gradients of weights, a third of the work, fill it (Qi et al., 2023, arXiv:2401.10241)
+    hops = 2 * (ranks - 1) + (microbatches - 1) * chunks
+    return microbatches * max(busy) + fill + hops * hop_s
+
+
+def hop_s(layout: Layout) -> float:
+    """Seconds of sending one microbatch's activations to the next stage."""
+    if layout.pp == 1:
+        return 0.0
+    boundary = max(block.boundary for block, _ in layout.trace.runs)
+    numbers = boundary * layout.samples / layout.cp / (layout.tp if layout.sequence or layout.stack.scatters_hops else 1)
+    return constants.PIPELINE_S + send_s(numbers * min(layout.number_bytes, 4), layout)
+
+
+def timeline(layout: Layout) -> list[Span]:
+    """What every stage does when, in one step, by simulating the schedule's order of work on each rank."""
+    costs, hop = stages(layout), hop_s(layout)
+    forwards, backwards = [cost.forward for cost in costs], [cost.backward for cost in costs]
+    orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
+    return simulate(forwards, backwards, orders, hop)
+
+
+Work = tuple[str, int, int]  # what, virtual stage, microbatch
+
+
+def simulate(forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float) -> list[Span]:
+    """Each rank does its work in order, each piece as soon as what it needs has arrived.
+
+    Between two stages microbatches travel one after the other, either way by itself: over a slow link they queue.
+    """
+    arrived: dict[Work, float] = {}
+    clock, next_of, spans = [0.0] * len(orders), [0] * len(orders), []
+    last, moved = len(forwards) - 1, True
+    way_free: dict[tuple[str, int], float] = {}
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while next_of[rank] < len(order):
+                what, stage, microbatch = work = order[next_of[rank]]
+                needed = _needs(what, stage, microbatch, last)
+                if any(need not in arrived for need in needed):
+                    break
+                start = max(clock[rank], *(arrived[need] for need in needed)) if needed else clock[rank]
+                end = start + (forwards if what == "forward" else backwards)[stage]
+                if start > clock[rank]:
+                    spans.append(Span(rank, "wait", microbatch, clock[rank], start))
+                spans.append(Span(rank, what, microbatch, start, end))
+                stays = stage == (last if what == "forward" else 0)
+                arrived[work] = end if stays else max(end, way_free.get((what, stage), 0.0)) + hop
+                way_free[what, stage] = arrived[work]
+                clock[rank], moved = end, True
+                next_of[rank] += 1
+    return spans
+
+
+def _needs(what: str, stage: int, microbatch: int, last: int) -> list[Work]:
+    if what == "forward":
+        return [("forward", stage - 1, microbatch)] if stage else []
+    before: Work = ("backward", stage + 1, microbatch) if stage < last else ("forward", stage, microbatch)
+    return [before]
+
+
+def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int) -> list[Work]:
+    """The order of work of one rank."""
+    total = microbatches * chunks
+    if chunks > 1:
+        warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
+    else:
+        warmup = min(ranks - rank - 1, total)
+    if schedule == "gpipe":
+        warmup = total
+    forwards = [_piece("forward", index, rank, ranks, microbatches, chunks) for index in range(total)]
+    backwards = [_piece("backward", index, rank, ranks, microbatches, chunks) for index in range(total)]
+    order: list[Work] = forwards[:warmup]
+    for index in range(total - warmup):
+        order += [forwards[warmup + index], backwards[index]]
+    return order + backwards[total - warmup :]
+
+
+def _piece(what: str, index: int, rank: int, ranks: int, microbatches: int, chunks: int) -> Work:
+    """The index-th forward or backward of a rank: `ranks` microbatches through one chunk, then through the next one."""
+    if chunks == 1:
+        return (what, rank, index)
+    group, inside = divmod(index, ranks * chunks)
+    size = min(ranks, microbatches - group * ranks)
+    chunk, offset = divmod(inside, size)
+    chunk = chunk if what == "forward" else chunks - 1 - chunk
+    return (what, chunk * ranks + rank, group * ranks + offset)

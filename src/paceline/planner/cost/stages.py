@@ -1,0 +1,175 @@
+"""What each stage of a pipeline costs for one microbatch: the blocks it holds, added up."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from paceline.planner.cost import constants
+from paceline.planner.cost.compute import BlockTime, Share, block_time, share
+from paceline.planner.cost.layout import BYTES, Layout
+from paceline.planner.cost.traffic import Way, all_reduce_s, all_to_all_s, gather_s, way
+from paceline.trace.graph import Block, Trace
+
+
+class StageCost(NamedTuple):
+    """Seconds of one microbatch on one rank of a (virtual) stage, and what it holds. Seconds of links are those that nothing hides."""
+
+    forward_s: float = 0.0  # computing
+    backward_s: float = 0.0
+    again_s: float = 0.0  # the forward pass once more, where remat asks for it
+    launch_forward_s: float = 0.0  # what Python needs to start it all: it runs ahead of the device
+    launch_backward_s: float = 0.0
+    tp_forward_s: float = 0.0
+    tp_backward_s: float = 0.0  # with that of computing again
+    cp_s: float = 0.0
+    ep_s: float = 0.0
+    parameters: float = 0.0  # on one rank, before fsdp
+    blocks: float = 0.0
+    tail_forward_s: float = 0.0  # what the head computes longer than Python needs for it, while nothing else is to be launched
+    tail_backward_s: float = 0.0
+
+    def __add__(self, other: tuple[float, ...]) -> StageCost:  # type: ignore[override]
+        return StageCost(*[mine + theirs for mine, theirs in zip(self, other, strict=True)])
+
+    @property
+    def forward(self) -> float:
+        """Seconds from a microbatch's arrival to its departure."""
+        device = self.forward_s + self.tp_forward_s + (self.cp_s + self.ep_s) / 3
+        return _together(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0)
+
+    @property
+    def backward(self) -> float:
+        """The same of its gradient."""
+        device = self.backward_s + self.again_s + self.tp_backward_s + (self.cp_s + self.ep_s) * 2 / 3
+        return _together(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
+
+
+def _together(device_s: float, python_s: float, meets: bool) -> float:
+    """Python runs ahead of the device, so that the slower of the two counts. Where ranks of tp meet in every layer, each meeting waits for
+    whichever of all ranks' Pythons and devices is late: more than the slower one, the more alike they are.
+    """
+    if not meets or not python_s:
+        return max(device_s, python_s)
+    power = constants.MEETING
+    return float((device_s**power + python_s**power) ** (1 / power))
+
+
+class Pace(NamedTuple):
+    """What the stages of a layout mean for a step: their costs in the order in which a microbatch passes them, and the slowest rank's.
+
+    Attributes:
+        working_s: of that rank, for each microbatch.
+    """
+
+    costs: tuple[StageCost, ...]
+    forwards: tuple[float, ...]
+    backwards: tuple[float, ...]
+    slowest: StageCost
+    working_s: float
+
+
+def stages(layout: Layout) -> tuple[StageCost, ...]:
+    """One for each virtual stage, in the order in which a microbatch passes them."""
+    return pace(layout).costs
+
+
+def pace(layout: Layout) -> Pace:
+    """The stages, and the rank that all others wait for; remembered, as searches ask for the same ones again and again."""
+    ways = way(layout, "tp"), way(layout, "cp"), way(layout, "ep")
+    return paced(layout.trace, share(layout), layout.remat, *ways, layout.pp, layout.chunks, layout.cut)
+
+
+@lru_cache(maxsize=16384)
+def paced(
+    trace: Trace, share: Share, remat: str, tp_way: Way, cp_way: Way, ep_way: Way, ranks: int, chunks: int, cut: tuple[int, ...]
+) -> Pace:
+    until = summed(trace, share, remat, tp_way, cp_way, ep_way)
+    cut = cut or _even(until, ranks * chunks)
+    ends = accumulate(cut)
+    costs = tuple(_between(until[end - count], until[end]) for count, end in zip(cut, ends, strict=True))
+    own = [costs[rank::ranks] for rank in range(ranks)]
+    working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
+    slowest = own[working.index(max(working))]
+    total = StageCost(*[sum(values) for values in zip(*slowest, strict=True)])
+    return Pace(costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working))
+
+
+def _between(start: StageCost, end: StageCost) -> StageCost:
+    return StageCost(*[late - early for early, late in zip(start, end, strict=True)])
+
+
+@lru_cache(maxsize=4096)
+def summed(trace: Trace, share: Share, remat: str, *links: Way) -> tuple[StageCost, ...]:
+    costs = (block_cost(block, share, remat, *links) for block in trace)
+    return tuple(accumulate(costs, StageCost.__add__, initial=StageCost()))
+
+
+@lru_cache(maxsize=4096)
+def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
+    """How many blocks for each stage so that the slowest is as fast as can be; at least one each."""
+    weights = [cost.forward_s + cost.backward_s + cost.again_s for cost in prefix]
+    low, high = weights[-1] / virtual, weights[-1]
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _filled(weights, virtual, middle) else (middle, high)
+    return _filled(weights, virtual, high) or (len(weights) - 1,)
+
+
+def _filled(weights: list[float], virtual: int, most: float) -> tuple[int, ...]:
+    """Stages filled one after another up to `most`, or () where that leaves blocks over."""
+    count, cut, start = len(weights) - 1, [], 0
+    for stage in range(virtual):
+        end, left = start + 1, virtual - stage - 1
+        while end < count - left and weights[end + 1] - weights[start] <= most:
+            end += 1
+        cut.append(end - start)
+        start = end
+    return tuple(cut) if start == count and all(cut) else ()
+
+
+@lru_cache(maxsize=100_000)
+def block_cost(block: Block, share: Share, remat: str, tp_way: Way, cp_way: Way, ep_way: Way) -> StageCost:
+    """Of one block."""
+    time = block_time(block, share)
+    layer = block.kind not in ("embedding", "head")
+    again, launch_again, reductions = _again(block, time, remat if layer else "none", share.stops_early)
+    number_bytes = BYTES[share.precision]
+    width = share.samples / share.cp * number_bytes
+    reduced = all_reduce_s(block.boundary * width, tp_way)
+    keys = (block.keys / share.tp or 2 * block.boundary) * share.samples * number_bytes if share.cp > 1 and layer else 0.0
+    routed = all_to_all_s(block.routed * width, ep_way)
+    trained = 1 if block.trained else 0
+    held = block.matrices / share.tp + block.vectors + block.experts / share.tp / share.ep
+    return StageCost(
+        time.forward_s,
+        time.backward_s,
+        again,
+        time.launch_forward_s,
+        time.launch_backward_s + launch_again,
+        block.reductions * reduced,
+        trained * (block.reductions + reductions) * reduced,
+        exposed_s(3 * gather_s(keys, cp_way), 3.5 * time.scores_s),
+        6 * routed,
+        held,
+        1.0,
+        0.0 if layer else max(time.forward_s - time.launch_forward_s, 0.0),
+        0.0 if layer else max(time.backward_s - time.launch_backward_s, 0.0),
+    )
+
+
+def exposed_s(travel_s: float, compute_s: float) -> float:
+    """What of travelling is not hidden by the computing under way, and by how much it slows that."""
+    return max(travel_s - compute_s, 0.0) + constants.CONTENTION * min(travel_s, compute_s)
+
+
+def _again(block: Block, time: BlockTime, remat: str, stops_early: bool) -> tuple[float, float, int]:
+    """Seconds, launching and reductions of what is computed again in the backward pass."""
+    if remat == "block" and block.trained:
+        if stops_early:
+            return time.forward_s - time.last_s, time.launch_forward_s, max(block.reductions - 1, 0)
+        return time.forward_s, time.launch_forward_s, block.reductions
+    if remat == "selective" and block.trained:
+        return time.scores_s, 4 * constants.LAUNCH_S if time.scores_s else 0.0, 0
+    return 0.0, 0.0, 0

@@ -1,0 +1,159 @@
+"""A model that is larger than a cluster under every plan: how much is missing, and what would be enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.memory import memory, usable_bytes
+from paceline.trace.graph import Trace
+
+_MOST_HOSTS = 2**14
+_MOST_CP = 64
+_MOST_TP = 64
+
+
+class Least(NamedTuple):
+    """The plan of so many hosts that comes nearest to fitting: bytes of its fullest rank, and what the rank's device has."""
+
+    needed: float
+    room: float
+    layout: Layout
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much as is needed."""
+        return self.needed <= self.room
+
+
+def smallest_that_works(layout: Layout, global_batch: int) -> str:
+    """In words: what the model takes at least, how much is missing, and the smallest cluster on which it fits; "" where it fits here.
+
+    Args:
+        layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not its degrees.
+        global_batch: samples of a step; a plan cannot have more readers.
+    """
+    here = least(layout, global_batch)
+    if here.fits:
+        return ""
+    machines = layout.machines
+    has = f"{_a(machines.device.name)} has" if machines.device.kind != "cpu" else "its part of the host's memory is"
+    said = (
+        f"At least {_gib(here.needed)} on each device, with {words(here.layout)}, and {has} {_gib(here.room)} to give: "
+        f"{_gib(here.needed - here.room)} are missing."
+    )
+    more, larger = _more_hosts(layout, global_batch), _larger_device(layout, global_batch)
+    enough = [_on(found) for found in (more, larger) if found.fits]
+    if enough:
+        return f"{said} It fits on {', or on '.join(enough)}."
+    what, most = max(memory(more.layout).items(), key=lambda item: item[1])
+    return f"{said} More such hosts do not help: {what} alone would still take {_gib(most)}. Shorter samples or smaller layers would."
+
+
+def least(layout: Layout, global_batch: int) -> Least:
+    """The plan on the layout's machines whose fullest rank needs the least of its device, of those that share out all there is."""
+    options = (Least(sum(memory(option).values()), usable_bytes(option), option) for option in _frugal(layout, global_batch))
+    return min(options, key=lambda option: option.needed / option.room)
+
+
+def words(layout: Layout) -> str:
+    """The degrees of a layout as a plan's words."""
+    degrees = [f"{axis}={n}" for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep") if (n := getattr(layout, axis)) > 1]
+    remat = [] if layout.remat == "none" else [f"remat={layout.remat}"]
+    return " ".join([*degrees, *remat]) or "dp=1"
+
+
+def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
+    """Plans with everything shared out and computed again, a sample at a time; in powers of two, as many ranks as there is use for."""
+    machines, trace = layout.machines, layout.trace
+    layers = max((count for _, count in trace.runs), default=1)
+    cores = [1] if machines.device.kind != "cpu" else _powers(machines.per_host)
+    for idle in cores:  # a rank alone on a host has all of its memory
+        devices = machines.devices // idle
+        for tp in _powers(min(devices, _MOST_TP)):
+            for pp in _powers(min(devices // tp, layers)):
+                for cp in _powers(min(devices // tp // pp, trace.tokens, _MOST_CP)):
+                    if _divides(trace, tp, cp):
+                        yield _shared_out(layout, tp, pp, cp, devices // (tp * pp * cp), global_batch)
+
+
+def _shared_out(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch: int) -> Layout:
+    fsdp = max(n for n in range(1, min(left, global_batch) + 1) if global_batch % n == 0)
+    blocks = len(layout.trace.blocks)
+    return replace(
+        layout,
+        dp=1,
+        fsdp=fsdp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=1,
+        zero=3,
+        samples=1.0,
+        microbatches=global_batch // fsdp,
+        schedule="1f1b",
+        chunks=1,
+        remat="block",
+        sequence=tp > 1,
+        cut=tuple(blocks * (stage + 1) // pp - blocks * stage // pp for stage in range(pp)),
+    )
+
+
+def _divides(trace: Trace, tp: int, cp: int) -> bool:
+    """Whether heads divide by tp, tokens by cp, and there is anything that tp divides."""
+    if tp == 1:
+        return trace.tokens % cp == 0
+    gemms = [gemm for block, _ in trace.runs for gemm in block.gemms if gemm.divided != "none"]
+    return bool(gemms) and trace.tokens % cp == 0 and all(gemm.batch % tp == 0 for gemm in gemms if gemm.divided == "batch")
+
+
+def _more_hosts(layout: Layout, global_batch: int) -> Least:
+    """On the smallest number of the same hosts that is enough, found by halving; on very many of them where none is."""
+
+    def on(hosts: int) -> Least:
+        return least(replace(layout, machines=replace(layout.machines, hosts=hosts, speeds=())), global_batch)
+
+    low, high = layout.machines.hosts, 2 * layout.machines.hosts
+    while not (found := on(high)).fits and high < _MOST_HOSTS:
+        low, high = high, 2 * high
+    while found.fits and high - low > 1:
+        middle = (low + high) // 2
+        fewer = on(middle)
+        low, high, found = (low, middle, fewer) if fewer.fits else (middle, high, found)
+    return found
+
+
+def _larger_device(layout: Layout, global_batch: int) -> Least:
+    """On as many devices of the catalogue's kind that has just enough memory; on the largest where none has."""
+    machines = layout.machines
+    own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
+    larger = [device for device in CATALOGUE.values() if device.kind == kind != "cpu" and device.memory_bytes > own]
+    found = least(layout, global_batch)
+    for device in sorted(larger, key=lambda device: device.memory_bytes):
+        found = least(replace(layout, machines=replace(machines, device=device, memory_bytes=None)), global_batch)
+        if found.fits:
+            break
+    return found
+
+
+def _on(found: Least) -> str:
+    """The cluster as `--cluster` takes it, and the plan."""
+    machines = found.layout.machines
+    name = f"{machines.hosts}x{machines.per_host}x{machines.device.name}"
+    return f"{name} with {words(found.layout)} ({_gib(found.needed)} of {_gib(found.room)})"
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(max(most, 1).bit_length())]
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0] in "AEFHILMNORSX" else f"a {name}"
+
+
+def _gib(size_bytes: float) -> str:
+    gib = size_bytes / 2**30
+    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:,.1f} GiB"

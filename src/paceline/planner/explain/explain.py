@@ -1,0 +1,283 @@
+"""Why a plan was chosen: where its time and memory go, why the others lose, what was excluded, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.planner.cost.memory import room_bytes
+from paceline.planner.cost.prediction import PARTS
+from paceline.planner.explain.changes import WORTH, Change, changes_of
+from paceline.planner.search.result import Candidate, Found, Hint
+
+if TYPE_CHECKING:
+    from paceline.planner.calibrate import Calibration
+
+LEAST = 0.005  # of a step or of the memory: what is less is not worth a line
+PART_NAMES: Mapping[str, str] = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "launch": "launching kernels",
+    "tp": "tp: sums of layers",
+    "cp": "cp: keys and values",
+    "ep": "ep: tokens to experts",
+    "fsdp": "fsdp: weights, gradients",
+    "pp": "pp: between stages",
+    "bubble": "pipeline bubble",
+    "dp": "dp: gradients",
+    "optimizer": "optimizer",
+    "other": "overhead of a step",
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a whole: `value` in seconds or bytes, `share` of all."""
+
+    name: str
+    value: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training costs, in the currency of the user's prices: `value`, and of how much work."""
+
+    value: float
+    of: str
+
+
+@dataclass(frozen=True)
+class Help:
+    """One thing that would help, or would not: by what part the throughput grows, None where nobody can say, and what to know of it."""
+
+    gain: float | None
+    what: str
+    about: str = ""
+
+    @property
+    def words(self) -> str:
+        """`+12.3 %`, `no gain`, or nothing where it could not be predicted."""
+        if self.gain is None:
+            return ""
+        if abs(self.gain) < WORTH:
+            return "no gain"
+        return f"+{percent(self.gain)}" if self.gain > 0 else f"\N{MINUS SIGN}{percent(-self.gain)}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `paceline plan` tells; the same on the screen, on its page and as JSON.
+
+    Attributes:
+        found: what the search found; `found.best[0]` is the winner.
+        time: where the winner's step goes, by `PARTS`, in their order.
+        memory: what holds the memory of its fullest rank, the most first.
+        changes: what would help, the most first.
+        notes: what the prediction does not know.
+        measured: whether the machines were measured; else their figures are those of the catalogue.
+    """
+
+    job: Job
+    cluster: Cluster
+    found: Found
+    time: tuple[Share, ...]
+    memory: tuple[Share, ...]
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    measured: bool = False
+
+    @property
+    def winner(self) -> Candidate:
+        """The best plan."""
+        return self.found.best[0]
+
+    @property
+    def tokens(self) -> int:
+        """Of one sample; 1 where it is no sequence."""
+        return self.winner.layout.trace.tokens
+
+    @property
+    def room_bytes(self) -> int:
+        """The memory of a device; on CPUs a rank's part of its host's."""
+        return int(room_bytes(self.winner.layout))
+
+    def cost(self, candidate: Candidate) -> Cost | None:
+        """Of the whole run where its steps are known, else of a round number of tokens or samples; None without prices."""
+        if self.cluster.price_per_hour is None:
+            return None
+        of_step = candidate.prediction.step_time_s / 3600 * candidate.plan.ranks * self.cluster.price_per_hour
+        of_sample = of_step / self.job.global_batch
+        if self.job.stop.steps is not None:
+            return Cost(of_step * self.job.stop.steps, f"the run of {self.job.stop.steps:,} steps")
+        return Cost(of_sample / self.tokens * 1e9, "1 billion tokens") if self.tokens > 1 else Cost(of_sample * 1e6, "1 million samples")
+
+    @property
+    def lines(self) -> list[str]:
+        """The heart of it in a few sentences."""
+        best, cluster = self.winner, self.cluster.name
+        prediction = best.prediction
+        mfu = f", MFU {percent(prediction.mfu)}" if prediction.mfu is not None else ""
+        lines = [
+            f"{best.plan}: the fastest of {self.found.considered:,} plans for {self.job.name} on {cluster}",
+            f"predicted: {prediction.step_time_s:.4g} s a step, {prediction.throughput:,.4g} samples/s{mfu}, "
+            f"{prediction.memory_bytes / 2**30:.3g} of {self.room_bytes / 2**30:.3g} GiB",
+            self.limit,
+        ]
+        helping = next((change for change in self.changes if change.helps), None)
+        if helping is not None:
+            lines.append(f"what would help most: {helping.what}, +{percent(helping.gain or 0.0)}")
+        return lines
+
+    @property
+    def helps(self) -> list[Help]:
+        """What would help, the most first: other machines and batches, and what the search noticed by itself."""
+        found, rows = self.found, []
+        for change in self.changes:
+            then = f"then {change.plan}" if change.plan and change.helps else ""
+            about = change.but if change.helps or change.gain is None else ""
+            what = f"{change.what}: {change.value}" if change.value else change.what
+            rows.append(Help(change.gain, what, "; ".join(text for text in (about, then) if text)))
+        rows += [Help(_grown(hint.gain), hint.change, hint.but) for hint in found.hints]
+        if found.weights:
+            weights = ", ".join(f"{weight:.3g}" for weight in found.weights)
+            rows.append(
+                Help(_grown(found.weights_gain), "shares of the batch by speed", f"in the job: partition: {{weights: [{weights}]}}")
+            )
+        if found.cut:
+            rows.append(Help(_grown(found.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(found.cut)}"))
+        return sorted(rows, key=lambda row: -2.0 if row.gain is None else row.gain, reverse=True)
+
+    @property
+    def limit(self) -> str:
+        """What the winner's step is made of, in one sentence."""
+        useful = sum(part.value for part in self.time if part.name == "compute")
+        others = sorted((part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share)
+        if not others:
+            return "the step is all computing: only faster devices, or more of them, help"
+        lost = " and ".join(f"{PART_NAMES[part.name]} ({percent(part.share)})" for part in others[:2])
+        return f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the most beside it: {lost}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON values."""
+        found = self.found
+        return {
+            "job": self.job.name,
+            "global_batch": self.job.global_batch,
+            "cluster": self.cluster.describe(),
+            "devices": self.winner.layout.machines.devices,
+            "price_per_device_hour": self.cluster.price_per_hour,
+            "measured": self.measured,
+            "parameters": self.winner.layout.trace.parameters,
+            "tokens_per_sample": self.tokens,
+            "plan": str(self.winner.plan),
+            "candidates": [self._candidate(candidate) for candidate in found.best],
+            "excluded": [{"what": e.what, "reason": e.reason, "plans": e.plans} for e in found.excluded],
+            "search": {
+                "considered": found.considered,
+                "evaluated": found.evaluated,
+                "pruned": found.pruned,
+                "gap": found.gap,
+                "seconds": found.seconds,
+            },
+            "partition_weights": list(found.weights) if found.weights else None,
+            "partition_weights_gain": found.weights_gain,
+            "cut": ",".join(found.cut) or None,
+            "cut_gain": found.cut_gain,
+            "what_would_help": [change.to_json() for change in self.changes],
+            "faster_but": [_hint(hint) for hint in found.hints],
+            "notes": list(self.notes),
+        }
+
+    def _candidate(self, candidate: Candidate) -> dict[str, Any]:
+        prediction, cost = candidate.prediction, self.cost(candidate)
+        return {
+            "plan": str(candidate.plan),
+            "why": candidate.why,
+            "step_time_s": prediction.step_time_s,
+            "memory_bytes": prediction.memory_bytes,
+            "throughput": prediction.throughput,
+            "tokens_per_s": prediction.throughput * self.tokens if self.tokens > 1 else None,
+            "mfu": prediction.mfu,
+            "cost": None if cost is None else cost.value,
+            "cost_of": None if cost is None else cost.of,
+            "fits": prediction.fits,
+            "breakdown_s": dict(prediction.breakdown),
+            "memory_by_holder_bytes": dict(prediction.memory),
+            "notes": list(prediction.notes),
+        }
+
+
+def explain(
+    job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None, *, what_would_help: bool = True
+) -> Explanation:
+    """Explain what a search found.
+
+    Args:
+        what_would_help: whether to search again with more memory, faster links, a larger batch and more devices, which takes as long
+            as the search did, a few times over.
+
+    Raises:
+        PlanError: no plan was found.
+    """
+    if not found.best:
+        reasons = "\n".join(f"{excluded.what}: {excluded.reason}" for excluded in found.excluded)
+        raise PlanError(f"no plan can run {job.name} on {cluster.name}" + (f":\n{reasons}" if reasons else ""))
+    best = found.best[0]
+    return Explanation(
+        job=job,
+        cluster=cluster,
+        found=found,
+        time=shares_of_time(best),
+        memory=shares_of_memory(best),
+        changes=changes_of(job, cluster, found, calibration) if what_would_help else (),
+        notes=_notes(best, calibration),
+        measured=calibration is not None,
+    )
+
+
+def shares_of_time(candidate: Candidate) -> tuple[Share, ...]:
+    """The parts of its step that take any time, in the order of `PARTS`. They sum to the step: where measurements made a part less than
+    nothing, it is taken off computing."""
+    prediction = candidate.prediction
+    parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
+    parts["compute"] += sum(seconds for seconds in parts.values() if seconds < 0)
+    return tuple(Share(part, seconds, seconds / prediction.step_time_s) for part, seconds in parts.items() if seconds > 0)
+
+
+def shares_of_memory(candidate: Candidate) -> tuple[Share, ...]:
+    """What holds the memory of its fullest rank, the most first."""
+    prediction = candidate.prediction
+    held = sorted(prediction.memory.items(), key=lambda entry: -entry[1])
+    return tuple(Share(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
+
+
+def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
+    """What stands between the prediction and the truth: of this model, of the cost model, and what it never knows."""
+    basis = "measured on these machines" if calibration else "from the catalogue, not measured"
+    always = (
+        f"every figure is predicted; the speeds of devices and links are {basis}",
+        "waiting for data, evaluations and checkpoints are not in the step",
+    )
+    return tuple(dict.fromkeys((*best.layout.trace.notes, *best.prediction.notes, *(calibration.notes if calibration else ()), *always)))
+
+
+def percent(share: float) -> str:
+    """`15.2 %`, `80 %`: one place where it counts; a line never breaks before the sign."""
+    return f"{100 * share:.{0 if abs(share) >= 0.2 else 1}f}\N{NO-BREAK SPACE}%"
+
+
+def _grown(saved: float) -> float:
+    """By what part the throughput grows where that part of the step's time is saved."""
+    return saved / (1 - saved)
+
+
+def _hint(hint: Hint) -> dict[str, Any]:
+    return {"change": hint.change, "gain": hint.gain, "but": hint.but}

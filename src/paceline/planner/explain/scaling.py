@@ -1,0 +1,77 @@
+"""How the job would go on fewer and on more devices of the same kind: the best plan for each number of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.job.job import Job
+from paceline.planner.cost.prediction import Prediction
+from paceline.planner.explain.changes import with_devices
+from paceline.planner.search.result import Found
+from paceline.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.planner.calibrate import Calibration
+
+_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The same job, global batch included, on so many devices (strong scaling).
+
+    Attributes:
+        plan, prediction: the best there; None where none fits.
+        speedup: over the fewest devices on which any fits.
+        efficiency: the speedup over how many times the devices are.
+        why: none fits.
+    """
+
+    devices: int
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    speedup: float | None = None
+    efficiency: float | None = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "devices": self.devices,
+            "plan": str(self.plan) if self.plan else None,
+            "step_time_s": self.prediction.step_time_s if self.prediction else None,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "why": self.why,
+        }
+
+
+def scaling(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None) -> tuple[Scaled, ...]:
+    """From an eighth of the devices to eight times as many, as far as the cluster says what those would be."""
+    from paceline.planner.search.search import search
+
+    points: list[Scaled] = []
+    for factor in _FACTORS:
+        best = found.best[0]
+        resized = cluster if factor == 1 else with_devices(cluster, factor)
+        if resized is None:
+            continue
+        if factor != 1:
+            try:
+                best = search(job, resized, top=1, calibration=calibration).best[0]
+            except PacelineError as error:
+                points.append(Scaled(resized.devices, why=str(error).splitlines()[0]))
+                continue
+        points.append(_compared(points, resized.devices, best.plan, best.prediction))
+    return tuple(points)
+
+
+def _compared(before: list[Scaled], devices: int, plan: Plan, prediction: Prediction) -> Scaled:
+    first = next((point for point in before if point.prediction is not None), None)
+    if first is None or first.prediction is None:
+        return Scaled(devices, plan, prediction, 1.0, 1.0)
+    speedup = first.prediction.step_time_s / prediction.step_time_s
+    return Scaled(devices, plan, prediction, speedup, speedup * first.devices / devices)

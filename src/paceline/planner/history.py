@@ -1,0 +1,244 @@
+"""What earlier predictions were worth: pairs of predicted and measured step times of this hardware, kept to correct the next ones.
+
+A file for each kind of hardware, in the user's cache, with a pair on each line. Whoever measures appends; nobody rewrites.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.files import open_to_append, private_folder
+from paceline.job.job import Job
+from paceline.planner.check.case import DEGREES
+from paceline.planner.cost.prediction import Prediction
+from paceline.plans.plan import Plan
+
+NEWEST = 40  # pairs that count
+DOUBT, DOUBT_OF_KIND = 0.5, 4.0  # pairs that say 1 before there is any other, and that say of a kind what all say
+OWN_WEIGHT = 4.0  # of a pair of the same job, over that of another one
+_TAIL_BYTES = 2**18  # of the file: some hundred pairs
+_MOST = 30.0  # times the prediction, either way: beyond, what was measured was something else
+_MARK = "corrected by what was measured before"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prediction and what became of it.
+
+    Attributes:
+        plan: its text.
+        predicted_s, measured_s: of a step; predicted without correction.
+        work: what was trained, as `work_of` has it.
+        calibrated: whether the prediction knew measurements of the machines.
+        job: its name, for people.
+        hardware: in words, for people.
+        created: seconds since 1970.
+    """
+
+    plan: str
+    predicted_s: float
+    measured_s: float
+    work: str = ""
+    calibrated: bool = False
+    job: str = ""
+    hardware: str = ""
+    created: float = 0.0
+
+    @classmethod
+    def of(cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool) -> Pair:
+        """The pair of a plan that was just measured."""
+        return cls(str(plan), predicted_s, measured_s, work_of(job), calibrated, job.name, cluster.describe(), round(time.time(), 1))
+
+    @property
+    def usable(self) -> bool:
+        """Whether both are times, and not so far apart that one of them is wrong."""
+        times = (self.predicted_s, self.measured_s)
+        if not isinstance(self.plan, str) or not all(isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times):
+            return False
+        return 1 / _MOST <= self.measured_s / self.predicted_s <= _MOST
+
+
+@dataclass(frozen=True)
+class Correction:
+    """By what predictions of a kind of plan were wrong.
+
+    Attributes:
+        factor: what to multiply them by.
+        pairs: of this kind, on which it rests.
+        all: pairs of all kinds.
+    """
+
+    factor: float = 1.0
+    pairs: int = 0
+    all: int = 0
+
+
+def corrected(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Prediction:
+    """The prediction times what such predictions were wrong by on this hardware, said in its notes; itself where nothing is known.
+
+    Args:
+        calibrated: whether the prediction rests on measurements of the machines: those without are wrong in other ways.
+    """
+    if any(_MARK in note for note in prediction.notes):
+        return prediction
+    found = correction(job, cluster, plan, calibrated=calibrated)
+    if not found.all:
+        return prediction
+    factor = found.factor
+    how_many = f"{found.pairs} such plan{'s' * (found.pairs != 1)} of {found.all}"
+    return replace(
+        prediction,
+        step_time_s=prediction.step_time_s * factor,
+        throughput=prediction.throughput / factor,
+        mfu=None if prediction.mfu is None else prediction.mfu / factor,
+        cost_per_run=None if prediction.cost_per_run is None else prediction.cost_per_run * factor,
+        breakdown={part: seconds * factor for part, seconds in prediction.breakdown.items()},
+        notes=(*prediction.notes, f"{_MARK}: times {factor:.2f}, by {how_many} on this hardware"),
+    )
+
+
+def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Correction:
+    """What the newest pairs on this hardware say: the geometric mean of measured / predicted, of all plans and then of those of this kind.
+
+    With few pairs, that of the kind is drawn towards that of all, so that a machine that is slower than thought does not make the plans
+    look good that nobody measured yet; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one kind where the
+    same degrees are more than 1 and the backward pass computes as much again.
+    """
+    kind, work = kind_of(plan), work_of(job)
+    known = [pair for pair in pairs(cluster) if pair.calibrated == calibrated]
+    like = [pair for pair in known if _kind_of_text(pair.plan) == kind]
+    general = _mean(known[-NEWEST:], work, towards=0.0, doubt=DOUBT)
+    return Correction(math.exp(_mean(like[-NEWEST:], work, towards=general, doubt=DOUBT_OF_KIND)), len(like), len(known))
+
+
+def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> float:
+    """The mean of the logarithms of measured / predicted, as if `doubt` more pairs had said `towards`."""
+    weights = [OWN_WEIGHT if pair.work == work else 1.0 for pair in of]
+    logs = [math.log(pair.measured_s / pair.predicted_s) for pair in of]
+    return (sum(w * r for w, r in zip(weights, logs, strict=True)) + doubt * towards) / (sum(weights) + doubt)
+
+
+def remember(pair: Pair, cluster: Cluster) -> bool:
+    """Append a pair; False where it is none, or the cache cannot be written. Writers at the same time do not harm each other."""
+    if not pair.usable:
+        return False
+    file = _file(cluster)
+    line = (json.dumps(asdict(pair)) + "\n").encode()
+    try:
+        made_cache_folder("history")
+        descriptor = open_to_append(file)
+        try:
+            return os.write(descriptor, line) == len(line)  # one call: O_APPEND puts it behind whatever others write
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+
+
+def pairs(cluster: Cluster) -> tuple[Pair, ...]:
+    """The newest usable pairs of the hardware, the oldest first; lines that are none are passed over."""
+    file = _file(cluster)
+    try:
+        about = file.stat()
+        stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
+        if _read.get(file, (None, ()))[0] != stamp:
+            with file.open("rb") as opened:
+                opened.seek(max(0, about.st_size - _TAIL_BYTES))
+                _read[file] = stamp, tuple(_pairs(opened.read()))
+        return _read[file][1]
+    except OSError:
+        return ()
+
+
+def kind_of(plan: Plan) -> str:
+    """Which degrees are more than 1, and what is computed again: `dp`, `dp tp`, `one rank`, `fsdp block`."""
+    degrees = [axis for axis in DEGREES if getattr(plan, axis) > 1] or ["one rank"]
+    return " ".join([*degrees, *([plan.remat] if plan.remat != "none" else [])])
+
+
+def work_of(job: Job) -> str:
+    """What bears on the time of a step, as a short hash: model, data, loss, optimizer, batch, precision."""
+    values = job.model_dump(mode="json", include={"model", "data", "loss", "optimizer", "global_batch", "precision"})
+    values["optimizer"].pop("lr", None)
+    return _short(values)
+
+
+def hardware_of(cluster: Cluster) -> list[object]:
+    """What the time of a step depends on, as plain values: cores and GPUs of the hosts, and how they are emulated."""
+    hosts = [[h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts]
+    return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
+
+
+def cache_folder() -> Path:
+    """Of all that paceline keeps for later starts; one that cannot be written where the user has no home."""
+    home = os.path.expanduser("~")
+    return Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache"))) / "paceline"
+
+
+def made_cache_folder(name: str) -> Path:
+    """A folder of the cache, made if missing, in which nobody but the user reads or writes.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user.
+    """
+    private_folder(cache_folder())
+    private_folder(cache_folder() / name)
+    return cache_folder() / name
+
+
+_read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}  # by file: what it was when it was read
+
+
+def digests(values: Any) -> Iterator[str]:
+    """SHA-256 of the Python and JSON files that the job names: a model that was edited is another one."""
+    if isinstance(values, dict):
+        for value in values.values():
+            yield from digests(value)
+    elif isinstance(values, str):
+        file = Path(values.rpartition(":")[0] or values)
+        if file.suffix in (".py", ".json") and file.is_file():
+            yield hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _file(cluster: Cluster) -> Path:
+    return cache_folder() / "history" / f"{_short(hardware_of(cluster))}.jsonl"
+
+
+def _pairs(lines: bytes) -> Iterator[Pair]:
+    for line in lines.splitlines():
+        try:
+            pair = Pair(**json.loads(line))
+            usable = pair.usable and bool(_kind_of_text(pair.plan))
+        except (ValueError, TypeError):
+            continue  # cut off by a crash or the beginning of the tail, or by another version
+        if usable:
+            yield pair
+
+
+def _kind_of_text(text: str) -> str:
+    """The kind of a plan's text, without all of its checks; "" where it is no plan."""
+    found = _kinds.get(text)
+    if found is None:
+        try:
+            found = kind_of(Plan.parse(text))
+        except PlanError:  # of another version
+            found = ""
+        _kinds[text] = found
+    return found
+
+
+_kinds: dict[str, str] = {}
+
+
+def _short(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]

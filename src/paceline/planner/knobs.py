@@ -1,0 +1,266 @@
+"""The changes of a plan that may make its steps faster, whole plans or single knobs, and what measured times say of them. Without torch.
+
+The search is greedy: one change after the other is put on the best plan so far, and stays where it helps. That costs one comparison a
+change instead of one for each of their combinations; what it can miss are knobs that help only together.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planner.check.check import reasons_against
+from paceline.plans.plan import Plan
+from paceline.stats import LEAST_REPEATS, Interval, median_interval
+
+KNOBS = ("memory_format", "fused", "pin", "compile")  # the plan keys that say how a rank computes, not what
+BUDGET_S = 8.0  # of measuring knobs, where a step is short
+PLAN_S = 3.0  # more for each other plan that is measured; two thirds of it go into dividing the model anew
+SHARE_OF_RUN = 0.1  # at most so much of the longest that the run can take
+LEAST_ROUNDS, MOST_ROUNDS = 6, 20  # of a comparison; in a round each of two plans takes its turn
+LEAST_STEPS = 400  # of a run: a comparison takes about 40, and only a share of the run may be spent
+_LONG_STEPS = 60  # where steps are long, what three comparisons take
+LEAST_RUN_S = 30.0  # for the same reason: the ranks of a trial take seconds to start
+_COMPILE_S = 45.0  # what torch.compile takes before the first step, on CPUs and GPUs alike
+_HOPELESS = 3.0  # times the best step
+_LEAST_GAIN = 0.01  # of the step; what is less is not worth a word in the plan
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A change of a plan that may make its steps faster.
+
+    Attributes:
+        changes: plan keys, each with its new value.
+        untried: why it cannot help here; None where it is to be tried.
+        cost_s: what it takes before its first step, beyond any other plan; it is tried only in a run that is long enough for it.
+        hint: why it is not taken even where it is faster. It is then measured last, and only told of.
+        whole: whether it is another plan rather than a change of the best so far.
+        predicted_s: the step time of that plan, by the cost model.
+    """
+
+    changes: dict[str, Any]
+    untried: str | None = None
+    cost_s: float = 0.0
+    hint: str | None = None
+    whole: bool = False
+    predicted_s: float | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, predicted_s: float | None) -> Knob:
+        """The change to another plan."""
+        return cls({f.name: getattr(plan, f.name) for f in fields(plan)}, whole=True, predicted_s=predicted_s)
+
+    def __str__(self) -> str:
+        if self.whole:
+            return str(Plan(**self.changes))
+        return " ".join(f"{key}={'on' if value is True else value}" for key, value in self.changes.items())
+
+    def on(self, plan: Plan) -> Plan:
+        """The plan with this change."""
+        return replace(plan, **self.changes)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of one knob.
+
+    Attributes:
+        knob: its text; for the plan that the search begins with, that plan's.
+        verdict: for people: `kept`, `not kept: slower`, `not tried: …`.
+        step_s: of the plan with the knob; None where it was not measured.
+        ratio: that, over the step time of the best plan before it, measured in turn; None where there is none.
+        predicted_s: what the cost model says of a whole plan; None where it was not asked.
+        best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than others.
+    """
+
+    knob: str
+    verdict: str
+    step_s: Interval | None = None
+    ratio: Interval | None = None
+    predicted_s: float | None = None
+    best_s: Interval | None = None
+
+    def line(self) -> str:
+        """One row of the table."""
+        ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
+        if self.ratio and self.ratio.low < self.ratio.high:
+            ratio += f" ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
+        ratio += f" of {shown_s(self.best_s.middle)}" if self.best_s else ""
+        predicted = shown_s(self.predicted_s) if self.predicted_s else ""
+        step = _shown(self.step_s) if self.step_s else ""
+        return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Tried:
+        """From the values of `dataclasses.asdict`."""
+        intervals = {name: Interval(**values[name]) for name in ("step_s", "ratio", "best_s") if values.get(name) is not None}
+        return cls(**(values | intervals))
+
+
+HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} {'ratio to the best, in the same rounds':<36} verdict"
+
+
+def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
+    """What may make `plan` faster for the job on the cluster, in the order in which it is tried.
+
+    All of them keep the job's precision, but for those that are hints.
+    """
+    found = [
+        Knob({"memory_format": "channels_last"}),
+        Knob({"fused": True}),
+        *_other_divisions(cluster, plan),
+        Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.kind == "cuda" else None),
+        Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
+        Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
+        *_hints(job, cluster),
+    ]
+    new = [knob for knob in found if knob.on(plan) != plan]
+    return [replace(knob, untried=_why_not(knob.on(plan), plan, job, cluster) or knob.untried) for knob in new]
+
+
+def steps_are_too_few(job: Job) -> str | None:
+    """Why the job is over before measuring could repay, as far as its stop rule says so without its data; else None."""
+    stop = job.stop
+    if stop.steps is not None and stop.steps < LEAST_STEPS:
+        return f"{stop.steps} steps are over before measuring knobs would pay (from {LEAST_STEPS} steps)"
+    if stop.seconds is not None and stop.seconds < LEAST_RUN_S:
+        return f"{stop.seconds:g} s are over before measuring knobs would pay (from {LEAST_RUN_S:g} s)"
+    return None
+
+
+def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None:
+    """The longest that the run can take with such steps, or None where its stop rule sets no bound."""
+    steps = job.stop.total_steps(steps_per_epoch)
+    bounds = [b for b in (steps and steps * step_s, job.stop.seconds) if b]
+    return min(bounds) if bounds else None
+
+
+def budget_s(step_s: float, run_s: float | None, *, plans: int = 0, share: float = SHARE_OF_RUN) -> float:
+    """How long measuring may take. Where steps are long, long enough for three comparisons; where the run is short, a share of it.
+
+    `plans`: how many others there are to measure.
+    """
+    wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
+    return wanted if run_s is None else min(wanted, share * run_s)
+
+
+def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
+    """Why a knob is not tried, be it for the time that the comparison would take."""
+    if knob.untried:
+        return knob.untried
+    if knob.cost_s and run_s is None:
+        return f"it takes about {knob.cost_s:.0f} s to begin, and the stop rule does not say how long the run is"
+    if knob.cost_s and run_s is not None and knob.cost_s > SHARE_OF_RUN * run_s:
+        return f"it takes about {knob.cost_s:.0f} s to begin, and the run at most {run_s:.0f} s"
+    if not knob.cost_s and left_s < comparison_s:
+        return "the time for measuring was used"
+    return None
+
+
+@dataclass
+class Comparison:
+    """A challenger against the best plan so far: seconds per step of each, a pair per round."""
+
+    challenger: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+
+    def add(self, challenger_s: float, best_s: float) -> None:
+        """Add a round."""
+        self.challenger.append(challenger_s)
+        self.best.append(best_s)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each round."""
+        return [c / b for c, b in zip(self.challenger, self.best, strict=True)]
+
+    @property
+    def decided(self) -> bool:
+        """Whether more rounds would not change the verdict: all of enough agree, or there are many, or it is hopeless."""
+        ratios = self.ratios
+        agree = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
+        return len(ratios) >= MOST_ROUNDS or (len(ratios) >= LEAST_ROUNDS and agree) or self.hopeless
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether two rounds are enough."""
+        return len(self.ratios) > 1 and all(r > _HOPELESS for r in self.ratios)
+
+    @property
+    def wins(self) -> bool:
+        """Whether the challenger is faster beyond doubt: the whole interval of the ratio lies below 1, by more than a trifle."""
+        return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
+
+    def tried(self, knob: Knob) -> Tried:
+        """The verdict on the knob that the challenger has."""
+        ratio = median_interval(self.ratios)
+        if knob.hint:
+            verdict = f"not taken: {knob.hint}" if self.wins else "not taken: no faster"
+        elif self.wins:
+            verdict = "kept"
+        elif ratio.low > 1:
+            verdict = "not kept: slower"
+        elif self.hopeless:
+            verdict = f"not kept: slower, in each of {len(self.ratios)} rounds"
+        else:
+            verdict = "not kept: no difference"
+        step, best = median_interval(self.challenger), median_interval(self.best)
+        if len(self.ratios) < LEAST_REPEATS:  # medians alone: so few rounds give no interval that is worth showing
+            ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
+        return Tried(str(knob), verdict, step, ratio, knob.predicted_s, best)
+
+
+def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
+    """The rows as plain values."""
+    return [asdict(row) for row in tried]
+
+
+def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
+    """Fewer ranks with more threads each, which wait less for one another; only on CPUs, whose cores can be divided."""
+    if cluster.kind == "cuda" or plan.splits:
+        return []
+    return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
+
+
+def _hints(job: Job, cluster: Cluster) -> list[Knob]:
+    if job.precision != "fp32":
+        return []
+    in_hardware = all(device.bf16 for host in cluster.hosts if host.kind == cluster.kind for device in host.devices)
+    why_not = None if in_hardware else "no bf16 arithmetic in this hardware, as far as is known"
+    return [Knob({"precision": "bf16"}, untried=why_not, hint="the job says fp32; set precision: bf16 for it")]
+
+
+def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
+    """The first reason against the changed plan, without the plan's text before it and the advice after it; None where it can run."""
+    known = reasons_against(plan, job, cluster)
+    reasons = [reason for reason in reasons_against(changed, job, cluster) if reason not in known]
+    return reasons[0].removeprefix(f"plan {changed} ").rpartition(": ")[0] if reasons else None
+
+
+def _why_no_compiler() -> str | None:
+    """What torch.compile lacks here; None where it has all."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(shutil.which(compiler) for compiler in wanted):
+        return f"torch.compile needs a C++ compiler ({' or '.join(wanted)})"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "torch.compile needs Python's headers (on Debian and Ubuntu: apt install python3-dev)"
+    return None
+
+
+def shown_s(seconds: float) -> str:
+    """A step time for people: `12.3 ms`."""
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def _shown(step_s: Interval) -> str:
+    unit, scale = ("ms", 1e3) if step_s.middle < 1 else ("s", 1.0)
+    middle = f"{step_s.middle * scale:.4g} {unit}"
+    return middle if step_s.low == step_s.high else f"{middle} ({step_s.low * scale:.4g} to {step_s.high * scale:.4g})"

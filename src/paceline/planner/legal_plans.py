@@ -1,0 +1,96 @@
+"""Every plan that can run a job on a cluster: what `paceline check --all` tries and the planner chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planner.check.case import DEGREES, Case
+from paceline.planner.check.check import CHECKS, reasons_of
+from paceline.planner.check.split_check import MEANT_FOR, microbatches_fit
+from paceline.plans.plan import Plan
+
+VARIED = (*DEGREES, "zero", "sequence", "schedule")
+_VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble")}
+
+
+def legal_plans(
+    job: Job, cluster: Cluster, ranks: int | Iterable[int], *, keys: Sequence[str] = VARIED, base: Plan | None = None
+) -> list[Plan]:
+    """Every plan with so many ranks that passes `Plan.check`, small ones first, in an order that never changes.
+
+    Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not in a pipeline, which gathers and reduces
+    once a step whatever it says; `sequence` varies with `tp`, `schedule` with `pp`. With a pipeline, each schedule gets the fewest
+    microbatches, not fewer than `base` has, that keep every stage busy once.
+
+    Args:
+        ranks: how many; or several such numbers, as `range(1, 5)` for up to four.
+        keys: what varies: degrees, `zero`, `sequence`, `schedule`, `remat`. The others stay as in `base`.
+        base: `Plan()` where not given.
+
+    Raises:
+        ValueError: a key that does not vary here.
+        JobError: the model cannot be built.
+    """
+    if unknown := set(keys) - {*VARIED, "remat"}:
+        raise ValueError(f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; there are {', '.join(VARIED)}, remat")
+    base = base or Plan()
+    wanted = sorted({ranks} if isinstance(ranks, int) else set(ranks))
+    case = Case(base, job, cluster)
+    fitting = _fitting_degrees(case, max(wanted, default=1), keys)
+    found = []
+    for total in wanted:
+        for degrees in _factors(total, [(key, fitting[key]) for key in DEGREES]):
+            plans = _variants(replace(base, **degrees), job, keys)
+            found += [plan for plan in plans if not reasons_of(replace(case, plan=plan))]
+    return list(dict.fromkeys(found))
+
+
+def _fitting_degrees(case: Case, most: int, keys: Sequence[str]) -> dict[str, list[int]]:
+    """The values of each degree that pass the checks which ask for nothing but that degree: the rest needs no look."""
+    fitting = {}
+    for key in DEGREES:
+        own = [check for check in CHECKS if check.keys == (key,)]
+        values = range(1, most + 1) if key in keys else (getattr(case.plan, key),)
+        if key == "cp" and key in keys and most > 1 and not case.anatomy.takes_parts_of_sequences:
+            values = (1,)  # it may work, but not as the cost model has it
+        cases = [(value, replace(case, plan=replace(case.plan, **dict[str, Any]({key: value})))) for value in values]
+        fitting[key] = [value for value, changed in cases if value == 1 or not any(check.reason(changed) for check in own)]
+    return fitting
+
+
+def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
+    """Every way to write `total` as a product of one value for each degree; the larger ones of the first degrees first."""
+    (key, values), rest = degrees[0], degrees[1:]
+    for value in reversed(values):
+        if total % value == 0:
+            if rest:
+                yield from ({key: value} | others for others in _factors(total // value, rest))
+            elif value == total:
+                yield {key: value}
+
+
+def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
+    """The plan with every value of the keys that its degrees give a meaning, and without those that have none."""
+    values: dict[str, Sequence[Any]] = {"remat": ("none", "selective", "block") if "remat" in keys else (plan.remat,)}
+    for key, (degree, default) in MEANT_FOR.items():
+        values[key] = (getattr(plan, key),) if getattr(plan, degree) > 1 else (default,)
+        if key in _VALUES and key in keys and getattr(plan, degree) > 1 and (key, plan.pp > 1) != ("zero", True):
+            values[key] = _VALUES[key]
+    for combination in product(*values.values()):
+        variant = replace(plan, **dict(zip(values, combination, strict=True)))
+        parts = _microbatches(variant, job) if plan.pp > 1 else plan.microbatches
+        if parts is not None:
+            yield replace(variant, microbatches=parts)
+
+
+def _microbatches(plan: Plan, job: Job) -> int | None:
+    """The fewest, one per stage or more, that the schedule runs and that the smallest share has samples for; of too few the most."""
+    share = job.global_batch // plan.readers
+    fitting = [n for n in range(1, min(share, 4 * plan.pp + plan.microbatches) + 1) if microbatches_fit(plan.schedule, plan.pp, n)]
+    enough = [n for n in fitting if n >= max(plan.pp, plan.microbatches)]
+    return next(iter(enough or reversed(fitting)), None)

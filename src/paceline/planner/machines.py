@@ -1,0 +1,109 @@
+"""A cluster as the cost model sees it: one kind of device, hosts that are alike, two levels of links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec, accelerator
+from paceline.cluster.cluster import Cluster, Host
+from paceline.planner.cost.layout import Machines
+
+if TYPE_CHECKING:
+    from paceline.planner.calibrate import Calibration
+
+_TCP_S = 5e-5  # of a small message between CPUs of two hosts
+_ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
+_WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")  # processors whose every generation on sale has AVX-512
+
+
+def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machines:
+    """What the cost model needs to know of a cluster: devices from the catalogue by their names, links by their rates.
+
+    The slowest device stands for all; `speeds` say by how much hosts are faster. A device of a cluster of CPUs is one core. A host's link
+    is shared by its devices. What was measured goes along, and goes before all of it.
+
+    Raises:
+        ClusterError: a GPU is not in the catalogue; with the nearest names.
+    """
+    hosts = [host for host in cluster.hosts if host.kind == cluster.kind]
+    alike = {_likeness(host): host for host in hosts}
+    found = {likeness: _device(host) for likeness, host in alike.items()}
+    quotas = _quotas(cluster, hosts)
+    devices = [_slowed(found[_likeness(host)], quota) for host, quota in zip(hosts, quotas, strict=True)]
+    slowest = min(devices, key=_speed)
+    memory_bytes = min(device.memory_bytes for host in alike.values() for device in host.devices)
+    uneven = max(map(_speed, devices)) > 1.01 * _speed(slowest)
+    return Machines(
+        device=replace(slowest, memory_bytes=memory_bytes),
+        hosts=len(hosts),
+        per_host=_usual(len(host.devices) for host in hosts),
+        between=_between(cluster, hosts, slowest),
+        speeds=tuple(_speed(device) / _speed(slowest) for device in devices) if uneven else (),
+        memory_bytes=memory_bytes,
+        price_per_hour=cluster.price_per_hour,
+        calibration=calibration,
+    )
+
+
+def _likeness(host: Host) -> tuple[object, ...]:
+    return host.gpus or (host.cpu, host.cpu_bf16, host.cores, host.memory_bytes)
+
+
+def _device(host: Host) -> Accelerator:
+    if not host.gpus:
+        return _core(host)
+    return min((accelerator(name) for name in {gpu.name for gpu in host.gpus}), key=_speed)
+
+
+def _speed(device: Accelerator) -> float:
+    return device.peak_flops["bf16" if device.kind != "cpu" else "fp32"]
+
+
+def _slowed(device: Accelerator, part: float) -> Accelerator:
+    if part == 1.0:
+        return device
+    return replace(device, peak_flops={precision: peak * part for precision, peak in device.peak_flops.items()})
+
+
+def _usual(counts: Iterable[int]) -> int:
+    """The most frequent one; of several, the largest."""
+    by_count = Counter(counts)
+    return max(by_count, key=lambda count: (by_count[count], count))
+
+
+def _core(host: Host) -> Accelerator:
+    """A core of the host's processor, by the class that its name suggests; of hyper-threads, each has a part of a core."""
+    name = host.cpu.lower()
+    if name.startswith("cpu") and host.cpu in CATALOGUE:
+        return CATALOGUE[host.cpu]
+    if any(word in name for word in _ARM):
+        found = CATALOGUE["CPU-NEON"]
+    elif host.cpu_bf16:
+        found = CATALOGUE["CPU-AVX512-BF16"]
+    else:
+        found = CATALOGUE["CPU-AVX512" if any(word in name for word in _WIDE) else "CPU-AVX2"]
+    return _slowed(found, host.physical_cores / host.cores)
+
+
+def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
+    """What part of each of its cores a host may keep busy."""
+    limits = cluster.emulate.cores if cluster.emulate else (None,) * len(hosts)
+    return [1.0 if limit is None else min(1.0, limit / host.cores) for limit, host in zip(limits, hosts, strict=True)]
+
+
+def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
+    """From a device to those of other hosts: its share of the slowest host's fastest link; the catalogue's where no rate is known."""
+    latency_s = _TCP_S if device.kind == "cpu" else device.network.latency_s
+    delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
+    shares = []
+    for host in hosts:
+        rates = [link.bandwidth_gbps for link in host.links if link.kind == "ethernet" and link.bandwidth_gbps]
+        if rates:
+            shares.append((max(rates), max(rates) * 1e9 / 8 / len(host.devices)))
+    if not shares:
+        return replace(device.network, latency_s=latency_s + delay_s)
+    gbps, share = min(shares, key=lambda pair: pair[1])
+    return LinkSpec(f"network, {gbps:g} Gbit/s a host", share, latency_s + delay_s)

@@ -1,0 +1,218 @@
+"""What a plan takes at least, in time and memory, told without predicting it: what lets a search leave most plans out and still be exact.
+
+A bound is admissible: never above the prediction. Time: the work of a microbatch, evenly over the stages, as often as the schedule has
+it on the way; one pass of the optimizer; and the part of the sum of gradients that no backward pass can hide.
+Memory: the state and the activations of an average rank, or of the pipeline's first one, which has the most microbatches in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.memory import FRAGMENTS, GATHERED_AT_ONCE, RUNTIME_BYTES, memory, usable_bytes
+from paceline.planner.cost.pipeline import hop_s, pipeline_s
+from paceline.planner.cost.stages import StageCost, stages
+from paceline.planner.cost.traffic import all_reduce_s, way
+from paceline.planner.search.space import Ints
+from paceline.trace.graph import Block, Trace
+
+Floats = NDArray[np.float64]
+_ENDLESS = 2.0**16  # samples of a microbatch so large that products of matrices reach all that they can
+_CERTAIN = 0.97  # of what is told of state: stages are not quite even
+
+
+class Core(NamedTuple):
+    """What a rank's work and state depend on inside a stage."""
+
+    tp: int
+    cp: int
+    ep: int
+    sequence: bool
+    remat: str
+    samples: float
+    threads: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All blocks on one rank of tp, cp and ep.
+
+    Attributes:
+        forward_s, backward_s: of one microbatch; `repeated_s`: both, of the layers.
+        parameters: on the rank, of which `repeated` are in layers.
+        dense: parameters of a second of work: the least of any block.
+        kept: bytes of one microbatch for its backward pass, of which `repeated_kept` are in layers.
+        received: bytes of one microbatch that go on to the next stage.
+        hop_s: least seconds of that.
+    """
+
+    forward_s: float
+    backward_s: float
+    repeated_s: float
+    parameters: float
+    repeated: float
+    dense: float
+    kept: float
+    repeated_kept: float
+    received: float
+    hop_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+class Bounds:
+    """Bounds of the plans of one job on one cluster.
+
+    Args:
+        layout: of any plan: what all plans share is taken from it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = replace(layout, dp=1, fsdp=1, tp=1, pp=1, cp=1, ep=1, microbatches=1, chunks=1, cut=())
+        kinds = _kinds(layout.trace)
+        self._each, self._counts = Trace(tuple(kinds)), list(kinds.values())
+        self.layers = max(self._counts)
+        self._samples: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+        self._wholes: dict[Core, Whole] = {}
+        self._passes: dict[tuple[int, int, str], tuple[float, float]] = {}
+        self._sums: dict[tuple[int, int], float] = {}
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes of a device that a plan may take; on CPUs those of one core."""
+        machines = self.layout.machines
+        return usable_bytes(replace(self.layout, dp=machines.devices, fsdp=1, tp=1, pp=1, cp=1, ep=1))
+
+    @cached_property
+    def room_for_model(self) -> float:
+        """Without what any program on the device takes. On CPUs a rank may have the memory of cores that are idle: no bound."""
+        return self.room - RUNTIME_BYTES if self.layout.machines.device.kind == "cuda" else float("inf")
+
+    def whole(self, core: Core) -> Whole:
+        """See `Whole`; each is computed once."""
+        found = self._wholes.get(core)
+        if found is None:
+            found = self._wholes[core] = self._computed(core)
+        return found
+
+    def rate_s(self, tp: int, cp: int, ep: int, threads: int, sequence: bool, remat: str) -> float:
+        """Seconds per sample of all blocks on one rank, with whatever microbatch is best."""
+        return self.whole(Core(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
+
+    def passes(self, pp: int, microbatches: int, schedule: str) -> tuple[float, float]:
+        """How often a whole microbatch's work, and a hop to the next stage, are on the critical path of even stages."""
+        key = pp, microbatches, schedule
+        found = self._passes.get(key)
+        if found is None:
+            chunks = 2 if schedule in ("interleaved", "zero-bubble") and pp > 1 else 1
+            even, none = [0.5 / pp / chunks] * (pp * chunks), [0.0] * (pp * chunks)
+            work = pipeline_s(even, even, microbatches, 0.0, pp, schedule)
+            found = self._passes[key] = work, pipeline_s(none, none, microbatches, 1.0, pp, schedule)
+        return found
+
+    def unevenness_s(self, seconds: Floats, repeated_s: Floats, pp: Ints, microbatches: Ints) -> Floats:
+        """What it adds that layers are whole: some rank has at least as many as an even deal, rounded up."""
+        fullest = repeated_s / self.layers * np.ceil(self.layers / pp)
+        return np.asarray((microbatches - 1) * np.maximum(fullest - seconds / pp, 0.0), np.float64)
+
+    def optimizers_s(self, parameters: Floats) -> Floats:
+        """The optimizer reads its state, parameters and gradients once and writes the first two."""
+        layout = self.layout
+        each = 2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes
+        machines = layout.machines
+        cores = machines.per_host if machines.device.kind == "cpu" else 1  # one rank may compute with all of them
+        fastest = machines.device.memory_bandwidth * cores
+        seconds: Floats = _CERTAIN * parameters * each / fastest
+        return seconds
+
+    def sum_s_per_byte(self, apart: int, dp: int) -> float:
+        """Of the gradients' all-reduce, without latency: over replicas whose ranks are so far apart."""
+        key = apart, dp
+        if key not in self._sums:
+            over = way(replace(self.layout, fsdp=apart, dp=dp), "dp")
+            self._sums[key] = (all_reduce_s(2e9, over) - all_reduce_s(1e9, over)) / 1e9 if dp > 1 else 0.0
+        return self._sums[key]
+
+    def state_bytes(self, pp: Ints, microbatches: Ints, fsdp: Ints, zero: int) -> Floats:
+        """Of each parameter of a rank: state between steps, and what fsdp gathers and does not scatter while a step goes on."""
+        layout = self.layout
+        divided, pipelined = fsdp > 1, pp > 1
+        shared = (layout.parameter_bytes + layout.gradient_bytes + layout.optimizer_bytes) / fsdp
+        narrow = np.where(divided & (pipelined | (zero < 3)), min(layout.parameter_bytes, layout.number_bytes), 0.0)
+        beside = np.where(divided & (microbatches > 1) & (pipelined | (zero == 1)), layout.gradient_bytes, 0.0)
+        return np.asarray(np.where(divided & layout.offload, 0.0, shared) + narrow + beside, np.float64)
+
+    def gathered_bytes(self, layer: Floats, pp: Ints, fsdp: Ints, zero: int) -> Floats:
+        """Of a layer that fsdp gathers, with its gradients; a stage of a pipeline has all its parameters whole, which `state_bytes` has."""
+        narrow = min(self.layout.parameter_bytes, self.layout.number_bytes)
+        whole = (pp > 1) | (zero < 3)
+        gathered: Floats = layer * (narrow + self.layout.gradient_bytes + np.where(whole, 0.0, GATHERED_AT_ONCE * narrow))
+        return np.where(fsdp > 1, (1 + FRAGMENTS) * gathered, 0.0)
+
+    def activations_bytes(self, kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
+        """Those in flight of a rank with an average part of what is kept, over all ranks on average."""
+        flight = 1.0 * microbatches if schedule == "gpipe" else np.maximum(0.5 * np.minimum(microbatches, pp), 1.0)
+        activations: Floats = kept / pp * np.where(pp > 1, flight, 1.0)
+        return activations
+
+    def first_bytes(self, repeated_kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
+        """The same of the pipeline's first rank, if it has no fewer layers than the least that an even cut gives."""
+        chunks = 2 if schedule in ("interleaved", "zero-bubble") else 1
+        layers = self.layers // (pp * chunks)
+        if schedule == "zero-bubble":
+            flight = np.minimum(microbatches, 2 * pp) + 1
+        elif schedule == "interleaved":
+            flight = np.minimum(3 * pp - 1, 2 * microbatches)
+        else:
+            flight = microbatches if schedule == "gpipe" else np.minimum(microbatches, pp)
+        activations: Floats = repeated_kept / self.layers * layers * np.where(pp > 1, flight, 1.0)
+        return activations
+
+    def _computed(self, core: Core) -> Whole:
+        layout = replace(self.layout, **core._asdict())
+        costs = stages(replace(layout, trace=self._each, cut=(1,) * len(self._counts)))
+        total = StageCost(*[sum(map(mul, values, self._counts)) for values in zip(*costs, strict=True)])
+        dense = [cost.parameters / seconds for cost in costs if (seconds := cost.forward + cost.backward) > 0]
+        kept, hops = self._per_sample(layout)
+        layer, sample = self._counts.index(self.layers), core.samples * layout.number_bytes / core.cp
+        return Whole(
+            forward_s=total.forward,
+            backward_s=total.backward,
+            repeated_s=(costs[layer].forward + costs[layer].backward) * self.layers,
+            parameters=total.parameters,
+            repeated=costs[layer].parameters * self.layers,
+            dense=min(dense, default=0.0),
+            kept=sum(map(mul, kept, self._counts)) * core.samples,
+            repeated_kept=kept[layer] * self.layers * core.samples,
+            received=self._each.blocks[layer].boundary / (core.tp if core.sequence else 1) * sample,
+            hop_s=max(0.0, hops[0] + (hops[1] - hops[0]) * (core.samples - 1)),
+        )
+
+    def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:
+        """What each kind of block keeps for its backward pass, in bytes, and the seconds of sending one sample and two to a stage."""
+        key = layout.tp, layout.cp, layout.ep, layout.sequence, layout.remat
+        found = self._samples.get(key)
+        if found is None:
+            one = replace(layout, samples=1.0, microbatches=2)
+            twice = [Trace((block,) * min(count, 2)) for block, count in zip(self._each.blocks, self._counts, strict=True)]
+            kept = [(1 + FRAGMENTS) * memory(replace(one, trace=trace))["activations"] / len(trace.blocks) for trace in twice]
+            found = self._samples[key] = kept, [hop_s(replace(layout, pp=2, samples=samples)) for samples in (1.0, 2.0)]
+        return found
+
+
+def _kinds(trace: Trace) -> dict[Block, int]:
+    """The different blocks, with how many there are of each."""
+    counts: dict[Block, int] = {}
+    for block, count in trace.runs:
+        counts[block] = counts.get(block, 0) + count
+    return counts

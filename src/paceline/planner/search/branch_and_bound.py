@@ -1,0 +1,322 @@
+"""Branch and bound over the space of plans: rows of degrees and microbatches, their variants, and how readers are shared out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.planner.check.case import STAGES_PER_RANK
+from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.memory import memory, usable_bytes
+from paceline.planner.predict import Layouts
+from paceline.planner.search.bounds import Bounds, Core, Floats, Whole
+from paceline.planner.search.rejected import Tally
+from paceline.planner.search.result import Candidate
+from paceline.planner.search.space import REMATS, SCHEDULES, Ints, Space, divisors, numbered
+
+_FIRST_BLOCK, _BLOCK = 64, 4096  # rows that are expanded together, the most promising first
+_LISTED = 1.1  # times the best: what is slower is not sought for the list
+_LIST_EVALUATIONS = 300  # after so many predictions only what may be the best is still looked at, not what may be on the list
+_FILL = 150  # plans that are looked at for the list where too few were found
+_OFFLOADED = "the way of the state to host memory and back (offload) is not in this time"
+_MOST_EVALUATIONS = 8000  # after so many plans were looked at the search ends, and says by how much the best can be missed
+_MOST_MEASURED = 2000  # where there are no bounds
+
+
+@dataclass
+class Columns:
+    """Plans, or what they have in common, one a place in each array."""
+
+    row: Ints
+    schedule: Ints  # of `SCHEDULES`
+    remat: Ints  # of `REMATS`
+    sequence: Ints
+    whole: Ints  # of the hunt's wholes
+    bound_s: Floats
+    needed: Floats  # bytes of activations
+    fsdp: Ints
+    zero: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def at(self, places: Any) -> Columns:
+        """Those at some places."""
+        return Columns(*[getattr(self, name)[places] for name in self.__dataclass_fields__])
+
+    def key(self, i: int) -> tuple[int, ...]:
+        """What makes up the plan at a place."""
+        columns = (self.row, self.schedule, self.remat, self.sequence, self.fsdp, self.zero)
+        return tuple(int(column[i]) for column in columns)
+
+    @classmethod
+    def joined(cls, pieces: list[Columns]) -> Columns:
+        """All of them."""
+        return cls(*[np.concatenate([getattr(piece, name) for piece in pieces]) for name in cls.__dataclass_fields__])
+
+
+class Hunt:
+    """One search.
+
+    Attributes:
+        found: for each set of degrees the best plan so far.
+        tally: of what was excluded.
+        considered: plans in the space.
+        evaluated: plans that were predicted.
+    """
+
+    def __init__(self, space: Space, layouts: Layouts, top: int) -> None:
+        self.space, self.layouts, self.top = space, layouts, top
+        self.found: dict[tuple[int, ...], Candidate] = {}
+        self.evaluated = 0
+        self.limit = float("inf")  # what takes as long is of no interest any more
+        self.layout = layouts.of(space.base)
+        self.bounds = Bounds(self.layout)
+        self.considered = int(space.plans_per_row.sum())
+        self.tally = Tally(self.bounds.room)
+        self.exact = layouts.machines.calibration is None  # of what was measured there are no bounds: as many are predicted as may be
+        self._wholes: list[Whole] = []
+        self._places: dict[Core, int] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        self._known_passes: dict[str, Floats] = {}
+        self._filling = False
+        self._last_s = float("inf")  # of the last one on the list
+
+    def run(self) -> float:
+        """Search; returns the gap."""
+        gap = self._through_all(_MOST_EVALUATIONS if self.exact else _MOST_MEASURED)
+        if len(self.found) < self.top:  # of those that are much slower, the ones that promise most
+            tally, self.tally = self.tally, Tally(self.tally.room)  # all were counted
+            self._filling, self.limit = True, float("inf")
+            self._through_all(len(self._seen) + _FILL)
+            self.tally = tally
+        return gap
+
+    def _through_all(self, most: int) -> float:
+        """Blocks of rows in the order of what they take at least, until none may be of interest or so many plans were looked at."""
+        least = self._least_s
+        order = np.argsort(least, kind="stable")
+        first, size = 0, _FIRST_BLOCK
+        while first < len(order) and least[order[first]] < self.limit:
+            unseen_s = self._search(order[first : first + size], most)
+            first, size = first + size, _BLOCK
+            if unseen_s is not None:
+                return self._gap(min([unseen_s, *least[order[first : first + 1]]]))
+        return 0.0
+
+    def _gap(self, unseen_s: float) -> float:
+        best = min((one.prediction.step_time_s for one in self.found.values()), default=0.0)
+        return max(0.0, 1 - unseen_s / best) if best and self.exact else 1.0
+
+    @cached_property
+    def _least_s(self) -> Floats:
+        """What each row takes at least, whatever its variants."""
+        every = np.arange(len(self.space.rows["tp"]))
+        if not self.exact:
+            return np.zeros(len(every))
+        found = self._at_best_s(every, sequence=False, remat="none")
+        divided = every[self.space.allows(every, True, "none")]
+        found[divided] = np.minimum(found[divided], self._at_best_s(divided, sequence=True, remat="none"))
+        return found
+
+    def _at_best_s(self, rows: Ints, sequence: bool, remat: str) -> Floats:
+        """What these rows take at least, were their microbatches as large as is best."""
+        table = {key: column[rows] for key, column in self.space.rows.items()}
+        keys, place = numbered(table["tp"], table["cp"], table["ep"], table["threads"])
+        rate = np.array([self.bounds.rate_s(tp, cp, ep, threads, sequence, remat) for tp, cp, ep, threads in keys])
+        return np.asarray(rate[place] * table["samples"] * table["microbatches"] / table["pp"]) if len(keys) else np.zeros(0)
+
+    def _search(self, rows: Ints, most: int) -> float | None:
+        """Look at all plans of these rows that may be among the best. The least bound of those not looked at, where there were too many."""
+        plans = self._shared_out(self._variants(rows))
+        plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
+        for i in range(len(plans)):
+            if self.exact and plans.bound_s[i] >= self.limit:
+                return None
+            if len(self._seen) >= most:
+                return float(plans.bound_s[i])
+            key = plans.key(i)
+            if key not in self._seen:
+                self._seen.add(key)
+                for knobs in self.space.knobs(key[0]):
+                    self._evaluate(key, knobs)
+        return None
+
+    def _variants(self, rows: Ints) -> Columns:
+        """The rows with every schedule, remat and sequence that may be among the best and may fit."""
+        pieces = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
+        return Columns.joined([piece for some in pieces for piece in some])
+
+    def _variants_of(self, rows: Ints, sequence: int, remat: int) -> list[Columns]:
+        space, bounds, table = self.space, self.bounds, self.space.rows
+        rows = rows[space.allows(rows, bool(sequence), REMATS[remat])]
+        if self.exact:
+            rows = rows[self._at_best_s(rows, bool(sequence), REMATS[remat]) < self.limit]
+        whole = self._wholes_of(rows, bool(sequence), REMATS[remat])
+        if self.exact:
+            hopeful = self._of(whole, "seconds")[0] * table["microbatches"][rows] / table["pp"][rows] < self.limit
+            rows, whole = rows[hopeful], whole[hopeful]
+        pp, microbatches, shared = (table[key][rows] for key in ("pp", "microbatches", "shared"))
+        seconds, parameters, kept, repeated_kept, received, hop = self._of(whole, "seconds parameters kept repeated_kept received hop_s")
+        uneven = bounds.unevenness_s(seconds, self._of(whole, "repeated_s")[0], pp, microbatches)
+        least_state = (
+            np.maximum(parameters - bounds.layout.trace.tied, 0.0) / pp * bounds.state_bytes(np.ones_like(pp), np.ones_like(pp), shared, 3)
+        )
+        found = []
+        for number, schedule in enumerate(SCHEDULES):
+            works = space.runs(rows, schedule)
+            work, hops = self._passes(rows, works, schedule)
+            times = seconds * work + hop * hops + uneven
+            held = bounds.activations_bytes(kept, pp, microbatches, schedule)
+            first = bounds.first_bytes(repeated_kept, pp, microbatches, schedule)
+            held = np.maximum(held, first) + np.where(pp > 1, 2 * microbatches * received, 0.0)
+            held[(pp == 1) & (microbatches == 1) & (shared == 1)] = 0.0  # gradients come while activations go
+            crowded = works & (least_state + held > bounds.room_for_model)
+            self.tally.crowd((least_state + held)[crowded], space.sharings[rows[crowded]])
+            some = np.flatnonzero(works & ~crowded & ((times < self.limit) | (not self.exact)))
+            ones = np.ones(len(some), np.int64)
+            same = (number * ones, remat * ones, sequence * ones)
+            found.append(Columns(rows[some], *same, whole[some], times[some], held[some], ones, 3 * ones))
+        return found
+
+    def _shared_out(self, variants: Columns) -> Columns:
+        """Every way to share out their readers over dp and fsdp that may be among the best and may fit."""
+        space, bounds, table = self.space, self.bounds, self.space.rows
+        several, place = np.unique(table["shared"][variants.row], return_inverse=True)
+        ways = [divisors(int(n)) for n in several]
+        counts = np.array([len(some) for some in ways], np.int64)[place]
+        plans = variants.at(np.repeat(np.arange(len(variants)), counts))
+        plans.fsdp = np.concatenate([np.array(ways[i], np.int64) for i in place]) if len(place) else plans.fsdp
+        may = np.ones(len(plans), np.bool_)
+        for refused, refusal in space.shares(plans.row, plans.fsdp, plans.schedule):
+            self.tally.refuse(*refusal, int(refused.sum()))
+            may &= ~refused
+        plans = plans.at(may)
+        seconds, backward, dense = self._of(plans.whole, "seconds backward_s dense")
+        pp, shared = table["pp"][plans.row], table["shared"][plans.row]
+        shard = seconds / pp * dense / plans.fsdp
+        plans.bound_s = plans.bound_s + bounds.optimizers_s(shard)
+        apart = table["tp"][plans.row] * table["cp"][plans.row] * table["ep"][plans.row] * pp * plans.fsdp
+        keys, place = numbered(apart, shared // plans.fsdp)
+        sums = np.array([bounds.sum_s_per_byte(*key) for key in keys])[place] if len(keys) else np.zeros(0)
+        sent = sums * shard * self.layout.sync_bytes / self.layout.sync_every
+        plans.bound_s = plans.bound_s + np.maximum(sent - (backward / pp if self.layout.stack.overlaps_gradients else 0.0), 0.0)
+        return Columns.joined([self._fitting(plans, zero) for zero in (3, 2, 1)])
+
+    def _fitting(self, plans: Columns, zero: int) -> Columns:
+        """Those that may fit if fsdp shares out so much."""
+        bounds, table = self.bounds, self.space.rows
+        pp, microbatches = table["pp"][plans.row], table["microbatches"][plans.row]
+        plans = plans.at(slice(None))
+        plans.bound_s = plans.bound_s + self._gathered_s(plans, zero)
+        meant = np.ones(len(plans), np.bool_) if zero == 3 else (plans.fsdp > 1) & (pp == 1)
+        parameters, repeated = self._of(plans.whole, "parameters repeated")
+        each = bounds.state_bytes(pp, microbatches, plans.fsdp, zero)
+        tied, layer = bounds.layout.trace.tied / table["tp"][plans.row], repeated / bounds.layers
+        held = each * np.where(pp > 1, layer * (bounds.layers // pp), parameters - tied) + plans.needed
+        held += bounds.gathered_bytes(layer, pp, plans.fsdp, zero)
+        crowded = meant & (held > bounds.room_for_model)
+        self.tally.crowd(held[crowded], table["knobs"][plans.row[crowded]])
+        fitting = plans.at(np.flatnonzero(meant & (held <= bounds.room_for_model) & ((plans.bound_s < self.limit) | (not self.exact))))
+        fitting.zero = np.full(len(fitting), zero)
+        return fitting
+
+    def _gathered_s(self, plans: Columns, zero: int) -> Floats:
+        """Of gathering parameters and scattering gradients, what no computing can hide; without a pipeline."""
+        bounds, table, layout = self.bounds, self.space.rows, self.layout
+        seconds, parameters = self._of(plans.whole, "seconds parameters")
+        keys, place = numbered(table["tp"][plans.row] * table["cp"][plans.row] * table["ep"][plans.row], plans.fsdp)
+        per_byte = np.array([bounds.sum_s_per_byte(*key) / 2 for key in keys])[place] if len(keys) else np.zeros(0)
+        gathers, times = (2, table["microbatches"][plans.row]) if zero == 3 else (1, 1)
+        each = gathers * min(layout.parameter_bytes, layout.number_bytes) + layout.sync_bytes
+        unhidden: Floats = times * np.maximum(per_byte * parameters * each - seconds, 0.0)
+        return np.where(table["pp"][plans.row] == 1, unhidden, 0.0)
+
+    def _evaluate(self, key: tuple[int, ...], knobs: dict[str, Any]) -> None:
+        """Predict a plan, if it may run and fits; keep it, if it is the best of its degrees."""
+        row, schedule, remat, sequence, fsdp, zero = key
+        values: dict[str, Any] = {name: int(self.space.rows[name][row]) for name in ("tp", "cp", "ep", "pp", "microbatches")}
+        values |= {"dp": int(self.space.rows["shared"][row]) // fsdp, "fsdp": fsdp, "zero": zero}
+        values |= {"schedule": SCHEDULES[schedule], "remat": REMATS[remat], "sequence": bool(sequence)}
+        if (refusal := self.space.legality.refusal(values | knobs)) is not None:
+            self.tally.refuse(*refusal)
+            return
+        layout = self._layout(values, knobs, row)
+        needed = sum(memory(layout).values())
+        if needed > usable_bytes(layout):
+            self.tally.crowd(np.array([needed]), np.array([1]))
+            return
+        self._keep(values | knobs, layout)
+
+    def _layout(self, values: dict[str, Any], knobs: dict[str, Any], row: int) -> Layout:
+        more: dict[str, Any] = {"threads": knobs.get("threads") or int(self.space.rows["threads"][row])}
+        more |= {"transport": knobs["transport"]} if "transport" in knobs else {}
+        chunks = STAGES_PER_RANK[values["schedule"]] if values["pp"] > 1 else 1
+        return replace(self.layout, **values, samples=float(self.space.rows["samples"][row]), chunks=chunks, **more)
+
+    def _keep(self, values: dict[str, Any], layout: Layout) -> None:
+        self.evaluated += 1
+        prediction = estimate(layout)
+        key = tuple(values[name] for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
+        known = self.found.get(key)
+        if prediction.step_time_s < self._last_s and (known is None or prediction.step_time_s < known.prediction.step_time_s):
+            plan = replace(self.space.base, **values)
+            if (refusal := self.space.legality.crowded(plan)) is not None:
+                self.tally.refuse(*refusal)
+                return
+            notes = (*prediction.notes, *((_OFFLOADED,) if layout.offload else ()))
+            self.found[key] = Candidate(plan, layout, replace(prediction, fits=True, notes=notes))
+        self._limit()
+
+    def _limit(self) -> None:
+        """Time is spent on the list of the best as long as that needs few predictions, and on what is little slower."""
+        times = sorted(one.prediction.step_time_s for one in self.found.values())
+        self._last_s = times[self.top - 1] if len(times) >= self.top else float("inf")
+        if self._filling or not times:
+            self.limit = self._last_s
+        else:
+            self.limit = min(self._last_s, times[0] * _LISTED) if self.evaluated < _LIST_EVALUATIONS else times[0]
+
+    def _passes(self, rows: Ints, works: NDArray[np.bool_], schedule: str) -> tuple[Floats, Floats]:
+        """How often a microbatch's work and a hop are on the critical path, for those rows that the schedule works with."""
+        keys, place = self._pipelines
+        known = self._known_passes.setdefault(schedule, np.full((len(keys), 2), np.nan))
+        places = place[rows]
+        for i in np.unique(places[works & np.isnan(known[places, 0])]):
+            pp, microbatches = keys[i]
+            known[i] = self.bounds.passes(pp, microbatches, schedule)
+        return known[places, 0], known[places, 1]
+
+    @cached_property
+    def _pipelines(self) -> tuple[list[tuple[int, ...]], Ints]:
+        return numbered(self.space.rows["pp"], self.space.rows["microbatches"])
+
+    @cached_property
+    def _likeness(self) -> Ints:
+        """A number for each row, equal for those whose ranks do the same with a microbatch."""
+        table = self.space.rows
+        return numbered(*(table[key] for key in ("tp", "cp", "ep", "threads", "size")))[1]
+
+    def _wholes_of(self, rows: Ints, sequence: bool, remat: str) -> Ints:
+        """For each row the number of what its ranks do with a microbatch."""
+        first, place = np.unique(self._likeness[rows], return_index=True, return_inverse=True)[1:]
+        return np.array([self._whole(sequence, remat, int(row)) for row in rows[first]], np.int64)[place]
+
+    def _whole(self, sequence: bool, remat: str, row: int) -> int:
+        tp, cp, ep, threads = (int(self.space.rows[key][row]) for key in ("tp", "cp", "ep", "threads"))
+        core = Core(tp, cp, ep, sequence, remat, float(self.space.rows["samples"][row]), threads)
+        place = self._places.get(core)
+        if place is None:
+            place = self._places[core] = len(self._wholes)
+            self._wholes.append(self.bounds.whole(core))
+        return place
+
+    def _of(self, wholes: Ints, names: str) -> list[Floats]:
+        """Attributes of the wholes at these places."""
+        several, place = np.unique(wholes, return_inverse=True)
+        return [np.array([getattr(self._wholes[i], name) for i in several], np.float64)[place] for name in names.split()]

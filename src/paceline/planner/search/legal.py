@@ -1,0 +1,75 @@
+"""`Plan.check` for very many plans: each of its questions is asked once for each combination of the keys that its answer depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planner.check.case import Case, Check
+from paceline.planner.check.check import CHECKS
+from paceline.planner.check.split_check import MEMORY
+from paceline.plans.plan import Plan
+
+Refusal = tuple[tuple[str, ...], str]  # the keys that the reason depends on, and the reason
+_FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")  # a value that is refused with the others at 1 is refused with all
+
+
+class Legality:
+    """What keeps plans from running a job on a cluster, that differ from one plan in some keys."""
+
+    def __init__(self, job: Job, cluster: Cluster, base: Plan) -> None:
+        self.case = Case(base, job, cluster, weighed=True)
+        self._known: list[tuple[Check, dict[tuple[Any, ...], str | None]]] = [(check, {}) for check in CHECKS if check.keys != MEMORY]
+        self._memory = next(check for check in CHECKS if check.keys == MEMORY)
+
+    def refusal(self, values: dict[str, Any], among: Iterable[str] | None = None) -> Refusal | None:
+        """The first reason why the base plan with these values cannot run; None where it can. But for memory: see `crowded`.
+
+        Args:
+            among: only reasons that depend on no other keys.
+        """
+        base, plan = self.case.plan, None
+        for check, known in self._known:
+            if among is not None and not set(check.keys) <= set(among):
+                continue
+            key = tuple([values[name] if name in values else getattr(base, name) for name in check.keys])
+            if key not in known:
+                plan = plan or replace(base, **values)
+                reason = check.reason(replace(self.case, plan=plan))
+                known[key] = reason and reason.removeprefix(f"plan {plan} ")
+            if (found := known[key]) is not None:
+                return check.keys, found
+        return None
+
+    def crowded(self, plan: Plan) -> Refusal | None:
+        """Why the state of a plan is beyond the memory."""
+        reason = self._memory.reason(replace(self.case, plan=plan))
+        return (("memory",), reason.removeprefix(f"plan {plan} ")) if reason else None
+
+    def refusal_of_value(self, key: str, value: int) -> Refusal | None:
+        """Why a degree cannot have this value, whatever the others are."""
+        together = next(keys for keys in _FIXED if key in keys)
+        return self.refusal({key: value}, together) or (self._too_many_stages(value) if key == "pp" else None)
+
+    def _too_many_stages(self, pp: int) -> Refusal | None:
+        one_a_rank = [self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) for schedule in ("1f1b", "gpipe")]
+        return next(iter(one_a_rank)) if all(one_a_rank) else None
+
+    def divides_sequence(self, tp: int, cp: int) -> bool:
+        """Whether sequence parallelism may go with these degrees."""
+        return tp > 1 and self.refusal({"tp": tp, "cp": cp, "sequence": True}, ("sequence", "tp", "cp")) is None
+
+    def schedule_fits(self, schedule: str, pp: int) -> bool:
+        """Whether the model has blocks for the schedule's stages."""
+        return self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
+
+    def sharing_refusal(self, schedule: str, pp: int) -> Refusal | None:
+        """Why fsdp cannot share out what a rank of such a pipeline has."""
+        return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
+
+    def allows_microbatches(self) -> bool:
+        """Whether a share may be computed in parts."""
+        return self.refusal({"microbatches": 2}, ("microbatches",)) is None

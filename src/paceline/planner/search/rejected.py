@@ -1,0 +1,161 @@
+"""Why plans win, lose, or cannot run: in words that a user reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import PlanError
+from paceline.planner.check.case import count
+from paceline.planner.cost.layout import Layout
+from paceline.planner.explain.capacity import smallest_that_works
+from paceline.planner.search.result import Candidate, Excluded
+from paceline.planner.search.space import Space
+from paceline.plans.plan import Plan
+
+_MOST_REASONS = 12
+_SMALL = 0.005  # of a step: less is not worth a word
+_WORDS = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "launch": "starting kernels",
+    "tp": "tensor-parallel sums",
+    "cp": "keys and values between ranks of cp",
+    "ep": "tokens to experts and back",
+    "fsdp": "gathering parameters",
+    "pp": "activations between stages",
+    "bubble": "bubble",
+    "dp": "sums of gradients",
+    "optimizer": "optimizer",
+    "other": "the rest",
+}
+
+
+@dataclass
+class Tally:
+    """What a search excluded: by memory, and by the checks of a plan."""
+
+    room: float = 0.0  # bytes of a device
+    crowded: int = 0
+    least_bytes: float = float("inf")
+    most_bytes: float = 0.0
+    refused: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> int:
+        """All of them."""
+        return self.crowded + sum(count for _, count in self.refused.values())
+
+    def crowd(self, needed: NDArray[np.float64], plans: NDArray[np.int64]) -> None:
+        """Plans that need more memory than there is."""
+        if len(needed):
+            self.crowded += int(plans.sum())
+            self.least_bytes = min(self.least_bytes, float(needed.min()))
+            self.most_bytes = max(self.most_bytes, float(needed.max()))
+
+    def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
+        """Plans that a check refused."""
+        text, count = self.refused.get(keys, (reason, 0))
+        if count + plans:
+            self.refused[keys] = text, count + plans
+
+    def excluded(self, space: Space) -> tuple[Excluded, ...]:
+        """The reasons, those of the most plans first; of values of degrees, which were never combined with others, before them."""
+        values = [Excluded(_values(refused.key, refused.values), refused.reason) for refused in space.refused]
+        if (batch := _uneven_batch(space)) is not None:
+            values.append(batch)
+        found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
+        if self.crowded:
+            needs = f"need {_gib(self.least_bytes)}" + (f" to {_gib(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else "")
+            found.append(
+                Excluded(
+                    "memory", f"does not fit: {self.crowded:,} plans {needs} on a device that has {_gib(self.room)} to give", self.crowded
+                )
+            )
+        return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
+
+
+def why_it_wins(winner: Candidate) -> str:
+    """What its step consists of, the largest parts first."""
+    step = winner.prediction.step_time_s
+    parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
+    return ", ".join(f"{seconds / step:.0%} {_WORDS.get(part, part)}" for part, seconds in parts if seconds >= 2 * _SMALL * step)
+
+
+def why_it_loses(other: Candidate, winner: Candidate) -> str:
+    """The parts in which it takes longer than the winner, as parts of the winner's step, and what makes them so."""
+    step = winner.prediction.step_time_s
+    more = {part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()}
+    worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
+    if not worst:
+        return "as fast, as far as the model can tell"
+    return "; ".join(f"+{gain:.0%} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst)
+
+
+def _cause(part: str, other: Candidate, winner: Candidate) -> str:
+    plan, layout = other.plan, other.layout
+    if part == "bubble":
+        return f": {plan.microbatches} microbatches over {plan.pp} stages"
+    if part == "recompute":
+        return f": remat={plan.remat}"
+    if part in ("compute", "launch", "optimizer") and plan.ranks < winner.plan.ranks:
+        return f": {plan.ranks:,} of {winner.plan.ranks:,} ranks"
+    if part == "compute":
+        return _shapes(plan, layout.samples, winner.plan, winner.layout.samples)
+    if part in ("tp", "cp", "ep", "fsdp", "pp", "dp"):
+        network = layout.link(part).name == layout.machines.between.name and layout.machines.hosts > 1
+        return f": {part}={getattr(plan, part)}" + (" over the network between hosts" if network else "")
+    return ""
+
+
+def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> str:
+    """Why products of matrices are slower."""
+    if plan.tp > winner.tp:
+        return f": tp={plan.tp} makes matrices narrower, or divides only a part of them"
+    if samples < best_samples:
+        return f": microbatches of {count(round(samples), 'sample')} instead of {best_samples:g}"
+    return ": stages are less even" if plan.pp > 1 else ""
+
+
+def nothing_fits(space: Space, tally: Tally, layout: Layout) -> PlanError:
+    """The error of a search that found nothing."""
+    job, cluster = space.job, space.cluster
+    if not len(space.rows["tp"]):
+        return PlanError(_no_rows(space))
+    if missing := smallest_that_works(layout, job.global_batch):
+        return PlanError(f"{job.name} fits on {cluster.name} under no plan. {missing}")
+    refused = [f"{one.what}: {one.reason}" for one in tally.excluded(space)]
+    return PlanError("\n".join([f"{job.name} cannot be trained on {cluster.name} under any plan.", *refused]))
+
+
+def _uneven_batch(space: Space) -> Excluded | None:
+    """Numbers of readers that leave a rest of the batch, for which all wait."""
+    batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
+    even = [n for n in range(1, most + 1) if batch % n == 0]
+    if space.job.partition.weights is not None or len(even) == most:
+        return None
+    shown = ", ".join(map(str, even[:12])) + (", …" if len(even) > 12 else "")
+    reason = f"a global batch of {batch:,} deals evenly to {shown} readers; with others all wait for those with one sample more"
+    return Excluded("dp × fsdp × ep", reason)
+
+
+def _no_rows(space: Space) -> str:
+    batch, weights = space.job.global_batch, space.job.partition.weights
+    if weights is not None:
+        return (
+            f"the job's partition has {len(weights)} weights, one for each reader, and {space.cluster.name} has {space.devices} devices: "
+            f"give at most {space.devices} weights, or none for equal shares."
+        )
+    return f"no plan divides a global batch of {batch} over {space.devices} devices of {space.cluster.name}."
+
+
+def _values(key: str, values: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
+    return f"{key}={shown}"
+
+
+def _gib(size_bytes: float) -> str:
+    gib = size_bytes / 2**30
+    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:,.1f} GiB"

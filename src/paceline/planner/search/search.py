@@ -1,0 +1,82 @@
+"""The fastest plans of a job on a cluster, out of every legal one: branch and bound over degrees, microbatches and variants.
+
+Rows (degrees and microbatches) are taken in the order of what they take at least; each is expanded to its variants, and these to the ways
+of sharing their readers out over dp and fsdp, as long as what they take at least is below the best found. So what is left out is slower,
+and the answer is that of looking at all of them. It depends on nothing but its arguments: no clock ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planner.machines import machines
+from paceline.planner.predict import Layouts, priced
+from paceline.planner.search.branch_and_bound import Hunt
+from paceline.planner.search.hints import hints
+from paceline.planner.search.rejected import nothing_fits, why_it_loses, why_it_wins
+from paceline.planner.search.result import Found
+from paceline.planner.search.space import Space
+from paceline.planner.search.uneven import cut_by_speed, weights_by_speed
+from paceline.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.planner.calibrate import Calibration
+
+
+def search(
+    job: Job,
+    cluster: Cluster,
+    *,
+    top: int = 10,
+    calibration: Calibration | None = None,
+    base: Plan | None = None,
+) -> Found:
+    """The plans that are predicted to be fastest, of all that pass `Plan.check` and fit the memory.
+
+    Args:
+        top: how many to list, each with other degrees.
+        calibration: what was measured on the cluster; without, the catalogue stands for it.
+        base: what does not vary: precision, sync, compress and the knobs stay as in it; `Plan()` where not given.
+
+    Raises:
+        JobError: the model cannot be built.
+        ClusterError: a device is not in the catalogue, and nothing was measured.
+        PlanError: no plan works; says what is missing.
+    """
+    started = time.perf_counter()
+    base = base or Plan()
+    layouts = Layouts(job, machines(cluster, calibration))
+    space = Space(job, cluster, base, layouts.trace)
+    hunt = Hunt(space, layouts, top)
+    gap = hunt.run()
+    if not hunt.found and cluster.kind == "cuda" and not base.offload:  # the slowest of all ways to save memory: only where no other does
+        offloaded = Space(job, cluster, replace(base, offload=True), layouts.trace)
+        again = Hunt(offloaded, layouts, top)
+        gap = again.run()
+        space, hunt = (offloaded, again) if again.found else (space, hunt)
+    if not hunt.found:
+        raise nothing_fits(space, hunt.tally, hunt.layout)
+    ordered = sorted(hunt.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
+    winner = ordered[0]
+    weights, weights_gain = weights_by_speed(job, winner)
+    cut, cut_gain = cut_by_speed(winner, space.legality)
+    best = [replace(c, prediction=priced(c.prediction, job, cluster, c.plan), why=why_it_loses(c, winner)) for c in ordered[1:]]
+    best.insert(0, replace(winner, prediction=priced(winner.prediction, job, cluster, winner.plan), why=why_it_wins(winner)))
+    found = Found(
+        best=tuple(best),
+        excluded=hunt.tally.excluded(space),
+        considered=hunt.considered,
+        gap=gap,
+        evaluated=hunt.evaluated,
+        pruned=hunt.considered - hunt.evaluated - hunt.tally.plans,
+        weights=weights,
+        weights_gain=weights_gain,
+        cut=cut,
+        cut_gain=cut_gain,
+        hints=hints(job, cluster, layouts, winner),
+    )
+    return replace(found, seconds=time.perf_counter() - started)

@@ -1,0 +1,116 @@
+"""Machines that are not equally fast: shares of the batch, and stages of layers, by speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.job.job import Job
+from paceline.job.partition import Partition, PartitionSpec
+from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.stages import stages
+from paceline.planner.search.legal import Legality
+from paceline.planner.search.result import Candidate
+
+_LEAST_GAIN = 0.01  # of the step: less is not worth a word
+_MESH = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # of a run, its last axis between neighbours
+_READERS = ("dp", "fsdp", "ep")
+Floats = NDArray[np.float64]
+
+
+def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
+    """Shares of the batch for the readers of a plan, by the speed of the slowest rank of each, and what part of the step they save.
+
+    None where all are equally fast, where the job has weights already, where stages of a pipeline need equal shares, or where the batch
+    is too small to be dealt out otherwise.
+    """
+    layout = best.layout
+    if not layout.machines.speeds or job.partition.weights is not None or layout.pp > 1 or layout.readers == 1:
+        return None, 0.0
+    speeds = _speeds(layout, _READERS)
+    weights = tuple(float(round(speed / speeds.mean(), 3)) for speed in speeds)
+    shares = _shares(job, weights)
+    if shares.min() < layout.microbatches:
+        return None, 0.0
+    slowest = float((shares / speeds).max())  # samples that take the slowest device as long as the reader that is last
+    then = estimate(replace(layout, samples=slowest / layout.microbatches)).step_time_s
+    gain = 1 - then / best.prediction.step_time_s
+    return (weights, gain) if gain >= _LEAST_GAIN else (None, 0.0)
+
+
+def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], float]:
+    """The blocks with which later stages of a pipeline begin, so that slow hosts have fewer, and what part of the step they save.
+
+    () where the usual cut, which makes all stages equal, is as good.
+    """
+    layout = best.layout
+    if layout.pp == 1 or layout.chunks > 1 or not layout.machines.speeds:
+        return (), 0.0
+    speeds = _speeds(layout, ("pp",))
+    blocks = [
+        cost.forward + cost.backward for cost in stages(replace(layout, pp=len(layout.trace.blocks), cut=(1,) * len(layout.trace.blocks)))
+    ]
+    cut = cut_for_speeds(blocks, speeds.tolist())
+    before = [cost.forward + cost.backward for cost in stages(layout)]
+    ends = np.cumsum(cut)
+    after = [sum(blocks[end - count : end]) for count, end in zip(cut, ends, strict=True)]
+    saved = layout.microbatches * (_slowest(before, speeds) - _slowest(after, speeds))
+    gain = saved / (best.prediction.step_time_s * _slowest(before, speeds) / max(before))
+    names = tuple(layout.trace.blocks[end].name for end in ends[:-1])
+    named = len(set(names)) == len(names) and all(names)
+    works = named and legality.refusal({**_values(best), "cut": ",".join(names)}) is None
+    fits = works and estimate(replace(layout, cut=tuple(cut))).fits
+    return (names, gain) if fits and gain >= _LEAST_GAIN else ((), 0.0)
+
+
+def cut_for_speeds(seconds: list[float], speeds: list[float]) -> list[int]:
+    """How many blocks each stage has, at least one, so that the slowest stage is as fast as can be: by dynamic programming.
+
+    Args:
+        seconds: of each block, in order, on a device of speed 1.
+        speeds: of the stages' devices.
+    """
+    until = np.concatenate(([0.0], np.cumsum(seconds)))
+    count = len(seconds)
+    best = until / speeds[0]
+    best[0] = np.inf
+    starts: list[NDArray[np.int64]] = []
+    for stage, speed in enumerate(speeds[1:], start=1):
+        row, start = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
+        for end in range(stage + 1, count + 1):
+            worst = np.maximum(best[stage:end], (until[end] - until[stage:end]) / speed)
+            at = int(worst.argmin())
+            row[end], start[end] = worst[at], stage + at
+        best = row
+        starts.append(start)
+    ends = [count]
+    for start in reversed(starts):
+        ends.append(int(start[ends[-1]]))
+    ends.append(0)
+    return [late - early for late, early in pairwise(ends)][::-1]
+
+
+def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
+    """Of each place along some axes: the speed of the slowest of its ranks, which the others wait for."""
+    ranks = np.arange(layout.ranks).reshape([getattr(layout, axis) for axis in _MESH])
+    hosts = np.minimum(ranks // layout.machines.per_host, len(layout.machines.speeds) - 1)
+    of_ranks = np.asarray(layout.machines.speeds, np.float64)[hosts]
+    others = tuple(i for i, axis in enumerate(_MESH) if axis not in axes)
+    return np.asarray(of_ranks.min(axis=others).reshape(-1))
+
+
+def _shares(job: Job, weights: tuple[float, ...]) -> NDArray[np.int64]:
+    spec, batch = PartitionSpec(weights=weights), job.global_batch
+    return np.array(Partition(spec, samples=batch, global_batch=batch, seed=0, replica=0, replicas=len(weights)).shares(0), np.int64)
+
+
+def _slowest(seconds: list[float], speeds: Floats) -> float:
+    return float((np.asarray(seconds) / speeds).max())
+
+
+def _values(best: Candidate) -> dict[str, object]:
+    return {name: getattr(best.plan, name) for name in best.plan.__dataclass_fields__}

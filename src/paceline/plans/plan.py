@@ -1,0 +1,221 @@
+"""A plan: *how* a job runs on a cluster. Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 precision=bf16`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from paceline.cluster.cluster import Cluster, Host
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.job.read.nearest import nearest
+from paceline.planner.check.check import reasons_against
+from paceline.planner.check.nearest import nearest_plan
+from paceline.planner.check.warnings import warnings_about
+from paceline.plans.sync_info import SyncSpec, problem_with
+
+T = TypeVar("T")
+Precision = Literal["fp32", "bf16", "fp64"]
+MemoryFormat = Literal["contiguous", "channels_last"]
+Compile = Literal["off", "on", "reduce-overhead"]
+Transport = Literal["auto", "shm", "gloo", "tcp"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Remat = Literal["none", "selective", "block"]
+
+_LEAST = {**dict.fromkeys(("dp", "fsdp", "tp", "pp", "cp", "ep", "microbatches"), 1), "threads": 0, "zero": 1}
+_MOST = {"zero": 3}
+_CHOICES = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    "remat": ("none", "selective", "block"),
+    "precision": ("fp32", "bf16", "fp64"),
+    "memory_format": ("contiguous", "channels_last"),
+    "compile": ("off", "on", "reduce-overhead"),
+    "transport": ("auto", "shm", "gloo", "tcp"),
+}
+_TEXTS = ("cut", "sync", "compress")
+_EXAMPLES = {
+    "compile": "on",
+    "transport": "gloo",
+    "cut": "blocks.2",
+    "sync": "allreduce:ring",
+    "compress": "int8",
+    **dict.fromkeys(_LEAST, "2"),
+}
+_SWITCHES = {"on": True, "off": False}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run a job. The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
+
+    Raises:
+        PlanError: a value that the field does not take.
+    """
+
+    dp: int = 1  # replicas, each with a share of the global batch
+    fsdp: int = 1  # ranks that share out the state of a replica, each with a share of its batch (FSDP2)
+    tp: int = 1  # ranks that share out the matrices of every layer
+    pp: int = 1  # stages of layers, one after the other
+    cp: int = 1  # ranks that share out the tokens of every sequence
+    ep: int = 1  # ranks that share out the experts of every mixture, each with a share of the batch
+    zero: int = 3  # of fsdp, what is shared out: 1 optimizer state, 2 and gradients, 3 and parameters
+    offload: bool = False  # of fsdp: keep its shards in host memory
+    sequence: bool = False  # of tp: share out the tokens between the matrices as well (sequence parallel)
+    schedule: Schedule = "1f1b"  # of pp: the order in which microbatches pass the stages
+    cut: str = ""  # of pp: the modules that begin the second and later stages, comma between; "": balanced by measured cost
+    remat: Remat = "none"  # what the backward pass computes again instead of keeping it
+    microbatches: int = 1  # parts of a replica's share, computed one after the other
+    precision: Precision | None = None  # of the arithmetic; None: the job's
+    memory_format: MemoryFormat = "contiguous"  # of images and convolutions
+    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode of that name, which replays CUDA graphs
+    threads: int = 0  # per rank; 0: the host's physical cores, shared out evenly
+    pin: bool = False  # bind each rank to cores of its own
+    fused: bool = False  # torch's fused optimizer step
+    sync: str = "allreduce"  # how the replicas come to agree: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or a rule of one's own
+    compress: str = "none"  # what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    transport: Transport = "auto"  # of bytes between ranks on CPUs; auto: shared memory within a host. GPUs have NCCL
+
+    def __post_init__(self) -> None:
+        problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
+        if problems:
+            raise PlanError("\n".join(problems))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read the text form.
+
+        Raises:
+            PlanError: every wrong key and value, with the nearest or the valid ones, one per line of the message.
+        """
+        values: dict[str, Any] = {}
+        problems = [] if text.strip() else ["nothing is in it; one replica is dp=1"]
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            problem = _problem_of_key(key, equals, known=values)
+            if problem is None:
+                values[key] = _value(key, value)
+                problem = _problem(key, values[key])
+            if problem:
+                problems.append(problem)
+        if problems:
+            raise PlanError("\n".join(f'plan "{text}": {problem}' for problem in problems))
+        return cls(**values)
+
+    def __str__(self) -> str:
+        words = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(words) or "dp=1"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the plan needs: one per device, where there are enough."""
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def readers(self) -> int:
+        """Into how many shares a global batch is dealt: along the other axes ranks read the same samples."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def splits(self) -> bool:
+        """Whether a replica takes more than one rank, or is divided in time (remat)."""
+        return self.ranks > self.dp or self.remat != "none"
+
+    @property
+    def inexact(self) -> str:
+        """The words of the plan by which replicas do not apply the exact mean of all gradients in every step; "" where they do."""
+        local = f"sync={self.sync}" if not SyncSpec.parse(self.sync).agrees_every_step else ""
+        coded = f"compress={self.compress}" if self.compress != "none" else ""
+        return " ".join(word for word in (local, coded) if word)
+
+    def precision_for(self, job: Job) -> Precision:
+        """The precision that the job is computed in under this plan."""
+        return self.precision or job.precision
+
+    def threads_for(self, host: Host, local_ranks: int) -> int:
+        """How many threads each of `local_ranks` ranks on `host` computes with, at least 1."""
+        return self.threads or max(1, host.physical_cores // local_ranks)
+
+    def check(self, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
+        """Every reason why the plan cannot run the job on the cluster, each with the value that would work; empty where it can.
+
+        After the reasons comes the nearest plan that works, where one was found. A plan that divides the model has it built, without
+        memory for its weights where its code allows that. Says nothing of what only the data and a forward pass show: activations, the last
+        batch of an epoch, a loss of the user's own.
+
+        Args:
+            world: the number of ranks that were started already, as by torchrun; None where the plan says how many to start.
+
+        Raises:
+            JobError: the model cannot be built.
+        """
+        reasons = reasons_against(self, job, cluster, world)
+        if reasons and (nearest := nearest_plan(self, job, cluster, world)):
+            reasons.append(f"Nearest plan that works: {nearest}.")
+        return reasons
+
+    def warnings(self, job: Job, cluster: Cluster) -> list[str]:
+        """What makes a plan that runs slower than it need be, or its losses other than expected; each with the value that does not."""
+        return warnings_about(self, job, cluster)
+
+
+def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:
+    """The ids of the cores that one of a host's ranks is pinned to: a contiguous part of those we may use, the physical ones first.
+
+    No two ranks share a core, nor a physical core while there is one for each; with more ranks than cores, they take turns.
+    Where control groups allow less time than there are cores, the ranks still spread over all of them.
+    """
+    physical = host.affinity or tuple((core,) for core in range(host.cores))
+    if local_ranks <= len(physical):
+        own = _part(physical, local_rank, local_ranks)
+        return [group[0] for group in own] + [core for group in own for core in group[1:]]
+    logical = [core for group in physical for core in group]
+    if local_ranks <= len(logical):
+        return list(_part(logical, local_rank, local_ranks))
+    return [logical[local_rank % len(logical)]]
+
+
+def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
+    return whole[len(whole) * index // parts : len(whole) * (index + 1) // parts]
+
+
+def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
+    available = [field.name for field in fields(Plan)]
+    if key in available:
+        return f"{key} is given twice" if key in known else None if equals else f"{key} needs a value, e.g. {key}={_example(key)}"
+    return f'unknown key "{key}". {nearest(key, available)}'
+
+
+def _value(key: str, text: str) -> Any:
+    """The value as its type, or the text itself where it is none (`_problem` then says so)."""
+    if key in _LEAST:
+        return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
+    return text if key in _CHOICES or key in _TEXTS else _SWITCHES.get(text, text)
+
+
+def _text(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if key in _LEAST:
+        most = _MOST.get(key, 10**9 - 1)
+        wrong = type(value) is not int or not _LEAST[key] <= value <= most
+        limits = f"at least {_LEAST[key]}" + (f" and at most {most}" if key in _MOST else "")
+        return f'{key} is a whole number, {limits}, not "{value}"' if wrong else None
+    if key in _CHOICES:
+        return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
+    if key in ("sync", "compress"):
+        return problem_with(key, value)
+    if key == "cut":
+        named = isinstance(value, str) and (not value or all(value.split(",")))
+        return None if named else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
+    return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
+
+
+def _not_one_of(key: str, value: Any, choices: tuple[str, ...]) -> str | None:
+    return None if value in choices else f'{key} is {" or ".join(choices)}, not "{value}"'
+
+
+def _example(key: str) -> str:
+    return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")

@@ -1,0 +1,86 @@
+"""Ask, before ranks are started, whether a plan can divide a job's model and batches: in its own process, once for the same work.
+
+Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since a refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import discover
+from paceline.errors import LaunchError, PlanError
+from paceline.files import scratch_folder
+from paceline.job.job import Job
+from paceline.launch.probe import Launch, launch_to_look
+from paceline.planner.check.case import loss_is_tried
+from paceline.planner.history import cache_folder, digests, made_cache_folder
+from paceline.plans.plan import Plan
+
+_FOLDER = "preflight"
+_ANSWER = "preflight.json"
+_WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "batch_norm", "precision", "partition", "clip_norm")
+
+
+def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None, *, launch: Launch = launch_to_look) -> None:
+    """Return where ranks can be started under the plan, as far as shapes tell, and a few samples tell of the loss.
+
+    A plan that divides no model is not looked at, but for the losses of users and models.
+
+    Args:
+        world: the number of ranks that were started already; another plan that is proposed needs exactly these.
+        launch: starts the process that looks.
+
+    Raises:
+        PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest plan that works.
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+    """
+    if not plan.splits and not loss_is_tried(job, plan):
+        return
+    known = _kept(job, plan)
+    if known.is_file():
+        return
+    reasons = _asked(job, plan, cluster, world, launch)
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    with suppress(OSError):  # a home that cannot be written: then the next start asks again
+        made_cache_folder(_FOLDER)
+        known.touch(mode=0o600)
+
+
+def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None, launch: Launch) -> list[str]:
+    """The answer of a process; [] where it could not tell, for then the ranks will."""
+    with scratch_folder() as folder:
+        (folder / "job.yaml").write_text(job.to_yaml())
+        (folder / "cluster.yaml").write_text(cluster.to_yaml())
+        (folder / "plan.txt").write_text(str(plan))
+        arguments = ["paceline.training.dry_run.preflight:run_rank", str(folder), *([] if world is None else [str(world)])]
+        try:
+            launch(arguments, job, discover() if cluster.emulate is not None else cluster, Plan())
+        except LaunchError:
+            return []
+        found: list[str] = json.loads((folder / _ANSWER).read_text())
+        return found
+
+
+def _kept(job: Job, plan: Plan) -> Path:
+    """The file that says that the plan can be started: named by the work, the plan and all code that is known to bear on it."""
+    values = job.model_dump(mode="json", include=set(_WORK))
+    key = {"job": values, "files": list(digests(values)), "plan": str(plan) if plan.splits else "whole", "source": _newest_source()}
+    key |= {package: _version(package) for package in ("paceline", "torch", "transformers")}
+    return cache_folder() / _FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _newest_source() -> int:
+    """When paceline itself was last edited, in ns: it may be installed from a working tree."""
+    return max(file.stat().st_mtime_ns for file in Path(__file__).parents[1].rglob("*.py"))
+
+
+def _version(package: str) -> str:
+    with suppress(Exception):
+        return version(package)
+    return ""

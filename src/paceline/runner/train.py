@@ -1,0 +1,248 @@
+"""`paceline.train`: from a job to a finished run, on this machine or as one rank of a torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import to_run_on
+from paceline.cluster.emulate.hosts import LinkBytes
+from paceline.console import Console as SafeConsole
+from paceline.errors import LaunchError, PlanError, RunError
+from paceline.files import private_folder
+from paceline.job.job import Job
+from paceline.launch.local import launch
+from paceline.launch.place import places_on
+from paceline.plans.plan import Plan, cores_of
+from paceline.runner.preflight import refuse_what_cannot_divide
+from paceline.runner.torchrun import fail
+from paceline.training.record.progress import LiveProgress
+from paceline.training.record.run import Lines, Run
+from paceline.training.record.run_lock import RunLock
+from paceline.tuning.auto import Choice, Say, choose, remember_run
+
+if TYPE_CHECKING:
+    from paceline.comm import Group
+
+RUNS = Path("runs")  # under the current directory, where no other is named
+
+
+def train(
+    job: Job | str | Path,
+    cluster: Cluster | None = None,
+    plan: Plan | str = "auto",
+    *,
+    run: str | Path | None = None,
+    resume: bool = False,
+    port: int | None = None,
+    restarts: int = 0,
+    console: Console | None = None,
+) -> Run:
+    """Train a job until its stop rule ends it, and return the record.
+
+    Alone, the ranks of the plan are started on this machine, or on hosts emulated on it, and watched. Called by every rank of a torchrun,
+    those ranks are used.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        cluster: where to train; None is this machine.
+        plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them for a few seconds
+            where the run is long enough for that, or at an earlier start; under torchrun, one replica per rank, and a run that is resumed
+            keeps its own.
+        run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
+        resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is none.
+        port: of the rendezvous, on 127.0.0.1 or the first emulated host; None takes a free one.
+        restarts: how often a run that failed is started again from its newest checkpoint.
+        console: where progress is shown; None is stderr.
+
+    Raises:
+        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and what to do.
+    """
+    if "PACELINE_STATUS" in os.environ:
+        raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
+    job = job if isinstance(job, Job) else Job.load(job)
+    job.model.must_be_at_hand()
+    cluster = to_run_on(cluster)
+    if "RANK" in os.environ:
+        return _train_as_rank(job, cluster, plan, run=run, resume=resume)
+    console = console or SafeConsole(stderr=True, soft_wrap=True)
+    console.print(cluster.describe(), highlight=False, markup=False)
+    before = _to_resume(job, run) if resume else None
+    if run is not None and before is None:
+        Run.must_be_new(Path(run))  # told before anything is measured
+    with ExitStack() as held:
+        # From here to the end the directory is this process's; of a new run, once it is known where.
+        lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
+        choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+        refuse_what_cannot_divide(job, choice.plan, cluster)
+        if lock is None:
+            lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))
+        record = _record(job, cluster, choice.plan, lock.run, before)
+        console.print(f"plan {choice.plan} · run {record.path}", highlight=False, markup=False)
+        notes = choice.plan.warnings(job, cluster)
+        if resume and before is None:
+            notes.append(
+                f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one"
+            )
+        elif resume and not record.has_checkpoint:
+            notes.append("nothing was saved in this run; it starts again")
+        for note in notes:
+            _note(console, f"note: {note}")
+        try:
+            _launch_ranks(record, lock, console, port, restarts)
+        except BaseException:
+            if before is None:
+                record.withdraw_unless_begun()
+            raise
+        if before is None:
+            remember_run(choice, job, cluster, record)
+        return record
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text, style="yellow", highlight=False, markup=False)
+
+
+def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None, restarts: int) -> None:
+    """Train a run from its newest checkpoint to its end, on ranks of this machine or of hosts that it emulates."""
+    job, cluster, plan = record.job, record.cluster, record.plan
+    host = cluster.hosts[0]
+    with (
+        _events(record) as events,
+        places_on(cluster, plan.ranks, partial(_note_links, events)) as places,
+        LiveProgress(record.path, console) as progress,
+    ):
+
+        def tick() -> None:
+            lock.check()
+            progress.tick()
+
+        launch(
+            ["paceline.training.loop:run_rank", str(record.path.resolve())],
+            ranks=plan.ranks,
+            threads=plan.threads_for(host, plan.ranks),
+            pin_cores=[cores_of(r, plan.ranks, host) for r in range(plan.ranks)] if plan.pin else None,
+            deadline_s=job.deadline_s,
+            places=places,
+            port=port,
+            restarts=restarts,
+            on_tick=tick,
+            on_event=events.event,
+            inherited=[lock.fd],
+        )
+
+
+def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Plan:
+    """The plan of `choice_of`."""
+    return choice_of(job, cluster, plan, before, say).plan
+
+
+def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Choice:
+    """The plan as asked; for `auto` that of the run `before` which is resumed, where it still can run, else the one that is found.
+
+    Raises:
+        PlanError: it cannot run the job on the cluster; every reason is listed.
+    """
+    if plan == "auto":
+        kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
+        fits = kept is not None and kept.ranks <= cluster.devices and not kept.check(job, cluster)
+        return Choice(kept) if kept is not None and fits else choose(job, cluster, say)
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    reasons = chosen.check(job, cluster)
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    return Choice(chosen)
+
+
+def _to_resume(job: Job, run: str | Path | None) -> Run | None:
+    """The run named, or the newest of the job; None where there is none."""
+    return Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
+
+
+def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | None) -> Run:
+    """The run to write to: `before`, or a new one in `path`."""
+    if before is not None:
+        before.continue_with(job, cluster, plan)
+        return before
+    return Run.create(path, job, cluster, plan)
+
+
+def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None = None) -> RunLock:
+    """The lock on a directory for a new run, which is made if missing."""
+    try:
+        Run.must_be_new(path)
+        private_folder(path)
+    except OSError as error:
+        raise RunError(f"the run cannot be kept in {path}: {error.strerror}. Name a directory that can be written with --run.") from error
+    return RunLock(path, say, on_lost)
+
+
+def _new_directory(job: Job) -> Path:
+    name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        if not (RUNS / f"{name}{suffix}").exists():
+            return RUNS / f"{name}{suffix}"
+    raise RunError(f"there are 99 runs named {name} in {RUNS.resolve()}; name a directory with --run")
+
+
+def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> Run:
+    from paceline.comm.backend import joined
+    from paceline.training.loop import train_in
+
+    plan = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
+    transport = plan.transport if isinstance(plan, Plan) else "auto"
+    with joined(deadline_s=job.deadline_s, transport=transport) as group, ExitStack() as held:
+        record = Run(_agreed_run(group, job, cluster, plan, held, run=run, resume=resume))
+        train_in(record, group)
+        return record
+
+
+def _agreed_run(
+    group: Group, job: Job, cluster: Cluster, plan: Plan | str, held: ExitStack, *, run: str | Path | None, resume: bool
+) -> str:
+    """Rank 0 makes or finds the run directory, locks it while `held` lasts, and tells the others; all raise what went wrong there."""
+    answer: tuple[str | None, str | None] = (None, None)
+    if group.rank == 0:
+        try:
+            chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
+            if reasons := chosen.check(job, cluster, group.size):
+                raise PlanError("\n".join(reasons))
+            refuse_what_cannot_divide(job, chosen, cluster, group.size)
+            before = _to_resume(job, run) if resume else None
+            say = partial(print, file=sys.stderr, flush=True)
+            path = before.path if before else Path(run) if run is not None else _new_directory(job)
+            held.enter_context(RunLock(path, say, on_lost=fail) if before else _new_run(path, say, on_lost=fail))
+            record = _record(job, cluster, chosen, path, before)
+            answer = (str(record.path.resolve()), None)
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {error}")
+            group.gather_json(answer)
+            raise
+    path, problem = group.gather_json(answer)[0]
+    if problem:
+        raise RunError(f"rank 0 could not prepare the run: {problem}")
+    return str(path)
+
+
+def _note_links(events: Lines, carried: dict[str, LinkBytes]) -> None:
+    """The event of what the links of emulated hosts carried, headers included."""
+    events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})
+
+
+@contextmanager
+def _events(run: Run) -> Iterator[Lines]:
+    lines = Lines(run.path / "events.jsonl", lossy=True)
+    try:
+        yield lines
+    finally:
+        lines.close()

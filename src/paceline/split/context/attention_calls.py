@@ -1,0 +1,82 @@
+"""Where a model attends, and where else it lets tokens meet: read from a trace of its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.split.tensor.trace import Graph, PythonCall, Ref
+
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+# Besides attention, what mixes the tokens of a sequence: by name, as each exists as a function, a method and an operator.
+_OTHER_ATTENTION = ("multi_head_attention_forward", "flex_attention")
+_RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_ALONG_A_DIMENSION = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of `F.scaled_dot_product_attention`, with the shapes of query and key; `module` is the innermost one that makes it."""
+
+    module: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    masked: bool
+    dropout: float
+
+    @property
+    def where(self) -> str:
+        """Its place in words."""
+        return self.module or "the model itself"
+
+
+def attention_calls(graph: Graph) -> list[AttentionCall]:
+    """The attention of a forward pass, in order."""
+    found = []
+    for call in graph.calls:
+        if call.name == "scaled_dot_product_attention":
+            given = {**dict(zip(_PARAMETERS, call.args, strict=False)), **call.kwargs}
+            query, key = (shape_of(graph, given[name]) for name in ("query", "key"))
+            found.append(AttentionCall(call.path, query, key, given.get("attn_mask") is not None, given.get("dropout_p", 0.0)))
+    return found
+
+
+def attends(graph: Graph) -> bool:
+    """Whether any tokens attend to others: by torch's functions, or by a softmax over (…, tokens, tokens) of the model's own."""
+    attention = ("scaled_dot_product_attention", *_OTHER_ATTENTION)
+    scores = (len(shape_of(graph, call.args[0])) for call in graph.calls if call.name == "softmax" and call.args)
+    return any(call.name in attention for call in graph.calls) or any(dims >= 3 for dims in scores)
+
+
+def other_meetings(graph: Graph, tokens: int) -> list[str]:
+    """What else mixes the tokens of sequences of `tokens`, each as `cumsum along the tokens in blocks.0`. Not everything that could."""
+    found = ((call, _meeting(call, shape_of(graph, call.args[0]), tokens)) for call in graph.calls if call.args)
+    return list(dict.fromkeys(f"{what} in {call.path or 'the model itself'}" for call, what in found if what))
+
+
+def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | None:
+    """What a call on a tensor of `shape` does to the tokens; None where it treats each alone."""
+    if call.name in _OTHER_ATTENTION:
+        return f"{call.name}, where only attention by scaled_dot_product_attention can be divided,"
+    if call.name in _RECURRENCES:
+        return f"a recurrence ({call.name})"
+    if call.name in _CONVOLUTIONS and tokens in shape[2:]:
+        return f"a convolution ({call.name}) along the tokens"
+    if call.name in _ALONG_A_DIMENSION and any(shape[d] == tokens for d in _dims(call) if -len(shape) <= d < len(shape)):
+        return f"{call.name} along the tokens"
+    if call.name == "softmax" and len(shape) >= 4 and shape[-2:] == (tokens, tokens):
+        return "attention by softmax, where only that by scaled_dot_product_attention can be divided,"
+    return None
+
+
+def _dims(call: PythonCall) -> Iterator[int]:
+    """The dimensions that a call names: as `dim` or `dims`, or last."""
+    named = call.kwargs.get("dim", call.kwargs.get("dims", call.args[-1]))
+    yield from (dim for dim in (named if isinstance(named, (tuple, list)) else (named,)) if isinstance(dim, int))
+
+
+def shape_of(graph: Graph, argument: Any) -> tuple[int, ...]:
+    """The shape of an argument of a call; () where it is no tensor."""
+    return graph.values[argument.value].shape if isinstance(argument, Ref) else ()

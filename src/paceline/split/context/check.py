@@ -1,0 +1,147 @@
+"""Whether the tokens of a model's sequences can be divided among ranks (`cp`), found before there are any; with what would work."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.job.batch import Batch, target_of
+from paceline.split.context.attention_calls import AttentionCall, attention_calls, other_meetings, shape_of
+from paceline.split.tensor.trace import Call, Graph, trace
+
+NO_TOKENS = "the tokens of sequences are divided, and the batch has none: its first part should be tokens (n, t)"
+_MEETS = "there is {} and the tokens of a sequence may meet in attention only: cp=1"
+
+
+@dataclass
+class Examined:
+    """What running a model's shapes has shown: the modules that attend, whether it made its loss, and the reasons against `cp`."""
+
+    reasons: list[str] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+    own_loss: bool = False
+
+
+def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examined:
+    """Look at a batch, and run its shapes through the model where nothing speaks against it already."""
+    found, tokens = Examined(), tokens_of(example)
+    if tokens is None:
+        problems = [NO_TOKENS]
+    else:
+        parameters = list(inspect.signature(model.forward).parameters)
+        known = (undivided(tokens, ranks), _unfit_forward(model, parameters, example), masked(example), _unfit_target(example, tokens))
+        problems = [p for p in known if p] or _run_shapes(model, example, call, tokens, found)
+    found.reasons = [f"cp={ranks}: {problem}" for problem in problems]
+    return found
+
+
+def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found: Examined) -> list[str]:
+    """Run the model without weights; fills `found`, and returns what is wrong with it."""
+    keywords: dict[str, Any] = {}
+    handle = model.register_forward_pre_hook(lambda _module, _args, given: keywords.update(given), with_kwargs=True)
+    try:
+        graph = trace(model, example, call)
+    except Exception as error:  # noqa: BLE001 - whatever the user's model raises
+        return [f"where the model attends cannot be seen, as it does not run on shapes alone: {type(error).__name__}: {error}"]
+    finally:
+        handle.remove()
+    found.own_loss = keywords.get("labels") is not None
+    calls = attention_calls(graph)
+    found.attention = [call.module for call in calls]
+    problems = [_MEETS.format(what) for what in other_meetings(graph, tokens)] + _opaque_attention(graph, model, calls)
+    problems += [problem for one in calls if (problem := _unfit_call(one, tokens))]
+    if not calls and not problems:
+        problems.append("the model never calls scaled_dot_product_attention, which is where tokens can meet over ranks: cp=1")
+    if graph.logits is not None and (shape := graph.values[graph.logits].shape)[1:2] != (tokens,):
+        problems.append(f"the output {list(shape)} is not one per token, and no rank has the whole sequence: cp=1")
+    if found.own_loss:
+        problems += _unfit_loss(graph, model, target_of(example).numel())
+    return list(dict.fromkeys(problems))
+
+
+def tokens_of(batch: Batch) -> int | None:
+    """The length of the batch's sequences, or None where it has none."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+    first = batch.get("input_ids", parts[0]) if isinstance(batch, Mapping) and parts else parts[0]
+    return first.shape[1] if isinstance(first, Tensor) and first.dim() in (2, 3) else None
+
+
+def undivided(tokens: int, ranks: int) -> str | None:
+    """Why sequences of `tokens` cannot be divided, and which could; None where they can."""
+    if tokens % ranks == 0:
+        return None
+    degrees = [str(n) for n in range(1, tokens + 1) if tokens % n == 0 and n <= 2 * ranks]
+    lower, upper = tokens // (2 * ranks) * 2 * ranks, -(-tokens // (2 * ranks)) * 2 * ranks
+    lengths = f"{lower} or {upper}" if lower else f"{upper}"
+    return f"{tokens} tokens do not divide. Sequences of {lengths} tokens would, and for {tokens} tokens cp={', '.join(degrees)}"
+
+
+def _unfit_forward(model: nn.Module, parameters: list[str], example: Batch) -> str | None:
+    if "position_ids" not in parameters:
+        return (
+            f"{type(model).__name__}.forward takes no position_ids, so it would number each rank's tokens from 0. Give it an argument "
+            "position_ids (1, t), and have it use that for positions where it is not None; or take cp=1"
+        )
+    if not isinstance(example, Mapping) and "attention_mask" in parameters[: len(example) - 1]:
+        return 'a tuple brings an attention_mask, which would not be looked at; have the dataset return dicts with "attention_mask"'
+    return None
+
+
+def masked(batch: Batch) -> str | None:
+    """What of a batch would have to be masked. On a GPU a mask is waited for."""
+    if not isinstance(batch, Mapping):
+        return None
+    if "position_ids" in batch:
+        return "the batch brings its own position_ids, by which packed sequences are told apart; their attention is not divided: cp=1"
+    mask = batch.get("attention_mask")
+    if mask is None or mask.is_meta or mask.all():
+        return None
+    return (
+        f"attention_mask leaves out {int((mask == 0).sum())} of {mask.numel()} tokens, and attention over ranks has no mask. "
+        "Cut sequences to full length; a causal model needs no mask where padding stands on the right and has the label -100"
+    )
+
+
+def _unfit_target(example: Batch, tokens: int) -> str | None:
+    target = target_of(example)
+    if target.dim() > 1 and target.shape[1] == tokens:
+        return None
+    return f"the target {list(target.shape)} is not one per token (n, {tokens}), so ranks cannot each have a part of the loss: cp=1"
+
+
+def _opaque_attention(graph: Graph, model: nn.Module, calls: list[AttentionCall]) -> list[str]:
+    """Modules that the trace could not look into and that may attend; one that routes tokens to experts takes each alone."""
+    modules = dict(model.named_modules())
+    attending = tuple({type(modules[call.module]) for call in calls})
+    return [
+        f"{name} cannot be seen into without its values, and attends: cp=1 ({why})"
+        for name, why in graph.opaque.items()
+        if any(isinstance(module, attending) for module in modules[name].modules())
+    ]
+
+
+def _unfit_call(call: AttentionCall, tokens: int) -> str | None:
+    if len(call.query) != 4 or call.query[2] != tokens or call.key[2] != tokens:
+        return f"{call.where} attends from {list(call.query)} to {list(call.key)}; only (n, heads, {tokens} tokens, size) to the same: cp=1"
+    if call.masked:
+        return f"{call.where} attends with a mask or bias (padding, a sliding window, relative positions), which is not divided: cp=1"
+    if call.dropout > 0:
+        return f"{call.where} drops out {call.dropout:g} of its attention, which is not divided; set the model's attention dropout to 0"
+    return None
+
+
+def _unfit_loss(graph: Graph, model: nn.Module, labels: int) -> list[str]:
+    """Why a model's own loss is not the sum of what ranks compute; for transformers' causal models, which take shifted labels, it is."""
+    problems = []
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    rows = {shape_of(graph, call.args[0])[0] for call in graph.calls if call.name == "cross_entropy" and call.args}
+    if not (takes_any and causal and rows == {labels}):  # others shift by leaving the last token out
+        problems.append(f"{type(model).__name__} computes its loss itself, as a mean over one rank's tokens; take the loss cross_entropy")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        problems.append("the model adds a loss for the balance of its experts, over one rank's tokens; set output_router_logits to false")
+    return problems

@@ -1,0 +1,217 @@
+"""Context parallelism (`cp`): each rank computes its part of every sequence's tokens, and they meet in attention only, over a ring."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.errors import DataError, PlanError
+from paceline.job.batch import Batch
+from paceline.job.zoo.losses import IGNORED
+from paceline.job.zoo.models.moe import Router
+from paceline.split.context.attention_calls import attends
+from paceline.split.context.check import NO_TOKENS, examine, masked, tokens_of, undivided
+from paceline.split.context.own_attention import OwnAttention
+from paceline.split.context.ring import held, join_ring, ring_attention
+from paceline.split.context.rows import divide_rows
+from paceline.split.parts import Parts
+from paceline.split.pipeline.replace_forward import replace_forward
+from paceline.split.tensor.trace import Call, trace
+
+
+def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
+    """Have a model attend over the tokens of all ranks of `cp`, which is two or more.
+
+    Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of `example`) attend in
+    a ring, Hugging Face models leave out their masks, and the model is given the positions that the rank holds as `position_ids`. The
+    gradients of all parameters become addends over `cp`. Where that cannot be, every rank keeps all tokens and computes its rows of what is
+    large (`context_rows`).
+
+    Args:
+        model: any model that attends; on any device, meta too.
+        parts: its parameters, whose gradients are to be summed over `cp` where they are noted so.
+        cp: the ranks that divide each sequence.
+        example: one undivided batch, real or on the meta device.
+        call: how a model is given a batch. If it passes `labels`, the model computes its loss itself.
+
+    Raises:
+        PlanError: the model cannot be divided so; with every reason.
+    """
+    found = examine(model, cp.size, example, call)
+    if found.reasons:
+        return _of_rows(model, parts, cp, example, call, found.reasons)
+    context = Context(cp, found.own_loss)
+    attend, modules = _Attend(join_ring(cp)), dict(model.named_modules())
+    for name in dict.fromkeys(found.attention):
+        context.undo.append(attend.install(modules[name]))
+    for module in model.modules():
+        if hasattr(module, "set_attn_implementation"):
+            context.undo.append(_without_masks(module, cp.size))
+    context.undo.append(replace_forward(model, context.run))
+    for router in modules.values():
+        if isinstance(router, Router):
+            router.pieces, router.sum_over_pieces = cp.size, cp.all_reduce
+    for part in parts.values():
+        part.summed.add("cp")
+    return context
+
+
+def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call, reasons: list[str]) -> Context:
+    context = Context(cp, own_loss=False, whole=True)
+    try:
+        graph = trace(model, example, call)
+    except Exception as error:  # whatever the user's model raises
+        raise PlanError("\n".join(reasons)) from error
+    if not attends(graph):
+        raise PlanError(f"cp={cp.size}: the model has no attention, whose tokens could be divided: cp=1")
+    try:
+        context.undo, line = divide_rows(model, parts, cp, graph)
+    except PlanError as error:
+        raise PlanError("\n".join([*reasons, str(error)])) from None
+    context.lines = [line, *(f"  no ring attention: {reason}" for reason in reasons)]
+    return context
+
+
+class Context:
+    """How the sequences of a run are divided, seen from one rank.
+
+    Attributes:
+        whole: every rank has all tokens and the same loss; it computes its rows of some modules. Otherwise it has its own tokens only.
+        lines: how that came, in words.
+    """
+
+    def __init__(self, group: Group, own_loss: bool, *, whole: bool = False) -> None:
+        self.group, self.own_loss, self.whole = group, own_loss, whole
+        self.undo: list[Callable[[], object]] = []
+        self.lines: list[str] = []
+
+    def shard(self, batch: Batch) -> Batch:
+        """This rank's tokens of a batch: of every part whose dim 1 is the tokens, labels too.
+
+        Where the model computes its own loss, the labels are shifted here, as the label of a rank's last token is held by another rank;
+        and the loss is to be a sum divided by the labels of the whole sequences, so that the ranks' losses add up to the mean.
+
+        Raises:
+            DataError: a number of tokens that does not divide, or masked tokens.
+        """
+        if self.whole:
+            return batch
+        tokens = tokens_of(batch)
+        if problem := NO_TOKENS if tokens is None else undivided(tokens, self.group.size) or masked(batch):
+            raise DataError(f"cp={self.group.size}: {problem}")
+        assert tokens is not None
+        if isinstance(batch, Mapping):
+            extra = _shifted(batch["labels"]) if self.own_loss else {}
+            return {name: self._own(t, tokens) for name, t in {**extra, **batch}.items()}  # the labels stay last
+        return tuple(self._own(t, tokens) for t in batch)
+
+    def positions(self, own_tokens: int, device: torch.device) -> Tensor:
+        """The places (1, t) in the whole sequence of the t tokens that this rank holds."""
+        intervals = held(own_tokens * self.group.size, self.group.rank, self.group.size)
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals]).unsqueeze(0)
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass on this rank's tokens, with what it must know besides."""
+        tokens = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1)
+        kwargs = {"position_ids": self.positions(tokens.shape[1], tokens.device)} | kwargs
+        shifted = {name: kwargs.pop(name) for name in _LOSS_KEYWORDS if name in kwargs}
+        if shifted and kwargs.get("labels") is not None:
+            kwargs |= shifted | {"num_items_in_batch": shifted["num_items_in_batch"].sum()}
+        return forward(*args, **kwargs)
+
+    def close(self) -> None:
+        """Make the model whole again, in what it computes; the gradients are this rank's own."""
+        for undo in reversed(self.undo):
+            undo()
+        self.undo.clear()
+
+    def _own(self, tensor: Tensor, tokens: int) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != tokens:
+            return tensor
+        intervals = held(tokens, self.group.rank, self.group.size)
+        return torch.cat([tensor[:, start:stop] for start, stop in intervals], 1)
+
+
+_LOSS_KEYWORDS = ("shift_labels", "num_items_in_batch")  # as transformers names them; the number here for every sample
+
+
+class _Attend(OwnAttention):
+    """Attention is that of all ranks' tokens."""
+
+    def __init__(self, ring: str) -> None:
+        super().__init__()
+        self.ring = ring
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As the function in whose place it stands."""
+        if attn_mask is not None or dropout_p > 0:
+            raise PlanError(
+                f"attention over cp ranks has {'no mask' if attn_mask is not None else 'no dropout'}, and the model asks for it"
+            )
+        if query.is_meta:  # shapes only, which are the same alone: what other splits trace is attention as they know it
+            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
+        return ring_attention(query, key, value, self.ring, causal=is_causal, scale=kwargs.get("scale"))
+
+
+def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
+    """Have a Hugging Face model make no masks: by the positions of a part of the tokens it would take them for several sequences."""
+    from transformers import AttentionInterface
+
+    name, before = f"paceline_cp{ranks}", model.config._attn_implementation
+    AttentionInterface.register(name, functools.partial(_hugging_face_attention, ranks=ranks))  # has no mask function
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise PlanError(
+            f"cp={ranks}: {type(model).__name__} does not let its attention be replaced (transformers' AttentionInterface): cp=1"
+        )
+    return functools.partial(model.set_attn_implementation, before)
+
+
+def _hugging_face_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ranks: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: takes (n, heads, t, size), returns (n, t, heads, size) and no weights."""
+    tokens = query.shape[2] * ranks
+    if sliding_window is not None and sliding_window < tokens:
+        raise PlanError(f"cp={ranks}: attention in a window of {sliding_window} tokens is not divided; use sequences of at most that many")
+    if refused := [name for name in _REFUSED if others.get(name) is not None]:
+        raise PlanError(f"cp={ranks}: attention with {', '.join(refused)} is not divided over ranks; use cp=1 for this model")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    grouped = key.shape[1] != query.shape[1]
+    mixed = F.scaled_dot_product_attention(query, key, value, attention_mask, dropout, bool(causal), scale=scaling, enable_gqa=grouped)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+_REFUSED = ("softcap", "s_aux", "position_bias")
+
+
+def _shifted(labels: Tensor) -> dict[str, Tensor]:
+    """For every token the label of the next one, and of every sample the number of those that count; as a causal model would have it."""
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return {"shift_labels": shifted, "num_items_in_batch": (shifted != IGNORED).sum(1)}

@@ -1,0 +1,265 @@
+"""Ring attention: exact attention over tokens that are divided among ranks, which pass their keys and values around (arXiv:2310.01889).
+
+PyTorch's own `context_parallel` (torch.distributed.tensor.experimental) rotates keys and values the same way. It knows CUDA kernels only,
+needs DTensors for query, key and value, and patches `scaled_dot_product_attention` for the whole process; here tensors are plain, the CPU
+works as well, and the ring is one operator, so that torch.compile and activation checkpointing take it as they take any other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.split.context.block_attention import attend, attend_backward, state_dtype
+
+_RINGS: WeakValueDictionary[str, Group] = WeakValueDictionary()  # an operator's arguments are plain values, so it is told a group's name
+
+
+def join_ring(group: Group) -> str:
+    """The name under which `ring_attention` knows a group of two or more ranks, as long as the caller holds on to the group."""
+    assert group.backend is not None, "attention in a group of one rank needs no ring"
+    name: str = group.backend.group_name
+    _RINGS[name] = group
+    return name
+
+
+def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """The intervals of a sequence of `tokens` that a rank holds, in order.
+
+    With causal attention a late token sees more than an early one. So the sequence is cut in 2 * `ranks` chunks and rank r holds the
+    chunks r and 2 * ranks - 1 - r, which makes every rank's work equal (Llama 3, arXiv:2407.21783, section 3.3.2). A sequence that does
+    not divide in so many is cut in `ranks` chunks; then the last rank has the most work.
+
+    Raises:
+        ValueError: `tokens` is no multiple of `ranks`.
+    """
+    if tokens % ranks:
+        raise ValueError(f"{tokens} tokens do not divide among {ranks} ranks")
+    if tokens % (2 * ranks):
+        chunk = tokens // ranks
+        return [(rank * chunk, (rank + 1) * chunk)]
+    chunk = tokens // (2 * ranks)
+    return [(first * chunk, (first + 1) * chunk) for first in (rank, 2 * ranks - 1 - rank)]
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, *, causal: bool, scale: float | None = None) -> Tensor:
+    """As `F.scaled_dot_product_attention` of all ranks' tokens, for the rank's own ones.
+
+    Args:
+        query: (n, heads, t, size), the t tokens that the rank holds by `held`.
+        key: (n, key heads, t, size); `heads` is a multiple of `key heads`.
+        value: (n, key heads, t, value size).
+        ring: the name of the group from `join_ring`.
+        causal: a token sees itself and those before it, in the order of the whole sequence.
+        scale: of the scores; 1 / sqrt(size) by default.
+
+    Every rank sends its keys and values `ranks - 1` times, and in the backward pass their gradients as well, while it computes.
+
+    Raises:
+        SyncError: a rank is gone, or did not come within the group's deadline.
+    """
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # as torch does for its own attention
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    sizes = query.shape[-1], value.shape[-1]
+    size = max(sizes) if device == "cpu" else -(-max(sizes) // 8) * 8  # the kernels want one size for all, on CUDA a multiple of 8
+    query, key, value = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (query, key, value))
+    query = query if query.stride(-1) == 1 else query.contiguous()  # as the kernels want it; keys and values are copied for sending
+    mixed: Tensor = _ring_attention(query, key, value, ring, causal, scale)[0]
+    return mixed[..., : sizes[1]] if sizes[1] < size else mixed
+
+
+@torch.library.custom_op("paceline::ring_attention", mutates_args=())
+def _ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The mixed values (n, heads, t, size) and the logarithm of the sum of each row's exponential scores (n, heads, t)."""
+    neighbours = _Neighbours(_RINGS[ring])
+    tokens, pair = query.shape[2], _Pair.of(key, value)
+    mixed = log_sum = query.new_empty(0)
+    for step in range(neighbours.size):
+        arriving = neighbours.pass_on(pair.packed, _PAIRS) if step + 1 < neighbours.size else None
+        seen = _seen(tokens, neighbours.rank, neighbours.owner(step), causal)
+        if seen is not None:
+            block, block_log_sum = attend(
+                query[:, :, seen.rows], pair.key[:, :, seen.columns], pair.value[:, :, seen.columns], seen.causal, scale
+            )
+            if step == 0:
+                mixed, log_sum = block.to(state_dtype(query)), block_log_sum.contiguous()
+            else:
+                _merge(mixed[:, :, seen.rows], log_sum[:, :, seen.rows], block, block_log_sum)
+        if arriving is not None:
+            pair = pair.with_packed(arriving.wait())
+    return _by_token(mixed.to(query.dtype)), log_sum
+
+
+@_ring_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _like_by_token(query), query.new_empty(query.shape[:3], dtype=state_dtype(query))
+
+
+@torch.library.custom_op("paceline::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, ring: str, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. Those of keys and values travel one step behind them, and end at home."""
+    neighbours = _Neighbours(_RINGS[ring])
+    tokens, pair = query.shape[2], _Pair.of(key, value)
+    grad = _by_token(grad)  # the kernels want the last dimension dense
+    of_query = torch.zeros_like(query, dtype=state_dtype(query))
+    gradients = pair.with_packed(torch.zeros_like(pair.packed, dtype=state_dtype(query)))
+    travelling: _Message | None = None
+    for step in range(neighbours.size):
+        arriving = neighbours.pass_on(pair.packed, _PAIRS) if step + 1 < neighbours.size else None
+        seen = _seen(tokens, neighbours.rank, neighbours.owner(step), causal)
+        if seen is not None:
+            rows, columns = (slice(None), slice(None), seen.rows), (slice(None), slice(None), seen.columns)
+            added = attend_backward(
+                grad[rows], query[rows], pair.key[columns], pair.value[columns], mixed[rows], log_sum[rows], seen.causal, scale
+            )
+        if travelling is not None:
+            gradients = gradients.with_packed(travelling.wait())
+        if seen is not None:
+            of_query[rows] += added[0]
+            gradients.key[columns] += added[1]
+            gradients.value[columns] += added[2]
+        travelling = neighbours.pass_on(gradients.packed, _GRADIENTS)
+        if arriving is not None:
+            pair = pair.with_packed(arriving.wait())
+    assert travelling is not None
+    gradients = gradients.with_packed(travelling.wait())
+    return (
+        _by_token(of_query.to(query.dtype)),
+        _like_by_token(key).copy_(gradients.key),
+        _like_by_token(value).copy_(gradients.value),
+    )
+
+
+@_ring_attention_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, ring: str, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_by_token(query), _like_by_token(key), _like_by_token(value)
+
+
+def _save(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, str, bool, float], output: tuple[Tensor, Tensor]
+) -> None:
+    query, key, value, *ctx.settings = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = _ring_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)  # type: ignore[attr-defined]
+    return (*grads, None, None, None)
+
+
+_ring_attention.register_autograd(_backward, setup_context=_save)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What of a block a rank's queries see: `rows` of its queries see `columns` of the keys, all or (`causal`) those up to their own."""
+
+    rows: slice
+    columns: slice
+    causal: bool
+
+
+def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
+    """What the queries of `rank` see of the `tokens` keys of `owner`; None for nothing.
+
+    An even number of tokens is two chunks, one early and one late (see `held`). The late one of every rank comes after the early ones of
+    all, and where rank < owner, its early one comes before the owner's and its late one after the owner's.
+    """
+    everything, half = slice(0, tokens), tokens // 2
+    if not causal or owner == rank:
+        return _Seen(everything, everything, causal)
+    if tokens % 2:
+        return _Seen(everything, everything, False) if owner < rank else None
+    return _Seen(everything, slice(0, half), False) if owner < rank else _Seen(slice(half, tokens), everything, False)
+
+
+def _merge(mixed: Tensor, log_sum: Tensor, block: Tensor, block_log_sum: Tensor) -> None:
+    """Add what a block of keys contributes: both means are weighed by the sums of their exponential scores."""
+    mixed.lerp_(block.to(mixed.dtype), torch.sigmoid(block_log_sum - log_sum).unsqueeze(-1))
+    log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
+
+
+_PAIRS, _GRADIENTS = 0, 1  # tags: on gloo and shared memory two messages to one rank may be under way
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Keys and values (or their gradients) as one piece of memory, which is one message."""
+
+    packed: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> _Pair:
+        packed = torch.cat((key.reshape(-1), value.reshape(-1)))
+        return cls(packed, packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape))
+
+    def with_packed(self, packed: Tensor) -> _Pair:
+        """Another pair of the same shapes."""
+        keys = self.key.numel()
+        return _Pair(packed, packed[:keys].view(self.key.shape), packed[keys:].view(self.value.shape))
+
+
+class _Neighbours:
+    """The next rank of a ring, to which everything is sent, and the one before, from which everything comes."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+
+    def owner(self, step: int) -> int:
+        """Whose keys and values are here after `step` exchanges."""
+        return (self.rank - step) % self.size
+
+    def pass_on(self, packed: Tensor, tag: int) -> _Message:
+        """Begin to send a tensor on, and to receive one of the same shape."""
+        received, backend = torch.empty_like(packed), self.group.backend
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        with self.group._named("ring attention"):
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, packed, group=backend, tag=tag, group_peer=following),
+                    dist.P2POp(dist.irecv, received, group=backend, tag=tag, group_peer=before),
+                ]
+            )
+        return _Message(self.group, packed, received, works)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """An exchange under way. `sent` stays alive until it has gone."""
+
+    group: Group
+    sent: Tensor
+    received: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """What was received, once it is there and what was sent may be freed."""
+        with self.group._named("ring attention"):
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """(n, heads, t, size), in memory token by token, as the projections before and after attention have it."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _like_by_token(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)

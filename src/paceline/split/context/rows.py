@@ -1,0 +1,284 @@
+"""Context parallelism where attention cannot go round a ring: every rank has all tokens, and computes its rows of what is large.
+
+The model runs as it is written: masks, positions, biases and the loss see whole sequences. Modules that treat each token
+alone (projections, MLPs, heads) and the queries of `F.scaled_dot_product_attention` are computed for this rank's tokens
+only, and their outputs are gathered. So work and the activations inside of these modules are divided; what stands between
+them is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from paceline.comm import Group
+from paceline.errors import PlanError
+from paceline.split.context.attention_calls import attention_calls
+from paceline.split.context.own_attention import OwnAttention
+from paceline.split.parts import Parts
+from paceline.split.pipeline.replace_forward import replace_forward
+from paceline.split.tensor.trace import Entry, Graph, Ref, trace
+
+_POINTWISE = torch.Tag.pointwise
+_OF_LAST_DIM = ("softmax", "_softmax", "log_softmax", "chunk", "split", "split_with_sizes", "tensor_split", "glu", "cat")
+_REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std")
+_NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
+_SAME = ("dropout", "native_dropout", "clone", "contiguous", "alias", "detach", "_to_copy")
+
+
+def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> tuple[list[Callable[[], object]], str]:
+    """Have each rank of `group` compute its tokens in the modules that allow it; returns what undoes that, and a line for people.
+
+    Raises:
+        PlanError: no module treats each token alone.
+    """
+    names = tokenwise_modules(graph, model)
+    if not names:
+        raise PlanError(f"cp={group.size}: no module of the model treats each token alone, so that ranks could compute their own: cp=1")
+    modules = dict(model.named_modules())
+    undo: list[Callable[[], object]] = []
+    for name in names:
+        undo.append(replace_forward(modules[name], partial(_own_tokens, group, name)))
+        for parameter, _ in modules[name].named_parameters(prefix=name):
+            if parameter in parts:  # a tied one stands there under its first name, and is in no such module
+                parts[parameter].summed.add("cp")
+    calls = list(dict.fromkeys(call.module for call in attention_calls(graph)))
+    for name in calls:
+        undo.append(_OwnQueries(group).install(modules[name]))
+    attention = f"attention ({len(calls)} modules) for its own queries" if calls else "attention for all tokens"
+    line = f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own ones, {attention}, the rest for all"
+    return undo, line
+
+
+def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
+    """The outermost modules that hold matrices and whose every call maps (n, tokens, features) to as many tokens, each token alone.
+
+    Only those whose parameters are used nowhere else: a gradient that is summed over ranks in one use and whole in another is neither.
+    """
+    by_path: dict[str, list[Entry]] = {}
+    for entry in graph.entries:
+        by_path.setdefault(entry.path, []).append(entry)
+    found: list[str] = []
+    for path, entries in by_path.items():
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if not path or inside or path in graph.opaque or not all(_treats_tokens_alone(graph, entry) for entry in entries):
+            continue
+        if all(_asks_for_no_length(graph, model.get_submodule(path), entry) for entry in entries[:1]):
+            found.append(path)
+    while True:
+        spans = [(entry.start, entry.stop) for path in found for entry in by_path[path]]
+        shared = {name for name, holders in _holders(model).items() if len(holders) > 1}
+        elsewhere = shared | {
+            value.name
+            for value in graph.values
+            if value.kind == "parameter" and not all(any(a <= node < b for a, b in spans) for node, _ in value.uses)
+        }
+        kept = [path for path in found if not any(name in elsewhere for name in _own_names(model, path))]
+        if kept == found:
+            return found
+        found = kept
+
+
+def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
+    """Whether a module does the same to fewer tokens: its code may have put their number into a factor."""
+    ((place, given),) = entry.arguments.items()
+    n, tokens, size = graph.values[given].shape
+
+    def call(module: nn.Module, batch: Any) -> Any:
+        return module(batch[0]) if isinstance(place, int) else module(**{place: batch[0]})
+
+    def done(tokens: int) -> list[Any]:
+        seen = trace(module, (torch.empty(n, tokens, size, device="meta"),), call)
+        return [tree_map(lambda x: "tensor" if isinstance(x, Ref) else x, (str(node.op), node.args, node.kwargs)) for node in seen.nodes]
+
+    try:
+        return done(tokens) == done(-(-tokens // 2)) == done(1)
+    except Exception:  # noqa: BLE001 - whatever the module raises without the arguments that it is given in the model
+        return False
+
+
+def _holders(model: nn.Module) -> dict[str, set[str]]:
+    """For each parameter, by its first name, the names of the modules that hold it."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    holders: dict[str, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(first[id(p)], set()).add(name.rpartition(".")[0])
+    return holders
+
+
+def _own_names(model: nn.Module, path: str) -> list[str]:
+    """The parameters of a module by their first names in the model."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return [first[id(p)] for p in model.get_submodule(path).parameters()]
+
+
+def _treats_tokens_alone(graph: Graph, entry: Entry) -> bool:
+    """Whether each operation of a call acts on every token by itself, as far as its kind shows."""
+    values = graph.values
+    if len(entry.arguments) != 1 or len(entry.results) != 1:
+        return False
+    [given], [result] = entry.arguments.values(), entry.results
+    tokens = values[given].shape[:2]
+    if len(values[given].shape) != 3 or not values[given].floating or values[result].shape[:2] != tokens:
+        return False
+    alone, weights, matrices = {given}, set[int](), 0
+    for node in graph.nodes[entry.start : entry.stop]:
+        of_weights = [v for v in node.inputs if v in weights or values[v].kind == "parameter" or _is_vector(graph, v)]
+        if len(of_weights) == len(node.inputs) and node.name != "opaque" and not _mutable(node.op):
+            weights.update(node.outputs)
+        elif _keeps_tokens(graph, node, alone, set(of_weights), given):
+            matrices += node.name in ("linear", "matmul")
+            alone.update(node.outputs)
+        else:
+            return False
+    return result in alone and matrices > 0 and len(values[result].shape) == 3
+
+
+def _keeps_tokens(graph: Graph, node: Any, alone: set[int], weights: set[int], given: int) -> bool:
+    inputs, shape_of = node.inputs, lambda v: graph.values[v].shape
+    streams = [v for v in inputs if v in alone]
+    if not streams or any(v not in alone and v not in weights for v in inputs):
+        return False
+    if any(len(shape_of(v)) != 3 for v in (*streams, *node.outputs)):
+        return False
+    if _mutable(node.op) and inputs[0] in (given, *weights):
+        return False
+    if node.name in ("linear", "matmul"):
+        return inputs[0] in alone and all(v in weights and len(shape_of(v)) <= 2 for v in inputs[1:])
+    if node.name in _NORMS:
+        return len(node.args[1]) == 1
+    if node.name in _SAME:
+        return True
+    if node.name in _REDUCTIONS:
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        keeps = bool(node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False))
+        return keeps and (dims if isinstance(dims, (list, tuple)) else [dims]) in ([-1], [2])
+    if node.name in _OF_LAST_DIM:
+        dim = node.kwargs.get("dim", node.args[-1] if node.name in ("glu", "cat") else _dim_of(node))
+        return dim in (-1, 2)
+    pointwise = not isinstance(node.op, str) and _POINTWISE in node.op.tags
+    return pointwise and all(len(shape_of(v)) <= 1 for v in weights)
+
+
+def _dim_of(node: Any) -> Any:
+    """The `dim` of a softmax (second argument) or of a split (third one)."""
+    place = 1 if "softmax" in node.name else 2
+    return node.args[place] if len(node.args) > place else 0
+
+
+def _is_vector(graph: Graph, value: int) -> bool:
+    """Whether a value is a buffer or a number that is the same for every token."""
+    return graph.values[value].kind == "constant" and len(graph.values[value].shape) <= 1
+
+
+def _mutable(op: Any) -> bool:
+    return not isinstance(op, str) and bool(op._schema.is_mutable)
+
+
+def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A module that treats each token alone, for this rank's tokens; the output is of all."""
+    [given] = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if given.is_meta:  # shapes only
+        return forward(*args, **kwargs)
+    if given.dim() != 3:
+        raise PlanError(
+            f"cp={group.size}: {name} was given {list(given.shape)}, where it had (n, tokens, features) when it was divided: cp=1"
+        )
+    own = _Own.apply(given, 1, group)
+    args, kwargs = tuple(own if x is given else x for x in args), {k: own if x is given else x for k, x in kwargs.items()}
+    return _Gathered.apply(forward(*args, **kwargs), 1, given.shape[1], group)
+
+
+class _OwnQueries(OwnAttention):
+    """Attention is computed for this rank's queries, and gathered."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As the function in whose place it stands."""
+        if query.is_meta:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        tokens, keys, group = query.shape[-2], key.shape[-2], self.group
+        if is_causal:
+            attn_mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None:
+            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+            attn_mask = _Summed.apply(attn_mask, group) if whole else _Own.apply(attn_mask, attn_mask.dim() - 2, group)
+        key, value = _Summed.apply(key, group), _Summed.apply(value, group)
+        own = _Own.apply(query, query.dim() - 2, group)
+        mixed = F.scaled_dot_product_attention(own, key, value, attn_mask, dropout_p, **kwargs)
+        whole_output: Tensor = _Gathered.apply(mixed, mixed.dim() - 2, tokens, group)
+        return whole_output
+
+
+class _Own(torch.autograd.Function):
+    """This rank's rows of a tensor that all ranks have; the last row again where there are too few for equal parts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group, ctx.rows = dim, group, whole.shape[dim]
+        size = -(-ctx.rows // group.size)
+        places = torch.arange(group.rank * size, (group.rank + 1) * size, device=whole.device).clamp_(max=ctx.rows - 1)
+        return whole.index_select(dim, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gathered(grad, ctx.dim, ctx.rows, ctx.group), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks, of which there are `rows`, from each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, own.shape[dim]
+        return _gathered(own, dim, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        first, rows = ctx.group.rank * ctx.size, grad.shape[ctx.dim]
+        own = grad.narrow(ctx.dim, min(first, rows), max(0, min(ctx.size, rows - first)))
+        missing = ctx.size - own.shape[ctx.dim]  # rows that stand there twice, and whose output nobody uses
+        if missing:
+            own = F.pad(own, (0, 0) * (own.dim() - 1 - ctx.dim) + (0, missing))
+        return own.contiguous(), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """A tensor that all ranks have, of which each rank uses all for its own rows: the gradients are addends."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.contiguous().clone()
+        ctx.group.all_reduce(grad)
+        return grad, None
+
+
+def _gathered(own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
+    own = own.contiguous()
+    flat = own.new_empty(own.numel() * group.size)
+    group.all_gather(flat, own.view(-1))
+    whole = torch.cat(list(flat.view(group.size, *own.shape)), dim)
+    return whole if whole.shape[dim] == rows else whole.narrow(dim, 0, rows).clone()  # no view: the model may write into it

@@ -1,0 +1,376 @@
+"""Runs the construction of a model without memory: tensors have shapes only, and what is done to them is put on a tape."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.split.deferred_init.tape import Seek, Space, Step, Tape, View
+
+# Floating-point results of these have no memory while recording, and the value that fills them. Others (arange, linspace, tensor(...))
+# stay real: constructions compute layer counts, drop rates and rotary frequencies from them, and read them.
+_FILLED: dict[str, float | None] = {
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
+    **dict.fromkeys(("full", "full_like", "new_full")),  # among the arguments
+}
+# These read nothing of what they write to.
+_OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "fill_", "zero_", "copy_"}
+_CPU = torch.device("cpu")
+
+
+class NotRecordable(Exception):
+    """The construction does what no tape can hold; the message says what."""
+
+
+class Recorder:
+    """Records while `recording`; then `tape` is whole.
+
+    Attributes:
+        problem: why the tape is of no use, or None.
+        constant_bytes: how much of the tape is real tensors that the construction brought along, such as weights that it loaded.
+    """
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.problem: str | None = None
+        self.constant_bytes = 0
+        self._numbers: dict[int, int] = {}  # of storages, by their addresses
+        self._storages: list[torch.UntypedStorage] = []  # keeps the addresses theirs
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        self._streams: dict[torch.Generator, _Stream] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """All that is built here is recorded. torch's random state is afterwards as it was before."""
+        try:
+            self._stream(torch.default_generator)
+            with _truncated_normal_recorded(self), _Attributes(self), _Operations(self):
+                yield
+            for stream in self._streams.values():
+                self._follow(stream)
+        finally:
+            for stream in self._streams.values():
+                stream.generator.set_state(stream.start)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the tape."""
+        return tensor.is_meta and tensor.untyped_storage()._cdata in self._numbers
+
+    def view(self, tensor: Tensor) -> View:
+        """A tensor's place on the tape.
+
+        Raises:
+            NotRecordable: it has none.
+        """
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            raise NotRecordable("it uses numbers that torch has put where no tape sees them, such as those of weight[[0, 1]]")
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise NotRecordable("it makes a sparse or lazily conjugated tensor")
+        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where a tensor on the tape would be."""
+        return self.tape.spaces[self._numbers[tensor.untyped_storage()._cdata]].device
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation of torch: on shapes and the tape, or, if all it takes and makes is known already, as it is.
+
+        Raises:
+            NotRecordable: it cannot be put on the tape.
+        """
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        recorded = [x for x in tensors if x.is_meta]
+        name = func._schema.name.removeprefix("aten::")
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        fills = name in _FILLED and (bool(recorded) or not name.endswith("_like"))
+        beside = _is_meta(kwargs.get("device"))  # torch makes the numbers of `weight[i] = 0` where the weight is
+        if not (recorded or random or fills or beside):
+            return self._known(func, args, kwargs)
+        if beside:
+            kwargs = kwargs | {"device": _CPU}
+        if name == "_local_scalar_dense":
+            return self._read(func, recorded[0])
+        if name == "set_" or torch.Tag.inplace_view in func.tags:  # changes which memory a tensor stands for, and no memory
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if any(not x.is_meta and x.numel() for x in written):
+            raise NotRecordable("it makes values that it knows already, such as those of torch.tensor(...), depend on random ones")
+        result = self._shaped(func, args, kwargs, written, create=not recorded)
+        if fills and not recorded and not beside and not (result.numel() and (result.is_floating_point() or result.is_complex())):
+            return self._known(func, args, kwargs)
+        self._note(func, name, args, kwargs, written, result)
+        return result
+
+    def fill(self, func: Callable[..., Any], tensor: Tensor, *args: Any, generator: torch.Generator | None) -> None:
+        """Put a function on the tape that fills `tensor` with random numbers, however it does that."""
+        view = self.view(tensor)
+        covers = frozenset([view.storage]) if self._is_all(tensor) else frozenset()
+        kwargs = {"generator": generator}
+        self._add(Step(func, (view, *args), kwargs, frozenset(), (view,), covers, ()), generator or torch.default_generator)
+
+    def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(x.untyped_storage()._cdata in self._constants for x in _written(func, args, kwargs)):
+            raise NotRecordable("it changes values in place that it has used for weights")
+        return func(*args, **kwargs)
+
+    def _read(self, func: Any, tensor: Tensor) -> Any:
+        """The number that a tensor holds, where it does not depend on random ones (the flag of a mask, a constant)."""
+        with torch.no_grad():
+            value = self.tape.value(self.view(tensor))
+        if value is None:
+            raise NotRecordable("it reads random numbers (.item(), .tolist(), or an `if` on a tensor)")
+        return func(value)
+
+    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], *, create: bool) -> Any:
+        """The result of an operation on shapes."""
+        sizes = [x.untyped_storage().nbytes() for x in written]
+        args, kwargs = tree_map(_shape_only, (args, kwargs))
+        names = [argument.name for argument in func._schema.arguments]
+        if "device" in names and (create or kwargs.get("device")):
+            kwargs |= {"device": torch.device("meta")}
+        result = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+        if sizes != [x.untyped_storage().nbytes() for x in written]:
+            raise NotRecordable(f"{func} resizes a tensor")
+        return result
+
+    def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], result: Any) -> None:
+        """Put an operation on the tape, unless it only returns a view or a fact about shapes."""
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for tensor in inputs:
+            if tensor.is_meta:
+                self.view(tensor)
+        device = self._device_of_result(inputs, kwargs)
+        made = tuple(
+            (place, self._new(tensor, device))
+            for place, tensor in enumerate(tree_leaves(result))
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._numbers
+        )
+        if not made and not written:
+            return
+        if name in _FILLED and not written:
+            value = _FILLED[name] if "full" not in name else kwargs.get("fill_value", args[-1])
+            layout = tuple(result.shape), result.stride(), result.dtype
+            self._add(Step(_filled, (*layout, device, value), {}, frozenset(), (), frozenset(), made))
+            return
+        if not inputs:
+            kwargs = kwargs | {"device": device, "dtype": result.dtype}
+        only_writes = {id(x) for x in written} if name in _OVERWRITE or _is_out(func) else set()
+        reads = frozenset(self.view(x).storage for x in inputs if x.is_meta and id(x) not in only_writes)
+        covers = frozenset(self.view(x).storage for x in written if id(x) in only_writes and self._is_all(x)) - reads
+        args, kwargs = tree_map(self._placed, (args, kwargs))
+        step = Step(func, args, kwargs, reads, tuple(self.view(x) for x in written), covers, made)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self._add(step, (kwargs.get("generator") or torch.default_generator) if random else None)
+
+    def _add(self, step: Step, generator: torch.Generator | None = None) -> None:
+        if generator is None:
+            self.tape.steps.append(step)
+            return
+        if any(self.tape.spaces[storage].device.type != "cpu" for storage in step.touches):
+            raise NotRecordable("it draws random numbers on another device than the CPU")
+        stream = self._stream(generator)
+        self._follow(stream)
+        self.tape.steps.append(replace(step, draws=generator, number=stream.advance()))
+
+    def _stream(self, generator: torch.Generator) -> _Stream:
+        if generator not in self._streams:
+            self._streams[generator] = _Stream(generator)
+            self.tape.starts.append((generator, self._streams[generator].start))
+        return self._streams[generator]
+
+    def _follow(self, stream: _Stream) -> None:
+        if (to := stream.moved()) is not None:
+            self.tape.steps.append(Seek(stream.generator, to))
+
+    def _new(self, tensor: Tensor, device: torch.device) -> View:
+        storage = tensor.untyped_storage()
+        self._numbers[storage._cdata] = len(self._storages)
+        self._storages.append(storage)
+        self.tape.spaces.append(Space(storage.nbytes(), device))
+        return self.view(tensor)
+
+    def _placed(self, x: Any) -> Any:
+        """What stands on the tape for an argument; a real tensor is kept as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        if x.is_meta:
+            return self.view(x)
+        storage = x.untyped_storage()
+        if storage._cdata not in self._constants:
+            self._constants[storage._cdata] = storage
+            self.constant_bytes += storage.nbytes()
+        return x.detach()
+
+    def _device_of_result(self, inputs: list[Tensor], kwargs: dict[str, Any]) -> torch.device:
+        if kwargs.get("device") is not None:
+            return torch.device(kwargs["device"])
+        return next((self.device(x) if x.is_meta else x.device for x in inputs), _CPU)
+
+    def _is_all(self, tensor: Tensor) -> bool:
+        """Whether a tensor is all of its storage, each element once."""
+        dims = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+        expected = 1
+        for stride, n in dims:
+            if stride != expected:
+                return False
+            expected *= n
+        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every operation to the recorder; the first that cannot be recorded is its problem, even if the construction goes on."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Called by torch."""
+        try:
+            with torch._C.DisableTorchFunction():  # what `_Attributes` says is not for the recorder
+                return self._recorder.operate(func, args, kwargs or {})
+        except Exception as error:
+            what = str(error) if isinstance(error, NotRecordable) else f"{func}: {error}"
+            self._recorder.problem = self._recorder.problem or f"{what}, at {_place()}"
+            raise
+
+
+class _Attributes(TorchFunctionMode):
+    """Says of tensors on the tape that they are where they would be: much initialisation is left out on the meta device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Called by torch."""
+        if func in _ANSWERS and self._recorder.holds(args[0]):
+            return _ANSWERS[func](self._recorder.device(args[0]))
+        if _is_meta((kwargs or {}).get("device")):
+            self._recorder.problem = f"it makes tensors on the meta device, which have no values, at {_place()}"
+        if func is Tensor.__deepcopy__ and self._recorder.holds(args[0]):
+            return _deep_copied(*args)
+        if func == _SET_DATA and self._recorder.holds(args[0]) and not args[1].is_meta:
+            return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1]))  # a real one would not do
+        return func(*args, **(kwargs or {}))
+
+
+class _Stream:
+    """A generator while recording. It stands still where the construction draws, so it is moved on: every state comes once."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.start = generator.get_state()
+        self._last = _digest(self.start)
+        self._known = {self._last: 0}  # states by the number of draws before
+        self._drawn = 0
+
+    def moved(self) -> int | Tensor | None:
+        """What the construction set the generator to since the last draw: a state by its number of draws, a new one, or None."""
+        state = self.generator.get_state()
+        digest = _digest(state)
+        if digest == self._last:
+            return None
+        self._last = digest
+        return self._known.get(digest, state)
+
+    def advance(self) -> int:
+        """Called at a draw; returns its number."""
+        torch.rand(1, generator=self.generator, device=_CPU)
+        self._drawn += 1
+        self._last = _digest(self.generator.get_state())
+        self._known[self._last] = self._drawn
+        return self._drawn
+
+
+_ANSWERS: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """torch's own copies the storage, of which there is nothing to copy."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied: Tensor = memo[id(tensor)]
+    return copied
+
+
+@contextmanager
+def _truncated_normal_recorded(recorder: Recorder) -> Iterator[None]:
+    """torch's truncated normal draws again and again what lies outside, so no tape of single operations can hold it: it goes on whole."""
+    original: Any = torch.nn.init._no_grad_trunc_normal_
+
+    def fill(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            if recorder.holds(tensor):
+                recorder.fill(original, tensor, mean, std, a, b, generator=generator)
+                return tensor
+        filled: Tensor = original(tensor, mean, std, a, b, generator=generator)
+        return filled
+
+    torch.nn.init._no_grad_trunc_normal_ = fill
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+def _filled(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, value: float | None) -> Tensor:
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return made if value is None else made.fill_(value)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation changes."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    return written
+
+
+def _is_out(func: Any) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _shape_only(x: Any) -> Any:
+    if isinstance(x, torch.Generator):
+        return None
+    if isinstance(x, Tensor) and not x.is_meta:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return x
+
+
+def _digest(state: Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+
+def _place() -> str:
+    """Where the construction stands, in code that is neither torch's nor this package's split."""
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(others)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"

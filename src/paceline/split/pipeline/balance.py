@@ -1,0 +1,133 @@
+"""Where to cut a model so that no stage takes longer than it must: every piece is measured, and the best cuts are found exactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.errors import PlanError
+from paceline.job.batch import Batch
+from paceline.split.pipeline.forward_trace import Call, Cut, Trace
+from paceline.split.pipeline.observed import kept_as_is
+from paceline.split.pipeline.stages import Extent, Stage
+
+_RUNS = 8  # the fastest counts: the first ones have cold caches, and others meet whatever else the machine does
+
+
+def balanced(costs: Sequence[float], stages: int) -> list[int]:
+    """Where stages 2, 3, … begin, so that the most expensive of `stages` contiguous stages is as cheap as can be.
+
+    Of cuts that are equally good, those are taken whose other stages are the most even (smallest sum of squares).
+
+    Args:
+        costs: of every piece, in order; at least as many as stages. What stands before and after the repeated blocks is a piece as well.
+
+    Raises:
+        ValueError: more stages than pieces.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"{len(costs)} pieces cannot be cut into {stages} stages")
+    until = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float, list[int]]] = [(until[i], until[i] ** 2, []) for i in range(len(until))]
+    for stage in range(2, stages + 1):
+        row = [(float("inf"), float("inf"), list[int]())] * len(until)
+        for stop in range(stage, len(until)):
+            row[stop] = min(
+                (max(best[at][0], own := until[stop] - until[at]), best[at][1] + own**2, [*best[at][2], at])
+                for at in range(stage - 1, stop)
+            )
+        best = row
+    return best[-1][2]
+
+
+def costs(
+    model: nn.Module, trace: Trace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device, *, runs: int = _RUNS
+) -> list[float]:
+    """Seconds of a forward and a backward pass of each piece between two cuts: `len(cuts) + 1` of them, the ends included.
+
+    A piece is computed alone, with random weights of its own, as a stage of a pipeline would be; pieces that are alike (the same kinds of
+    modules, parameters and activations) are measured once. No more than one piece is ever in memory. The loss is not in the last one.
+
+    Ranks that split the inside of a piece (tensor parallel) must call this together: they meet in its collectives.
+
+    Raises:
+        PlanError: a piece cannot be computed apart from the others.
+    """
+    bounds = [None, *cuts, None]
+    measured: dict[Any, float] = {}
+    found = []
+    for first, last in pairwise(bounds):
+        extent = Extent(trace, first, last)
+        likeness = _likeness(model, extent)
+        if likeness not in measured:
+            with kept_as_is(model):
+                measured[likeness] = _measure(model, extent, batch, call, device, runs)
+        found.append(measured[likeness])
+    return found
+
+
+def _likeness(model: nn.Module, extent: Extent) -> Any:
+    parameters = dict(model.named_parameters())
+    modules = tuple(
+        type(model.get_submodule(v.name)).__qualname__ for v in extent.trace.visits if v.enter >= extent.start and v.leave <= extent.stop
+    )
+    shapes = sorted((tuple(parameters[n].shape), str(parameters[n].dtype)) for n in extent.parameters())
+    return modules, tuple(shapes), tuple(extent.received), tuple(extent.sent)
+
+
+def _measure(model: nn.Module, extent: Extent, batch: Batch, call: Call, device: torch.device, runs: int) -> float:
+    seconds = []
+    try:
+        stage = Stage(model, extent, lambda _: extent, call, device, extent.parameters())
+        _fill(stage.module, device)
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+            for _ in range(runs):
+                received = _received(extent, device)
+                started = _now(device)
+                outputs = [t for t in tree_leaves(stage.module(*received, batch=batch)) if isinstance(t, Tensor) and t.requires_grad]
+                torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
+                seconds.append(_now(device) - started)
+    except (PlanError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        where = f"from {extent.first.before}" if extent.first else "from the beginning"
+        until = f"to before {extent.last.before}" if extent.last else "to the end"
+        raise PlanError(
+            f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: {first}). Its code may reach "
+            "other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
+        ) from error
+    return min(seconds)
+
+
+def _received(extent: Extent, device: torch.device) -> list[Tensor]:
+    received = [shape.on(device) for shape in extent.received]
+    with torch.no_grad():
+        for t in received:
+            _ = t.normal_(std=0.02) if t.is_floating_point() else t.zero_()
+    return received
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Random weights; buffers that have no values are zero."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                value = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=0.02)
+                part._parameters[name] = made.setdefault(id(p), nn.Parameter(value, requires_grad=p.requires_grad))  # type: ignore[assignment]
+        for name, b in part._buffers.items():
+            if b is not None:
+                part._buffers[name] = torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.detach().to(device, copy=True)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,79 @@
+"""At which modules a pipeline's stages begin: those that a plan names, or those that make the slowest stage as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from paceline.errors import PlanError
+from paceline.job.read.nearest import nearest
+from paceline.split.pipeline.forward_trace import Cut, Trace
+from paceline.split.pipeline.rules import reasons_against_cut
+
+
+def wrong_names(model: nn.Module, names: Sequence[str], stages: int) -> list[str]:
+    """What is wrong with the cut points of a plan."""
+    known = [name for name, _ in model.named_modules() if name]
+    problems = [f'there is no module "{name}". {nearest(name, known)}' for name in names if name not in known]
+    return problems + (reasons_against_cut(names, stages, f"there are {stages} stages") if names else [])
+
+
+def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
+    """The cuts before the modules of these names, and why others cannot be made without tracing.
+
+    Raises:
+        PlanError: these are no places to cut at all, or not in the order in which they are called.
+    """
+    cuts = [trace.cut(name) for name in names]
+    good = [cut for cut in cuts if isinstance(cut, Cut)]
+    reasons = [cut for cut in cuts if isinstance(cut, str)]
+    places = [trace.enters(name) for name in names]
+    problems = [reason for reason, place in zip(cuts, places, strict=True) if isinstance(reason, str) and not place]
+    in_order = [name for _, name in sorted(zip(places, names, strict=True))]
+    if not problems and in_order != list(names):
+        problems.append(f"the modules are called in the order {','.join(in_order)}; name them so")
+    if problems:
+        raise PlanError("\n".join(f"cut={','.join(names)}: {problem}" for problem in problems))
+    return good, reasons
+
+
+def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:
+    """Before every block, and wherever one tensor crosses between outermost modules; in order. And why others are none."""
+    cuts: dict[int, Cut] = {}
+    reasons = []
+    inside = tuple(f"{name}." for name in blocks)
+    seen: set[str] = set()
+    for visit in trace.visits:
+        if not visit.name or visit.name in seen or visit.name.startswith(inside):
+            continue
+        seen.add(visit.name)
+        cut = trace.cut(visit.name)
+        if isinstance(cut, str):
+            reasons += [cut] if visit.name in blocks[1:] else []
+        elif visit.name in blocks or len(cut.values) == 1:
+            cuts[cut.time] = cut
+    found: list[Cut] = []
+    for cut in (cuts[time] for time in sorted(cuts)):
+        # Two cuts with nothing between them that computes are one place; the outer module's name is kept.
+        if trace.used(found[-1].time if found else -1, cut.time):
+            found.append(cut)
+    if found and not trace.used(found[-1].time, Trace.END):
+        found.pop()
+    return found, reasons
+
+
+def too_few(cuts: int, stages: int, ranks: int, schedule: str, reasons: Sequence[str]) -> str:
+    """That the model has fewer places to cut than the plan needs, and what would work."""
+    per_rank = stages // ranks
+    fits = (cuts + 1) // per_rank
+    help_ = f"pp={fits} or less" if fits > 1 else "train without pp (fsdp and tp divide any model)"
+    if per_rank > 1 and cuts + 1 >= ranks:
+        help_ = f"schedule=1f1b, or {help_}"
+    why = f" {reasons[0]}." if reasons else ""
+    return f"pp={ranks} with schedule={schedule} needs {stages} stages, and the model can be cut into {cuts + 1} at most: {help_}.{why}"
+
+
+def even(blocks: int, stages: int) -> list[int]:
+    """Which blocks begin the second and later stages where nothing is measured; none where there are too few."""
+    return [round(blocks * i / stages) for i in range(1, stages)] if blocks >= stages else []

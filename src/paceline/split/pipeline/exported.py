@@ -1,0 +1,233 @@
+"""Pipeline stages through `torch.export`: for models whose own code keeps more between the blocks than modules return."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import Pipe, SplitPoint
+from torch.distributed.pipelining._IR import MultiUseParameterConfig, annotate_split_points
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from paceline.errors import PlanError
+from paceline.job.batch import Batch
+from paceline.split.no_grad_regions import inline_no_grad
+from paceline.split.pipeline.forward_trace import Call, Shape, quiet
+from paceline.split.pipeline.stages import Finish, as_it_is, copied, give_away, leave_buffers
+
+_CALL = re.compile(r"@\d+(?=\.|$)")  # torch.export's mark on the name of a module in its second and later calls
+
+
+@dataclass
+class Piece:
+    """What one stage computes for one shape of batch: a graph that torch has traced and split.
+
+    Attributes:
+        received, sent: the tensors that come in and go out.
+        names: the model's name of each parameter and buffer, by the graph's, which has several where a module is called twice.
+    """
+
+    graph: nn.Module
+    names: dict[str, str]
+    node: fx.Node
+    inputs: list[fx.Node]
+    incoming: list[fx.Node]
+    outgoing: list[fx.Node]
+    results: list[fx.Node]
+    received: list[Shape]
+    sent: list[Shape]
+    output: Callable[[Sequence[Any]], Any]
+
+    def parameters(self) -> set[str]:
+        """The parameters that the stage computes with, some by a later one of their names."""
+        return {self.names[name] for name, _ in self.graph.named_parameters(remove_duplicate=False)}
+
+    def buffers(self) -> set[str]:
+        """The buffers that the stage computes with or changes."""
+        return {self.names[name] for name, _ in self.graph.named_buffers(remove_duplicate=False) if name in self.names}
+
+    def run(self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:
+        """The values of all nodes that are known after the stage."""
+        known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(zip(self.inputs, _tensors(batch), strict=True))
+        args = fx.node.map_arg(self.node.args, lambda node: known[node])
+        made = self.graph(*args) if tensors is None else torch.func.functional_call(self.graph, dict(tensors), args)
+        known[self.node] = made
+        known |= {user: made[user.args[1]] for user in self.node.users if user.target is operator.getitem}
+        return known
+
+
+def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, device: torch.device) -> list[Piece]:
+    """The stages of a model that is traced by `torch.export` and split before the modules `cuts`.
+
+    The graph is that of this shape of batch, and of the model's present mode (train or eval).
+
+    Raises:
+        PlanError: the model cannot be traced, e.g. as its control flow depends on data.
+    """
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(t: Tensor) -> Tensor:
+        with fakes:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    output = _Output()
+    flat = _Flat(_with_fakes(model, fake), call, batch, output)
+    try:
+        with quiet():
+            annotate_split_points(flat, {f"model.{c}": SplitPoint.BEGINNING for c in cuts})
+            program = torch.export.export(flat, tuple(fake(t) for t in _tensors(batch)))
+            inline_no_grad(program)
+            pipe = Pipe._from_traced(flat, program, MultiUseParameterConfig.REPLICATE)
+    except PlanError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(
+            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that depends on data (an `if` on a "
+            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp divides any model)."
+        ) from error
+    nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    if len(nodes) != len(cuts) + 1:
+        raise PlanError(
+            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at modules that are called "
+            "once"
+        )
+    pieces = _pieces(pipe.split_gm, nodes, output, set(_named_tensors(model)))
+    try:
+        _infer_shapes(pieces, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(
+            f"pp: the stages that torch.export makes of the model cannot be run ({type(error).__name__}: {first}). Cut "
+            "elsewhere (cut=), or train without pp (fsdp divides any model)."
+        ) from error
+    return pieces
+
+
+class ExportedStage:
+    """As `Stage`, for a `Piece`. It has no blocks; its graph computes with the parameters of `module`, whatever shards these."""
+
+    def __init__(
+        self, model: nn.Module, pieces_of: Callable[[Batch], Sequence[Piece]], example: Batch, i: int, device: torch.device, own: set[str]
+    ) -> None:
+        pieces = pieces_of(example)
+        self.finish: Finish = as_it_is
+        self._piece_of, self._last = (lambda batch: pieces_of(batch)[i]), i == len(pieces) - 1
+        self.module = copied(model)
+        give_away(self.module, model, own, device)
+        leave_buffers(self.module, set().union(*(piece.buffers() for piece in pieces)) - pieces[i].buffers(), device)
+        self.module.__dict__["forward"] = self._forward
+
+    def _forward(self, *received: Tensor, batch: Batch) -> Any:
+        piece = self._piece_of(batch)
+        tensors = _named_tensors(self.module)
+        if missing := sorted(set(piece.names.values()) - tensors.keys()):
+            raise PlanError(
+                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another stage's: give all batches the "
+                "same shape, or train without pp."
+            )
+        known = piece.run(batch, received, {name: tensors[own] for name, own in piece.names.items()})
+        if self._last:
+            return self.finish(piece.output([known[node] for node in piece.results]))
+        sent = tuple(known[node].contiguous() for node in piece.outgoing)
+        return sent if len(sent) > 1 else sent[0]
+
+
+class _Output:
+    """The structure of a model's output, kept outside of the traced module, whose attributes torch.export puts back."""
+
+    def __init__(self) -> None:
+        self._spec: TreeSpec | None = None
+        self._leaves: list[Any] = []  # None where a tensor is
+
+    def tensors(self, output: Any) -> tuple[Tensor, ...]:
+        """The tensors in an output, whose structure is remembered."""
+        leaves, self._spec = tree_flatten(output)
+        self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def of(self, tensors: Sequence[Any]) -> Any:
+        """An output of that structure."""
+        assert self._spec is not None
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if leaf is None else leaf[0] for leaf in self._leaves], self._spec)
+
+
+class _Flat(nn.Module):
+    """Tensors in, tensors out, around a model that takes a batch and returns anything."""
+
+    def __init__(self, model: nn.Module, call: Call, batch: Batch, output: _Output) -> None:
+        super().__init__()
+        self.model = model
+        keys = list(batch) if isinstance(batch, Mapping) else None
+        self._run = lambda model, tensors: output.tensors(call(model, tensors if keys is None else dict(zip(keys, tensors, strict=True))))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self._run(self.model, tensors)
+
+
+def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output, known: set[str]) -> list[Piece]:
+    order = {node: i for i, node in enumerate(nodes)}
+    inputs = [node for node in split_gm.graph.nodes if node.op == "placeholder"]
+    [output] = [node for node in split_gm.graph.nodes if node.op == "output"]
+    results = list(output.all_input_nodes)
+    made: dict[fx.Node, int] = dict(order)
+    made |= {node: order[node.args[0]] for node in split_gm.graph.nodes if node.target is operator.getitem}
+
+    def needed_until(node: fx.Node) -> int:
+        return max((len(nodes) if user is output else order.get(user, -1) for user in node.users), default=-1)
+
+    crossing = [[n for n, i in made.items() if i < k <= needed_until(n)] for k in range(len(nodes) + 1)]
+    graphs = [split_gm.get_submodule(str(node.target)) for node in nodes]
+    return [
+        Piece(graph, _model_names(graph, known), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
+        for k, (graph, node) in enumerate(zip(graphs, nodes, strict=True))
+    ]
+
+
+def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
+    """The model's names of a graph's parameters and buffers; none for constants, which are the graph's own."""
+    found = {}
+    for name in _named_tensors(graph):
+        own = name.removeprefix("model.")
+        own = own if own in known else _CALL.sub("", own)
+        if own in known:
+            found[name] = own
+    return found
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _infer_shapes(pieces: Sequence[Piece], batch: tuple[Tensor, ...]) -> None:
+    carried: list[Tensor] = []
+    for piece in pieces:
+        piece.received = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+        known = piece.run(batch, carried)
+        carried = [known[node] for node in piece.outgoing]
+        piece.sent = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+
+
+def _with_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy whose parameters have a device and no memory; what is tied stays so."""
+    model = copied(model)
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = made.setdefault(id(p), nn.Parameter(fake(p), requires_grad=p.requires_grad))
+        for name, b in module._buffers.items():
+            if b is not None:
+                module._buffers[name] = made.setdefault(id(b), fake(b))
+    return model
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return list(batch.values()) if isinstance(batch, Mapping) else list(batch)

@@ -1,0 +1,217 @@
+"""What of a model may be divided, proven by a second trace: the divided model does the same operations on a rank's part of each tensor.
+
+A region that does not stand it is left whole, together with the like of it in other blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.errors import PlanError
+from paceline.job.batch import Batch
+from paceline.split.tensor.regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
+from paceline.split.tensor.rules import CREATIONS, Label, is_row
+from paceline.split.tensor.sequence import Stream, find_stream, simulated
+from paceline.split.tensor.shape_rewriter import Correction, Edits, install
+from paceline.split.tensor.trace import Call, Graph, Node, Shapes, Unfollowable, trace
+
+_LAYOUT_ONLY = {
+    *("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone"),
+    *("alias", "detach", "detach_", "to", "_to_copy", "lift_fresh"),
+}
+
+_TAKES_SIZES = CREATIONS | {"split", "split_with_sizes", "chunk", "slice", "narrow"}
+
+
+@dataclass
+class Proof:
+    """What may be divided. `graph` is None for a model that cannot be traced."""
+
+    graph: Graph | None
+    regions: list[Region] = field(default_factory=list)
+    labels: dict[int, Label] = field(default_factory=dict)
+    boundaries: Boundaries = field(default_factory=Boundaries)
+    edits: Edits = field(default_factory=dict)
+    why_whole: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hints: dict[str, str] = field(default_factory=dict)
+    stream: Stream | None = None
+
+
+def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
+    """Everything that can be divided over `ranks` ranks, or, in `refused`, why the model's heads cannot."""
+    try:
+        graph = trace(model, example, call)
+        found = find_regions(graph, _hints(model))
+    except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
+        text = " ".join(str(error).split())[:200]
+        return Proof(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
+    proof = Proof(graph, hints=_hints(model))
+    proof.why_whole = found.why_whole
+    proof.notes += [f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()]
+    proof.refused = _refusals(found.regions, ranks)
+    if not proof.refused:
+        fitting = [region for region in found.regions if region.divides(ranks)]
+        for region in found.regions:
+            if not region.divides(ranks):
+                sizes = " and ".join(str(n) for n in sorted(region.sizes) if n % ranks)
+                _leave_whole(proof, region, f"its size {sizes} is no multiple of tp={ranks}; tp={_listed(region.degrees)} divide it")
+        _keep_proven(proof, _alike(fitting), model, ranks, example, call)
+    return proof
+
+
+def _refusals(regions: list[Region], ranks: int) -> list[str]:
+    """One reason for each number of heads that does not divide."""
+    bad: dict[tuple[int, ...], list[Region]] = {}
+    for region in regions:
+        if region.attention and not region.divides(ranks):
+            bad.setdefault(tuple(sorted(region.heads or region.sizes)), []).append(region)
+    return [
+        f"tp={ranks}: the {' and '.join(map(str, heads))} heads of {_common(of[0].columns)}"
+        f"{f' (and {len(of) - 1} more)' if len(of) > 1 else ''} do not divide over {ranks} ranks. "
+        f"Degrees that work: tp={_listed(of[0].degrees)}"
+        for heads, of in bad.items()
+    ]
+
+
+def _listed(degrees: list[int]) -> str:
+    return ", ".join(map(str, degrees[:8])) + (", …" if len(degrees) > 8 else "")
+
+
+def _common(paths: list[str]) -> str:
+    return paths[0].rpartition(".")[0] or paths[0]
+
+
+def _hints(model: nn.Module) -> dict[str, str]:
+    """The styles that Hugging Face's own plan gives to this model's layers."""
+    plan = getattr(model, "_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    styles = {pattern: style for name, style in plan.items() for pattern in (name, f"{prefix}.{name}")}
+    return {path: styles[p] for path, _ in model.named_modules() if (p := re.sub(r"\d+", "*", path)) in styles}
+
+
+def _alike(regions: list[Region]) -> list[list[Region]]:
+    """Regions in groups: those of the same layers in different blocks stand or fall together."""
+    groups: dict[str, list[Region]] = {}
+    for region in regions:
+        groups.setdefault(re.sub(r"\d+", "*", region.columns[0]), []).append(region)
+    return list(groups.values())
+
+
+def _leave_whole(proof: Proof, region: Region, why: str) -> None:
+    for path in (*region.columns, *region.rows):
+        proof.why_whole[path] = why
+
+
+def _keep_proven(proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
+    """Keep the groups of regions that stand the second trace: all at once, or else one after the other."""
+    together = [region for group in groups for region in group]
+    try:
+        _verify(proof, together, model, ranks, example, call)
+    except Unfollowable:
+        for group in groups:
+            try:
+                _verify(proof, [*proof.regions, *group], model, ranks, example, call)
+            except Unfollowable as error:
+                for region in group:
+                    _leave_whole(proof, region, str(error))
+
+
+def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
+    """Trace the model with a rank's shapes, and take the regions into the proof if it does what the rules predict.
+
+    Raises:
+        Unfollowable: it does not.
+    """
+    graph = proof.graph
+    assert graph is not None
+    labels = {value: label for region in regions for value, label in region.labels.items()}
+    boundaries = find_boundaries(graph, labels)
+    edits = _retraced(graph, labels, _shapes(graph, labels, ranks), model, ranks, example, call)
+    proof.regions, proof.labels, proof.boundaries, proof.edits = regions, labels, boundaries, edits
+
+
+def _shapes(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
+    """The shapes of a rank's parts of the divided parameters."""
+    named = {v: graph.values[v] for v in labels if graph.values[v].kind == "parameter"}
+    return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
+
+
+def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call) -> Edits:
+    """The changes of code with which the model does on a rank's part what `labels` predict.
+
+    Raises:
+        Unfollowable: there are none.
+    """
+    correction = Correction(graph, labels, ranks)
+    try:
+        again = trace(model, example, call, shapes, graph.opaque, correction)
+        if correction.edits:
+            remove = install(model, correction.edits, ranks)
+            try:
+                again = trace(model, example, call, shapes, graph.opaque)
+            finally:
+                remove()
+    except Unfollowable:
+        raise
+    except Exception as error:
+        raise Unfollowable(" ".join(str(error).split())[:200]) from error
+    compare(graph, again, labels, ranks)
+    return correction.edits
+
+
+def extend(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
+    """Divide the tokens, too, and prove it in the same way.
+
+    Raises:
+        PlanError: there is no trunk of blocks, the tokens do not divide, or the trunk does something that needs whole sequences.
+    """
+    advice = "Use tp without sequence, or cp for long sequences"
+    if proof.graph is None or not proof.regions:
+        raise PlanError(f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}")
+    try:
+        stream = find_stream(model, proof.graph, proof.labels, proof.boundaries, ranks)
+        shapes = _shapes(proof.graph, proof.labels, ranks)
+        with simulated(model, stream, ranks):
+            proof.edits = _retraced(stream.graph, stream.labels, shapes, model, ranks, example, call)
+    except Unfollowable as error:
+        raise PlanError(f"sequence: the tokens cannot be divided over tp={ranks}: {error}. {advice}") from error
+    proof.stream = stream
+
+
+def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:
+    """Hold a trace of the divided model against that of the whole one.
+
+    Raises:
+        Unfollowable: an operation is missing, new or another one, or has another shape than `labels` predict. Those that only lay data out
+            anew are not compared: a mistake in them shows in the shapes of what reads them.
+    """
+    full, own = _computing(graph), _computing(again)
+    for a, b in zip(full, own, strict=False):
+        whole = a.outputs if is_row(a, labels) else ()  # addends, before they are joined and perhaps cut along the tokens
+        predicted = [
+            labels[v].local(graph.values[v].shape, ranks) if v in labels and v not in whole else graph.values[v].shape
+            for v in (*a.inputs, *a.outputs)
+        ]
+        found = [again.values[v].shape for v in (*b.inputs, *b.outputs)]
+        if (a.name, a.path, _numbers(a)) != (b.name, b.path, _numbers(b)) or predicted != found:
+            raise Unfollowable(f"{a.name} in {a.path or 'the model'} does not work on a rank's part as it does on the whole")
+    if len(full) != len(own):
+        raise Unfollowable("the divided model does not do the same operations as the whole one")
+
+
+def _computing(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.name not in _LAYOUT_ONLY and node.op not in EXCHANGES]
+
+
+def _numbers(node: Node) -> list[Any]:
+    """The numbers among a node's arguments, which a rank's part must not change: a scale may have been computed from a shape."""
+    if node.name in _TAKES_SIZES:
+        return []
+    return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, (int, float))]

@@ -1,0 +1,329 @@
+"""Sequence parallelism: between the divided matrices, each rank holds some of the tokens (Korthikanti et al., 2022, arXiv:2205.05198).
+
+In the trunk of blocks the stream (samples, tokens, features) is divided along the tokens: norms, dropout and additions work on a share.
+What enters a column-parallel layer is gathered, what leaves a row-parallel one is reduced and scattered. Which operations that concerns is
+found by the same rules as the division of matrices, on the same trace, in which the exchanges are written as operations of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PlanError
+from paceline.split.tensor.layers import TOKENS
+from paceline.split.tensor.regions import EXCHANGES, Boundaries, find_boundaries
+from paceline.split.tensor.rules import Label, implied, is_row
+from paceline.split.tensor.trace import Entry, Graph, Node, Unfollowable, Value, unrecorded
+from paceline.trace.blocks import find_blocks
+
+
+@dataclass
+class Run:
+    """Blocks that follow each other: value `enters` is cut before the first one, `leaves` gathered after the last one."""
+
+    first: Entry
+    last: Entry
+    enters: int
+    leaves: int
+
+
+@dataclass
+class Island:
+    """A module inside a block that needs all tokens, and computes the same on every rank: `enters` are gathered, `leaves` is cut."""
+
+    entry: Entry
+    enters: list[int]
+    leaves: int
+
+
+@dataclass
+class Stream:
+    """What is divided along the tokens.
+
+    Attributes:
+        graph: the trace with the exchanges as operations.
+        labels: all divisions, of matrices and of tokens.
+        gathers: (module, value) of copies that become gathers, for what enters is divided.
+        scatters: row-parallel layers whose sum is scattered.
+        inside: layers that work whole on a share of the tokens.
+        parameters: names of whole parameters whose gradients are addends.
+        more_copies: (call, value) of whole tensors that enter the stream.
+        results: row-parallel layers whose joined output is read by divided operations only.
+    """
+
+    graph: Graph
+    labels: dict[int, Label]
+    runs: list[Run]
+    islands: list[Island]
+    gathers: set[tuple[str, int]] = field(default_factory=set)
+    scatters: set[str] = field(default_factory=set)
+    inside: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+    more_copies: list[tuple[Entry, int]] = field(default_factory=list)
+    results: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return " and ".join(f"{run.first.path} to {run.last.path}" for run in self.runs)
+
+
+def find_stream(model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int) -> Stream:
+    """The division of the tokens in every run of a model's blocks.
+
+    Raises:
+        Unfollowable: there is none, or the tokens do not divide.
+    """
+    blocks = find_blocks(model)
+    runs = _runs(blocks, graph)
+    for run in runs:
+        tokens = graph.values[run.enters].shape[TOKENS]
+        if tokens % ranks:
+            raise Unfollowable(f"{tokens} tokens are no multiple of {ranks}; {-(-tokens // ranks) * ranks} would be")
+    whole: set[str] = set()  # modules in the blocks, by their names there, that need all tokens
+    while True:
+        try:
+            return _stream(graph, runs, _islands(graph, blocks, whole), labels, boundaries)
+        except Unfollowable as error:
+            inside = next((error.path[len(b) + 1 :] for b in blocks if error.path.startswith(f"{b}.")), "")
+            name = inside.partition(".")[0]
+            if not name or name in whole:
+                raise
+            whole.add(name)
+
+
+def _stream(graph: Graph, runs: list[Run], islands: list[Island], labels: dict[int, Label], boundaries: Boundaries) -> Stream:
+    wide = deepcopy(graph)
+    placed = _write_exchanges(wide, runs, islands, boundaries)
+    stream = Stream(wide, dict(labels), runs, islands)
+    _spread(stream, [node.outputs[0] for node in wide.nodes if node.op == "scatter"], regions=labels)
+    for run in runs:
+        if run.leaves not in stream.labels:
+            raise Unfollowable(f"what {run.last.path} returns does not have the tokens of what {run.first.path} takes")
+    if stream.labels.keys() & set(wide.outputs):
+        raise Unfollowable("a tensor inside the blocks is an output of the model")
+    copies = {(p.node.path, p.value): p.node for p in placed if p.node.op == "enter"}
+    for node in copies.values():
+        label = stream.labels.get(node.inputs[0])
+        if label is not None and (label.dim, label.outer) != (TOKENS, 1):
+            raise Unfollowable(f"{node.path} takes samples and tokens as one dimension", node.path)
+    stream.gathers = {key for key, node in copies.items() if node.inputs[0] in stream.labels}
+    stream.scatters = {node.path for node in wide.nodes if is_row(node, stream.labels) and node.outputs[0] in stream.labels}
+    stream.inside = {n.path for n in wide.nodes if n.op in ("linear", "embedding") and _on_a_share(n, stream, labels)}
+    collected = {(p.node.path, p.value) for p in placed if p.node.op == "collect" and p.node.inputs[0] in stream.labels}
+    for island in islands:
+        island.enters = [v for v in island.enters if (island.entry.path, v) in collected]
+    after = find_boundaries(wide, stream.labels)
+    stream.parameters, stream.results = after.parameters, after.results
+    made = {p.node.outputs[0] for p in placed}
+    stream.more_copies = [(entry, value) for entry, value in after.copies if value not in made]
+    return stream
+
+
+def _islands(graph: Graph, blocks: list[str], names: set[str]) -> list[Island]:
+    islands = []
+    for entry in graph.entries:
+        if any(entry.path == f"{block}.{name}" for block in blocks for name in names):
+            leaves = [v for v in entry.results if _is_stream(graph.values[v])]
+            if not leaves:
+                raise Unfollowable(f"{entry.path} needs all tokens, and returns no (samples, tokens, features)")
+            islands.append(Island(entry, [v for v in set(entry.arguments.values()) if _is_stream(graph.values[v])], leaves[0]))
+    return islands
+
+
+def _on_a_share(node: Node, stream: Stream, regions: dict[int, Label]) -> bool:
+    return any(v in stream.labels and v not in regions for v in (node.inputs[0], *node.outputs)) and not is_row(node, stream.labels)
+
+
+def _runs(blocks: list[str], graph: Graph) -> list[Run]:
+    lists: dict[str, list[str]] = {}
+    for path in blocks:
+        lists.setdefault(path.rpartition(".")[0], []).append(path)
+    runs = []
+    for paths in lists.values():
+        entries = [entry for path in paths for entry in graph.entries if entry.path == path]
+        if len(entries) != len(paths):
+            continue
+        enters = [v for v in entries[0].arguments.values() if _is_stream(graph.values[v])]
+        leaves = [v for v in entries[-1].results if _is_stream(graph.values[v])]
+        if enters and leaves:
+            runs.append(Run(entries[0], entries[-1], enters[0], leaves[0]))
+    if not runs:
+        raise Unfollowable("there is no trunk of repeated blocks that take and return (samples, tokens, features)")
+    return runs
+
+
+def _is_stream(value: Value) -> bool:
+    return len(value.shape) == 3 and value.floating
+
+
+@dataclass
+class _Placed:
+    """An exchange in a graph: what it reads is given up between nodes `start` and `stop` for what it makes."""
+
+    value: int
+    start: int
+    stop: int
+    node: Node
+
+
+def _write_exchanges(graph: Graph, runs: list[Run], islands: list[Island], boundaries: Boundaries) -> list[_Placed]:
+    """Add the exchanges to a graph, behind its other operations, and have those inside read what they give; the copies come first."""
+    placed: list[_Placed] = []
+
+    def place(op: str, value: int, path: str, start: int, stop: int) -> None:
+        there = [p.node for p in placed if start <= p.start and p.stop <= stop and p.node.inputs == [value]]
+        node = _exchange(graph, op, value, path, range(start, stop))
+        for other in there:
+            _read(graph, other, value, node.outputs[0])
+        placed.append(_Placed(value, start, stop, node))
+
+    end = len(graph.nodes)
+    for entry, value in boundaries.copies:
+        place("enter", value, entry.path, entry.start, entry.stop)
+    for island in islands:
+        for value in island.enters:
+            place("collect", value, island.entry.path, island.entry.start, island.entry.stop)
+        place("scatter", island.leaves, island.entry.path, island.entry.stop, end)
+    for run in runs:
+        if run.leaves == run.enters:
+            raise Unfollowable(f"{run.first.path} returns what it takes")
+        place("scatter", run.enters, run.first.path, run.first.start, run.first.stop)
+        place("collect", run.leaves, run.last.path, run.last.stop, end)
+    for run in runs:
+        graph.outputs = [_collected(graph, run) if v == run.leaves else v for v in graph.outputs]
+    return placed
+
+
+def _collected(graph: Graph, run: Run) -> int:
+    return next(node.outputs[0] for node in graph.nodes if node.op == "collect" and node.inputs == [run.leaves])
+
+
+def _exchange(graph: Graph, op: str, value: int, path: str, inside: range) -> Node:
+    """A new operation on a value, whose result the operations `inside` read instead."""
+    made, number = len(graph.values), len(graph.nodes)
+    graph.values.append(replace(graph.values[value], kind="result", name="", producer=number, uses=[]))
+    for node in graph.nodes[inside.start : inside.stop]:
+        if value in node.inputs:
+            if value in node.outputs:
+                raise Unfollowable(f"{node.name} in {node.path} changes a tensor in place that other ranks hold parts of", node.path)
+            _read(graph, node, value, made)
+    node = Node(op, (), {}, [value], [made], path)
+    graph.nodes.append(node)
+    graph.values[value].uses.append((number, 0))
+    return node
+
+
+def _read(graph: Graph, node: Node, value: int, instead: int) -> None:
+    number = next(n for n, other in enumerate(graph.nodes) if other is node)
+    for slot, v in enumerate(node.inputs):
+        if v == value:
+            node.inputs[slot] = instead
+            graph.values[value].uses.remove((number, slot))
+            graph.values[instead].uses.append((number, slot))
+
+
+def _spread(stream: Stream, seeds: list[int], regions: dict[int, Label]) -> None:
+    graph, labels = stream.graph, stream.labels
+    for seed in seeds:
+        labels[seed] = Label(TOKENS, 1, (graph.values[seed].shape[TOKENS],))
+    queue = list(seeds)
+    while queue:
+        value = queue.pop()
+        entry = graph.values[value]
+        for number in {n for n, _ in entry.uses} | ({entry.producer} if entry.producer >= 0 else set()):
+            node = graph.nodes[number]
+            if node.op in EXCHANGES:
+                if (node.op == "scatter" and value in node.inputs) or (node.op != "scatter" and value in node.outputs):
+                    raise Unfollowable(f"the tokens are divided where {node.path} needs all of them")
+                continue
+            if any(v in regions for v in (*node.inputs, *node.outputs)):
+                if is_row(node, labels) and value in node.outputs:
+                    continue
+                raise Unfollowable(f"{node.name} in {node.path} reads divided tokens and divided features", node.path)
+            try:
+                found = implied(graph, node, labels)
+            except Unfollowable as error:
+                raise Unfollowable(str(error), node.path) from None
+            for other, wanted in found.items():
+                if other not in labels:
+                    if graph.values[other].kind != "result":
+                        raise Unfollowable(f"{node.name} in {node.path} would divide a tensor that is no activation", node.path)
+                    labels[other] = wanted
+                    queue.append(other)
+                elif labels[other] != wanted:
+                    raise Unfollowable(f"{node.name} in {node.path} wants a tensor divided in two ways", node.path)
+
+
+@contextmanager
+def simulated(model: nn.Module, stream: Stream, ranks: int) -> Iterator[None]:
+    """Within, traces of the model see the shapes that the exchanges lead to."""
+    hooks = []
+
+    def scaled(times: int, of: int) -> Callable[[Tensor], Tensor]:
+        def change(x: Tensor) -> Tensor:
+            with unrecorded():
+                return torch.empty((x.shape[0], x.shape[1] * times // of, *x.shape[2:]), dtype=x.dtype, device="meta")
+
+        return change
+
+    gather, cut = scaled(ranks, 1), scaled(1, ranks)
+    try:
+        for run in stream.runs:
+            hooks.append(convert_arguments(model.get_submodule(run.first.path), places_of(run.first, run.enters), cut))
+            hooks.append(convert_result(model.get_submodule(run.last.path), gather))
+        for path, value in stream.gathers:
+            for entry in {e.path: e for e in stream.graph.entries if e.path == path and value in e.arguments.values()}.values():
+                hooks.append(convert_arguments(model.get_submodule(path), places_of(entry, value), gather))
+        hooks += [convert_result(model.get_submodule(path), cut) for path in stream.scatters]
+        for island in stream.islands:
+            module = model.get_submodule(island.entry.path)
+            hooks += [convert_arguments(module, places_of(island.entry, value), gather) for value in island.enters]
+            hooks.append(convert_result(module, cut))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def places_of(entry: Entry, value: int) -> tuple[int | str, ...]:
+    """Where in a call's arguments a value stands."""
+    return tuple(place for place, v in entry.arguments.items() if v == value)
+
+
+def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert: Callable[[Tensor], Tensor]) -> Any:
+    """Have `module` receive its arguments at `places` (one tensor, perhaps in several places) converted; returns the hook."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            given = args[places[0]] if isinstance(places[0], int) else kwargs[places[0]]
+        except (IndexError, KeyError):  # to go on would lose the sum of its gradients
+            raise PlanError(
+                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when the model was divided. "
+                "Give shard_tensors an example of the batches that are trained on"
+            ) from None
+        if given is None:
+            return args, kwargs
+        converted = convert(given)
+        args = tuple(converted if i in places else x for i, x in enumerate(args))
+        return args, kwargs | {p: converted for p in places if isinstance(p, str)}
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def convert_result(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Have the tensor that `module` returns, alone or first in a tuple, converted; returns the hook."""
+
+    def after(_: nn.Module, __: Any, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return convert(result)
+        if not isinstance(result, (tuple, list)):
+            raise Unfollowable(f"{type(module).__name__} returns a {type(result).__name__}, neither a tensor nor a tuple")
+        return type(result)((convert(result[0]), *result[1:]))
+
+    return module.register_forward_hook(after, prepend=True)  # the model's own hooks see the converted result

@@ -1,0 +1,235 @@
+"""Code that names full sizes, such as `x.view(n, t, self.heads, hidden // self.heads)`, made to name a rank's own.
+
+A trace says at which calls the sizes are those of the full tensor where the rank's own are needed. There the source is changed, in a copy
+of the method on that one module: `self.heads` becomes `self.heads // 2`. What counts is that the changed module is traced again and does
+the same operations on exactly the shapes of a rank's part; so a change that is not right is found, not trusted.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import linecache
+from collections.abc import Callable
+from functools import cache
+from inspect import unwrap
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.split.tensor.rules import Label
+from paceline.split.tensor.trace import Graph, PythonCall, Site, Unfollowable
+
+Change = tuple[Site, str, int]  # (where, "sizes" | "split" | "slice", which of the sizes)
+Edits = dict[str, set[Change]]  # module -> changes
+_PART = "_paceline_part"
+_OF_TENSOR = {"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"}
+_NEW = {"zeros", "ones", "empty", "full"}
+
+
+class Correction:
+    """Goes along with a second trace of a model, in which parameters have a rank's shapes, and notes which sizes have to change.
+
+    An instance is what `trace` takes as `correct`; `edits` is the result.
+    """
+
+    def __init__(self, graph: Graph, labels: dict[int, Label], ranks: int) -> None:
+        self.graph = graph
+        self.labels = labels
+        self.ranks = ranks
+        self.edits: Edits = {}
+
+    def __call__(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if number >= len(self.graph.calls) or self.graph.calls[number].name != name:
+            raise Unfollowable(f"the divided model takes another way than the whole one at {name}")
+        full = self.graph.calls[number]
+        label = next((self.labels[v] for v in full.results if v in self.labels), None)
+        if label is None:
+            return args, kwargs
+        if name in _OF_TENSOR or name in _NEW:
+            return self._sizes(full, args, label, first=int(name in _OF_TENSOR)), kwargs
+        if name in {"split", "split_with_sizes"}:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            if dim % len(self._shape(full)) == label.dim:
+                return self._split(full, args), kwargs
+        if name == "__getitem__":
+            return self._slice(full, args, label), kwargs
+        return args, kwargs
+
+    def _shape(self, full: PythonCall) -> tuple[int, ...]:
+        return self.graph.values[full.results[0]].shape
+
+    def _note(self, full: PythonCall, kind: str, which: int) -> None:
+        if full.site is None:
+            raise Unfollowable(f"{full.name} in {full.path} needs other sizes, and its code is not known")
+        self.edits.setdefault(full.path, set()).add((full.site, kind, which))
+
+    def _sizes(self, full: PythonCall, args: tuple[Any, ...], label: Label, first: int) -> tuple[Any, ...]:
+        whole, rest = self._shape(full)[label.dim], args[first:]
+        sequence = bool(rest) and not isinstance(rest[0], int)
+        if not rest or (sequence and not isinstance(rest[0], (tuple, list))):
+            return args  # view(dtype), or sizes given by keyword: the comparison of shapes tells whether that is right
+        sizes = list(rest[0] if sequence else rest)
+        if sizes[label.dim] != whole:
+            return args
+        self._note(full, "sizes", label.dim)
+        sizes[label.dim] = whole // self.ranks
+        return (*args[:first], tuple(sizes), *rest[1:]) if sequence else (*args[:first], *sizes)
+
+    def _split(self, full: PythonCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if args[1] != full.args[1]:
+            return args
+        self._note(full, "split", 0)
+        return (args[0], part(args[1], self.ranks), *args[2:])
+
+    def _slice(self, full: PythonCall, args: tuple[Any, ...], label: Label) -> tuple[Any, ...]:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        before = full.args[1] if isinstance(full.args[1], tuple) else (full.args[1],)
+        if any(isinstance(x, Tensor) or x is None for x in index):
+            return args
+        dims = args[0].dim()
+        at = next((i for i, x in enumerate(index) if x is Ellipsis), len(index))
+        for i, x in enumerate(index):
+            dim = i if i < at else dims - len(index) + i
+            moved = sum(isinstance(y, int) for j, y in enumerate(index) if j < i)
+            if isinstance(x, slice) and dim - moved == label.dim and x == before[i] and (x.start, x.stop) != (None, None):
+                self._note(full, "slice", i)
+                cut = slice(*(None if b is None else b // self.ranks for b in (x.start, x.stop)))
+                return (args[0], (*index[:i], cut, *index[i + 1 :]))
+        return args
+
+
+def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
+    """A rank's own sizes: of one size, of all of a list, or of number `which` in a list."""
+    if isinstance(sizes, int):
+        return sizes // ranks
+    if which is None:
+        return [size // ranks for size in sizes]
+    return torch.Size(size // ranks if i == which % len(sizes) and size != -1 else size for i, size in enumerate(sizes))
+
+
+def install(model: nn.Module, edits: Edits, ranks: int) -> Callable[[], None]:
+    """Give each module of `edits` its changed methods; returns what takes them away again.
+
+    Raises:
+        Unfollowable: a size stands in code that is no method of the module, or whose source is not there.
+    """
+    installed: list[tuple[nn.Module, str]] = []
+
+    def remove() -> None:
+        for module, name in installed:
+            module.__dict__.pop(name, None)
+
+    try:
+        for path, changes in edits.items():
+            module = model.get_submodule(path)
+            for code in {change[0].code for change in changes}:
+                name, function = _method(module, code)
+                ours = frozenset((site.span, kind, which) for site, kind, which in changes if site.code is code)
+                module.__dict__[name] = MethodType(_changed(function, code, ours, ranks), module)
+                installed.append((module, name))
+    except Unfollowable:
+        remove()
+        raise
+    return remove
+
+
+def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
+    for owner in type(module).__mro__:
+        found = owner.__dict__.get(code.co_name)
+        if isinstance(found, FunctionType) and found.__code__ is code and code.co_name not in module.__dict__:
+            return code.co_name, found
+        if isinstance(found, FunctionType) and getattr(unwrap(found), "__code__", None) is code:
+            raise Unfollowable(f"{code.co_qualname} names full sizes and is decorated")
+    raise Unfollowable(f"{code.co_qualname} names full sizes and is no plain method of {type(module).__name__}")
+
+
+@cache
+def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any], ranks: int) -> FunctionType:
+    """A copy of a method with its sizes changed; one for all modules of a class, so that a compiler compiles it once."""
+    tree = _definition(code)
+    change = _Change({(span[1], span[3]): (kind, which) for span, kind, which in changes}, ranks)
+    changed = change.visit(copy.deepcopy(tree))
+    if change.open:
+        raise Unfollowable(f"{code.co_qualname} names full sizes at a place that is no plain call")
+    changed.decorator_list, changed.returns = [], None
+    for argument in ast.walk(changed.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    changed.args.defaults = [ast.Constant(None) for _ in changed.args.defaults]  # the values follow below
+    changed.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in changed.args.kw_defaults]
+    outer = [*code.co_freevars, _PART]
+    arguments = ast.arguments(posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[])
+    factory = ast.FunctionDef("make", arguments, [changed, ast.Return(ast.Name(changed.name, ast.Load()))], [])
+    module = ast.fix_missing_locations(ast.Module([factory], []))
+    names: dict[str, Any] = {}
+    exec(compile(module, code.co_filename, "exec"), function.__globals__, names)
+    made: FunctionType = names["make"](*(cell.cell_contents for cell in function.__closure__ or ()), part)
+    made.__defaults__, made.__kwdefaults__, made.__qualname__ = function.__defaults__, function.__kwdefaults__, function.__qualname__
+    return made
+
+
+def _definition(code: CodeType) -> ast.FunctionDef:
+    tree = _parsed(code.co_filename)
+    for node in ast.walk(tree):
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) if isinstance(node, ast.FunctionDef) else -1
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name and first == code.co_firstlineno:
+            return node
+    raise Unfollowable(f"{code.co_qualname} names full sizes, and its source is not there")
+
+
+@cache
+def _parsed(file: str) -> ast.Module:
+    lines = linecache.getlines(file)
+    try:
+        return ast.parse("".join(lines))
+    except SyntaxError:
+        raise Unfollowable(f"{file} is no longer what was imported") from None
+
+
+class _Change(ast.NodeTransformer):
+    """Changes the sizes of the calls and subscripts that end at the given (line, column)."""
+
+    def __init__(self, at: dict[tuple[int, int], tuple[str, int]], ranks: int) -> None:
+        self.open = at
+        self.ranks = ranks
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        change = self.open.pop((node.end_lineno or 0, node.end_col_offset or 0), None)
+        self.generic_visit(node)
+        if change is None:
+            return node
+        kind, which = change
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+        of_torch = isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        start = 1 if of_torch and name not in _NEW else 0
+        sizes = node.args[start:]
+        if kind == "split":
+            node.args[start] = self._part(node.args[start])
+        elif sizes and isinstance(sizes[0], (ast.Tuple, ast.List)) and not any(isinstance(e, ast.Starred) for e in sizes[0].elts):
+            sizes[0].elts[which] = self._divided(sizes[0].elts[which])
+        elif len(sizes) > 1 and not any(isinstance(e, ast.Starred) for e in sizes) and name != "full":
+            node.args[start + which] = self._divided(sizes[which])
+        elif any(isinstance(e, ast.Starred) for e in sizes):
+            node.args[start:] = [self._part(ast.Tuple(sizes, ast.Load()), which)]
+        elif sizes:
+            node.args[start] = self._part(sizes[0], which)
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        change = self.open.pop((node.end_lineno or 0, node.end_col_offset or 0), None)
+        self.generic_visit(node)
+        if change is not None:
+            cut = node.slice.elts[change[1]] if isinstance(node.slice, ast.Tuple) else node.slice
+            if isinstance(cut, ast.Slice):
+                cut.lower = cut.lower and self._divided(cut.lower)
+                cut.upper = cut.upper and self._divided(cut.upper)
+        return node
+
+    def _divided(self, size: ast.expr) -> ast.expr:
+        return ast.BinOp(size, ast.FloorDiv(), ast.Constant(self.ranks))
+
+    def _part(self, sizes: ast.expr, which: int | None = None) -> ast.expr:
+        return ast.Call(ast.Name(_PART, ast.Load()), [sizes, ast.Constant(self.ranks), ast.Constant(which)], [])

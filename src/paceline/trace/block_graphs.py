@@ -1,0 +1,270 @@
+"""What was seen of a forward pass, put together into the blocks of a trace."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from paceline.trace.anatomy import Anatomy, Shape
+from paceline.trace.graph import Block, Divided, Gemm, Trace
+from paceline.trace.sample import tokens_of
+from paceline.trace.seen import Kernel, Product
+from paceline.trace.tensor_parallel import LARGE, split_of
+
+if TYPE_CHECKING:
+    from paceline.trace.forward_pass import Pass
+
+_CHOSEN = {"mm", "addmm", "convolution", "_grouped_mm", "attention"}
+_Owned = dict[int, list[Shape]]
+
+
+def assembled(seen: Pass, anatomy: Anatomy, loss: str) -> Trace:
+    """The blocks in the order of the pass; parts outside of blocks that do nothing are left out."""
+    owned, tied = _owned(seen, anatomy)
+    builder = _Builder(seen, anatomy, loss)
+    blocks, names = [], []
+    first: dict[Block, Block] = {}
+    for part, name in enumerate(seen.parts):
+        if name or builder.kernels[part] or owned[part]:
+            block = builder.block(part, owned[part])
+            blocks.append(first.setdefault(replace(block, name=""), block))
+            names.append(name)
+    return Trace(tuple(_kinds(blocks)), tokens=tokens_of(seen.batch), tied=tied, names=tuple(names), notes=_notes(seen))
+
+
+def estimated(anatomy: Anatomy, tokens: int, why: str) -> Trace:
+    """By the parameters alone: every matrix is multiplied with every token once, but for tables of tokens where there is a head as well."""
+    names = ("", *anatomy.blocks, "") if anatomy.blocks else ("",)
+    shapes: dict[int, list[Shape]] = defaultdict(list)
+    place = 0
+    for shape in anatomy.parameters:  # what is registered after the first block is taken to come after all
+        place = names.index(shape.block) if shape.block else (len(names) - 1 if place else 0)
+        shapes[place].append(shape)
+    tables = [shape.name for shape in anatomy.parameters if not shape.block and shape.sizes[0] in anatomy.vocabulary]
+    blocks = [_estimated(_kind(place, names), name, shapes[place], tokens, tables[:-1]) for place, name in enumerate(names)]
+    first: dict[Block, Block] = {}
+    alike = [first.setdefault(replace(block, name=""), block) for block in blocks]
+    note = f"{why}: FLOPs are estimated as 2 · parameters · tokens, activations by the widths of matrices; measured blocks go before"
+    return Trace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,))
+
+
+def _estimated(kind: str, name: str, shapes: list[Shape], tokens: int, tables: Sequence[str]) -> Block:
+    matrices = [shape for shape in shapes if len(shape.sizes) > 1 and shape.name not in tables]
+    gemms: Counter[Gemm] = Counter()
+    for shape in matrices:
+        experts, *sizes = shape.sizes if shape.expert and len(shape.sizes) > 2 else (0, *shape.sizes)
+        gemms[Gemm(tokens, sizes[0], prod(sizes[1:]), experts=experts)] += 1
+    wide = float(tokens * sum(gemm.n * often for gemm, often in gemms.items()))
+    of_experts = sum(shape.numel for shape in shapes if shape.expert)
+    return Block(
+        kind=kind,
+        name=name,
+        gemms=tuple(replace(gemm, times=often) for gemm, often in gemms.items()),
+        outside=2 * wide,
+        kept_outside=wide,
+        kernels=4 * len(matrices),
+        vectors=sum(shape.numel for shape in shapes) - of_experts,
+        experts=of_experts,
+        boundary=float(tokens * max((min(shape.sizes) for shape in matrices), default=1)),
+    )
+
+
+class _Builder:
+    """Blocks out of the kernels of parts.
+
+    Attributes:
+        kernels: of each part, with their index in the whole pass.
+    """
+
+    def __init__(self, seen: Pass, anatomy: Anatomy, loss: str) -> None:
+        self.trained = False  # whether a part so far has anything to train: from there on gradients are needed
+        self.seen, self.samples, self.all = seen, seen.samples, seen.watcher.seen.kernels
+        self.shapes = {shape.name: shape for shape in anatomy.parameters}
+        self.kernels: dict[int, list[tuple[int, Kernel]]] = defaultdict(list)
+        for index, kernel in enumerate(self.all):
+            self.kernels[kernel.part].append((index, kernel))
+        self.kept = _kept(seen)
+        self.whole = {name for name, shape in self.shapes.items() if len(shape.sizes) != 2 or shape.expert} | _not_linear(seen.model)
+        self.large = self._large()
+        self.split = split_of(self.all, self.whole, self._heads() if loss == "cross_entropy" else [], self.large)
+
+    def block(self, part: int, shapes: list[Shape]) -> Block:
+        """One block, with what tensor parallelism divides of it."""
+        kernels, each = self.kernels[part], 1 / self.samples
+        numbers, kept, chosen = self._numbers(kernels), self._kept_numbers(part), self._chosen(kernels)
+        tables = {table for _, kernel in kernels if (table := self._table(kernel))} & self.large
+        products = {i: kernel.products[0].weight for i, kernel in kernels if kernel.products}
+        divided = tables | {weight for i, weight in products.items() if self.split.how.get(i) in ("n", "k")}
+        expert = sum(shape.numel for shape in shapes if shape.expert)
+        matrices = sum(shape.numel for shape in shapes if shape.name in divided and not shape.expert)
+        self.trained = self.trained or any(shape.trainable for shape in shapes)
+        return Block(
+            kind=_kind(part, self.seen.parts),
+            name=self.seen.parts[part],
+            gemms=self._gemms(kernels),
+            inside=numbers["inside"] * each,
+            outside=numbers["outside"] * each,
+            scores=sum(kernel.scores for _, kernel in kernels) * each,
+            kept_inside=kept["inside"] * each,
+            kept_outside=kept["outside"] * each,
+            kept_scores=sum(kernel.kept_scores for _, kernel in kernels) * each,
+            fixed=numbers["fixed"],
+            kept_fixed=kept["fixed"],
+            selective_inside=chosen["inside"] * each,
+            selective_outside=chosen["outside"] * each,
+            kernels=len(kernels),
+            matrices=matrices,
+            vectors=sum(shape.numel for shape in shapes) - matrices - expert,
+            experts=expert,
+            boundary=self._boundary(part) * each,
+            reductions=self.split.reductions[part] + len(tables),
+            keys=sum(kernel.keys for _, kernel in kernels) * each,
+            routed=self.seen.watcher.seen.routed.get(part, 0.0) * each,
+            trained=self.trained,
+        )
+
+    def _numbers(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
+        """Numbers that kernels read and write, by what divides them."""
+        found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
+        for index, kernel in kernels:
+            found["fixed" if kernel.fixed else "inside" if index in self.split.inside else "outside"] += kernel.numbers
+        return found
+
+    def _kept_numbers(self, part: int) -> dict[str, float]:
+        """Numbers kept for the backward pass, likewise."""
+        found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
+        for storage, numbers in self.kept[part].items():
+            of_samples = self.seen.watcher.is_of_samples(storage)
+            found["fixed" if not of_samples else "inside" if storage in self.split.storages else "outside"] += numbers
+        return found
+
+    def _chosen(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
+        """Numbers that remat=selective keeps, likewise: of matrices and images, not of scores that are written out."""
+        found = dict.fromkeys(("inside", "outside"), 0.0)
+        for _, kernel in kernels:
+            if kernel.name in _CHOSEN:
+                found["inside" if self.split.storages.issuperset(kernel.writes) else "outside"] += kernel.made
+        return found
+
+    def _large(self) -> set[str]:
+        """What is divided without a partner: large matrices, and tables of a vocabulary. What is odd in number, next to nothing divides."""
+        tables = {table for kernel in self.all if (table := self._table(kernel))}
+        self.vocabularies = {self.shapes[name].sizes[0] for name in tables} & {
+            kernel.products[0].n for kernel in self.all if kernel.products and not self.seen.parts[kernel.part]
+        }
+        words = {name for name in tables if self.shapes[name].sizes[0] in self.vocabularies}
+        large = {name for name, shape in self.shapes.items() if shape.numel >= LARGE} - self.whole
+        return {name for name in words | large if self.shapes[name].sizes[0] % 2 == 0}
+
+    def _table(self, kernel: Kernel) -> str:
+        """The parameter in which a kernel looks up rows."""
+        if kernel.name != "embedding":
+            return ""
+        return next((name for read in kernel.reads if (name := self.seen.watcher.name_of(read))), "")
+
+    def _heads(self) -> list[int]:
+        """Products that make the logits of a vocabulary."""
+        products = [(i, kernel.products[0]) for i, kernel in enumerate(self.all) if kernel.products and not self.seen.parts[kernel.part]]
+        return [i for i, p in products if p.weight and p.n in self.vocabularies and p.n % 2 == 0]
+
+    def _boundary(self, part: int) -> float:
+        """What goes on to the next part: out of a block, or into the next block; at the end a number for each sample."""
+        return self.seen.left.get(part) or self.seen.entered.get(part + 1) or float(self.samples)
+
+    def _gemms(self, kernels: list[tuple[int, Kernel]]) -> tuple[Gemm, ...]:
+        """The products of one sample; those of experts, each with its rows, are one."""
+        found: Counter[Gemm] = Counter()
+        of_experts: dict[tuple[int, int], list[Product]] = defaultdict(list)
+        for index, kernel in kernels:
+            for product in kernel.products:
+                if product.weight and self.shapes[product.weight].expert:
+                    of_experts[product.n, product.k].append(product)
+                else:
+                    found[self._gemm(product, self.split.how.get(index, "none"))] += 1
+        gemms = [replace(gemm, times=often) for gemm, often in found.items()]
+        for (n, k), products in of_experts.items():
+            weights = {product.weight for product in products}
+            sizes = [self.shapes[weight].sizes for weight in weights]
+            experts = max((size[0] for size in sizes if len(size) > 2), default=len(weights))
+            times = len(weights) if len(sizes[0]) > 2 else 1
+            rows = sum(product.flops for product in products) / (2 * n * k * self.samples * times)
+            gemms.append(Gemm(rows, n, k, times=times, experts=experts))
+        return tuple(gemms)
+
+    def _gemm(self, product: Product, how: Divided) -> Gemm:
+        batch = round(product.batch / self.samples) if product.batch else 0
+        batch = max(batch, 1) if product.batch else 0
+        rows = product.flops / (2.0 * product.n * product.k * max(batch, 1) * self.samples)
+        return Gemm(rows, product.n, product.k, batch, how, causal=product.causal, read=product.read / self.samples)
+
+
+def _kept(seen: Pass) -> dict[int, dict[int, float]]:
+    """Of each part the storages that are kept for its backward pass, and their numbers: those that several need are their maker's."""
+    makers: dict[int, int] = {}
+    for kernel in seen.watcher.seen.kernels:
+        for storage in kernel.writes:
+            makers.setdefault(storage, kernel.part)
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for storage, (numbers, parts) in seen.watcher.seen.kept.items():
+        part = next(iter(parts)) if len(parts) == 1 else makers.get(storage, min(parts))
+        found[part][storage] = numbers
+    return found
+
+
+def _owned(seen: Pass, anatomy: Anatomy) -> tuple[_Owned, int]:
+    """The parameters of each part, and how many numbers stand in two. Those that nothing reads stand where the pass begins."""
+    owned: _Owned = defaultdict(list)
+    begins = {name: part for part, name in reversed(list(enumerate(seen.parts))) if name}
+    tied = 0
+    for shape in anatomy.parameters:
+        if shape.block in begins:
+            owned[begins[shape.block]].append(shape)
+            continue
+        reading = sorted(part for part in seen.watcher.seen.used.get(shape.name, ()) if not seen.parts[part]) or [0]
+        tied += shape.numel * (len(reading) - 1)
+        for part in reading:
+            owned[part].append(shape)
+    return owned, tied
+
+
+def _not_linear(model: nn.Module) -> set[str]:
+    """Parameters of torch's own attention, and of layers with a product of their own: nobody knows how to divide what they do."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        linear = type(module).forward is nn.Linear.forward or type(module).__name__ in ("Conv1D", "Embedding")
+        of_attention = isinstance(module, nn.MultiheadAttention)
+        if of_attention or not linear:
+            found.update(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=of_attention))
+    return found
+
+
+def _kind(part: int, parts: Sequence[str]) -> str:
+    if parts[part]:
+        return "layer"
+    if len(parts) == 1:
+        return "model"
+    return "embedding" if part == 0 else "head" if part == len(parts) - 1 else "between"
+
+
+def _kinds(blocks: Sequence[Block]) -> list[Block]:
+    """Different blocks of one kind are numbered: `layer`, `layer 2`."""
+    named: dict[int, Block] = {}
+    often: Counter[str] = Counter()
+    for block in blocks:
+        if id(block) not in named:
+            often[block.kind] += 1
+            kind = block.kind if often[block.kind] == 1 else f"{block.kind} {often[block.kind]}"
+            named[id(block)] = replace(block, kind=kind)
+    return [named[id(block)] for block in blocks]
+
+
+def _notes(seen: Pass) -> tuple[str, ...]:
+    asked = sorted(seen.watcher.seen.asked)
+    if not asked:
+        return ()
+    return (f"{', '.join(asked)}: looks at the values of tensors while it computes; the trace takes one way",)

@@ -1,0 +1,123 @@
+"""What the model of a job does with one sample, block by block, found without running it: see `trace.py` for what that is.
+
+The model goes forward once on tensors that have shapes and no values. One whose code needs values goes forward on a few invented samples,
+if it is small; of one that is large as well, only the parameters are known, and the rest is estimated by them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.errors import JobError
+from paceline.job.job import Job
+from paceline.trace.anatomy import anatomy, without_memory
+from paceline.trace.graph import Trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.trace.forward_pass import Pass
+
+SAMPLES = 4  # of a trace without values; what does not grow with the samples counts a fourth for each
+REAL_SAMPLES = 2  # of one with values; batch norms need more than one
+MOST_REAL = 100_000_000  # parameters of a model that may be built and run to be traced; and of its products with tokens, 200 times as many
+_TRACES: dict[tuple[str, bool], Trace] = {}
+
+
+def trace(job: Job, precision: str | None = None) -> Trace:
+    """The trace of a job's model with the job's loss; once per process for each model, shape of data and kind of precision.
+
+    Args:
+        precision: `bf16` traces the casts of autocast as well, and counts in numbers of two bytes: what autocast computes or keeps in four
+            counts twice. The others count alike, in numbers of their own size. None: as `fp32`.
+
+    Raises:
+        JobError: the model cannot be built, or its code fails on the job's samples; names the module.
+        DataError: a sample has to be read, and cannot be.
+    """
+    if job.model.transformer is not None:
+        from paceline.trace.transformer import transformer
+
+        return transformer(job.model.transformer)
+    autocast = precision == "bf16"
+    key = job.model_dump_json(include={"model", "data", "loss"}), autocast
+    if key not in _TRACES:
+        _TRACES[key] = _traced(job, autocast)
+    return _TRACES[key]
+
+
+def _traced(job: Job, autocast: bool) -> Trace:
+    import torch
+
+    from paceline.trace.block_graphs import assembled, estimated
+    from paceline.trace.sample import tokens_of
+
+    found = anatomy(job.model)
+    with torch.random.fork_rng(devices=[]):
+        seen = _forward(job, autocast)
+        tokens = tokens_of(seen.batch)
+        if seen.error is not None and found.numel <= MOST_REAL / max(1.0, tokens / 200):
+            seen = _forward_with_values(job, autocast)
+            if seen.error is not None:
+                raise JobError(_described(seen.error, seen)) from seen.error
+    if seen.error is None:
+        return assembled(seen, found, job.loss.name)
+    if not _needs_values(seen.error, seen):
+        raise JobError(_described(seen.error, seen)) from seen.error
+    why = f"{seen.module_of(seen.error)} cannot be followed without the values of tensors ({type(seen.error).__name__})"
+    return estimated(found, tokens, why)
+
+
+def _forward(job: Job, autocast: bool) -> Pass:
+    """On the meta device; under autocast, which that has not, on tensors that say they are on the CPU."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from paceline.trace.forward_pass import Pass, go_forward
+    from paceline.trace.sample import batch_of
+
+    batch = batch_of(job, SAMPLES)
+    model = without_memory(job.model)
+    if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return Pass(model, batch, SAMPLES, autocast, error=NotImplementedError("its code reads values while it builds"))
+    if not autocast:
+        with torch.device("meta"):
+            return go_forward(Pass(model, batch, SAMPLES, autocast), job)
+    with FakeTensorMode(allow_non_fake_inputs=True) as without_values:
+        model = _of_the_cpu(model)
+        batch = batch_of(job, SAMPLES, device="cpu")
+        del without_values
+        return go_forward(Pass(model, batch, SAMPLES, autocast), job)
+
+
+def _of_the_cpu(model: nn.Module) -> nn.Module:
+    """A model on the meta device as one whose tensors say they are on the CPU; what is tied stays so."""
+    import torch
+
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if own is module._parameters else empty
+                if tensor is not None:
+                    own[name] = made[id(tensor)]  # type: ignore[assignment]
+    return model
+
+
+def _forward_with_values(job: Job, autocast: bool) -> Pass:
+    from paceline.trace.forward_pass import Pass, go_forward
+    from paceline.trace.sample import batch_of, with_values
+
+    return go_forward(Pass(job.model.build(), with_values(batch_of(job, REAL_SAMPLES)), REAL_SAMPLES, autocast), job)
+
+
+def _needs_values(error: Exception, seen: Pass) -> bool:
+    """Whether it may well be the lack of values, and not the model's code, that is at fault."""
+    return isinstance(error, NotImplementedError) or bool(seen.watcher.seen.asked) or "meta" in str(error).lower()
+
+
+def _described(error: Exception, seen: Pass) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{seen.module_of(error)} fails on the job's samples: {type(error).__name__}: {first}"

@@ -1,0 +1,304 @@
+"""What a forward pass consists of, seen from below: every kernel with what it reads and writes, every tensor that is kept for the backward.
+
+The tensors may be on the meta device, which has shapes alone. Tensors are known by their storages: views are one and the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.autograd.function import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from paceline.trace.seen import Kernel, Product, Seen
+
+_aten = torch.ops.aten
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ROOTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+_CONVOLUTIONS = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution)
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "resize_"}
+_EXPECTED = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}  # what a value that is asked for is taken to be
+_LOOK_UPS = {"embedding", "_embedding_bag", "index", "index_select", "gather"}
+
+
+class Watcher:
+    """Watches a forward pass. `part` is set from outside, as the pass goes from one part of the model to the next.
+
+    Args:
+        model: whose parameters are told from activations.
+        unit: bytes of what counts as one number; None: those of the model's own.
+    """
+
+    def __init__(self, model: nn.Module, unit: int | None = None) -> None:
+        self.seen = Seen()
+        self.operations = _Operations(self)
+        self.part = 0
+        self.parameters = {_storage(p): name for name, p in model.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._buffers = set(map(_storage, model.buffers()))
+        self._derived: dict[int, str] = {}  # what is made of parameters alone stands for the parameter
+        self._active: set[int] = set()  # what is made of the batch
+        self._all: list[Tensor] = []  # keeps storages alive, that no later one takes an earlier one's place
+        self.unit = unit or next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Watch what is done within to a batch, and what of it is kept."""
+        for tensor in _tensors(batch):
+            self._active.add(_storage(tensor))
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+            stack.enter_context(_Attention(self))
+            stack.enter_context(_attention_of_torch(self))
+            stack.enter_context(_autocast_without_memory())
+            stack.enter_context(self.operations)
+            yield
+
+    def numbers(self, tensor: Tensor) -> float:
+        """How many there are in a tensor, in memory: what is expanded counts once, a byte as a part of a number."""
+        return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) / self.unit
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        """What one operation did."""
+        given, results = _tensors((args, kwargs)), _tensors(made)
+        self._all += results
+        reads, writes = tuple(dict.fromkeys(map(_storage, given))), tuple(dict.fromkeys(map(_storage, results)))
+        name = func.overloadpacket.__name__
+        self._follow(reads, writes)
+        if name in _FREE or not results or (set(writes) <= set(reads) and not func._schema.is_mutable):
+            return
+        products = tuple(self._products(func, args, kwargs, made))
+        numbers = 0.0 if products else self._touched(name, given, results)
+        width = given[0].shape[-1] if given and given[0].dim() and _reduces(func, given[0], results) else 0
+        fixed = not any(map(self.is_of_samples, writes))
+        picks = name == "index" and any(map(self.name_of, reads))
+        written = sum(map(self.numbers, results))
+        self.seen.kernels.append(Kernel(name, self.part, reads, writes, numbers, fixed, products, written, width, picks))
+
+    def note_attention(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], *, causal: bool, dropout: bool) -> None:
+        """Attention as one kernel: its two products, and what its squares would be if they were written to memory."""
+        query, key, value, *_ = given
+        *lead, rows, width = query.shape
+        heads, columns, out = prod(lead), key.shape[-2], value.shape[-1]
+        scored = Product(rows, columns, width, heads, causal=causal, flops=2.0 * heads * rows * columns * width)
+        mixed = Product(rows, out, columns, heads, causal=causal, flops=2.0 * heads * rows * columns * out)
+        squares = float(heads * rows * columns)
+        reads, writes = tuple(dict.fromkeys(map(_storage, given))), tuple(map(_storage, made))
+        self._all += made
+        self._follow(reads, writes)
+        more = (3.0, 1.25) if dropout else (0.0, 0.0)  # dropout reads, writes and keeps a mask of a byte
+        seen = Kernel("attention", self.part, reads, writes, products=(scored, mixed), made=self.numbers(made[0]))
+        seen.keys = self.numbers(key) + self.numbers(value)
+        seen.scores, seen.kept_scores = squares * (2 + more[0]), squares * (1 + more[1])
+        self.seen.kernels.append(seen)
+
+    def _follow(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
+        """Whose parameters and whose samples the results are made of."""
+        named = [name for storage in reads if (name := self.name_of(storage))]
+        for name in named:
+            self.seen.used.setdefault(name, set()).add(self.part)
+        if any(storage in self._active for storage in reads):
+            self._active.update(writes)
+        elif named:
+            largest = max(named, key=lambda name: prod(self.shapes[name]))
+            self._derived.update(dict.fromkeys((w for w in writes if w not in self.parameters), largest))
+
+    def is_of_samples(self, storage: int) -> bool:
+        """Whether what a storage holds was made of the batch."""
+        return storage in self._active
+
+    def name_of(self, storage: int) -> str:
+        """The parameter whose values a storage holds, as they are or computed from; or nothing."""
+        return self.parameters.get(storage) or self._derived.get(storage, "")
+
+    def _products(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Iterator[Product]:
+        count = flop_registry.get(func.overloadpacket)
+        if count is None:
+            return
+        flops = float(count(*args, **kwargs, out_val=made))
+        if func.overloadpacket in _ROOTS:
+            left, right = [a for a in args if isinstance(a, Tensor)][-2:]
+            yield self._of_matrices(left, right, flops)
+        elif func.overloadpacket in _CONVOLUTIONS:
+            yield self._of_images(args[0], args[1], made, flops)
+        else:
+            result = _tensors(made)[0]
+            n, rows = result.shape[-1], result.numel() / max(result.shape[-1], 1)
+            yield Product(rows, n, max(1, round(flops / (2.0 * max(rows * n, 1)))), flops=flops)
+
+    def _of_matrices(self, left: Tensor, right: Tensor, flops: float) -> Product:
+        first, second = self.name_of(_storage(left)), self.name_of(_storage(right))
+        rows, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        batch = left.shape[0] if left.dim() == 3 else 0
+        if first and not second:  # W · x
+            rows, n, second = n, rows, first
+        if second and batch in (0, 1):
+            return Product(rows, n, k, weight=second, flops=flops)
+        if second and prod(self.shapes[second]) >= batch * k * n:  # a weight for each: of experts, or of heads
+            return Product(rows * batch, n, k, weight=second, flops=flops)
+        if second:
+            return Product(rows * batch, n, k, weight=second, flops=flops)
+        return Product(rows, n, k, batch or 1, flops=flops)
+
+    def _of_images(self, image: Tensor, weight: Tensor, result: Tensor, flops: float) -> Product:
+        """A convolution as the product that it is: of all places of the result with the kernel."""
+        k, name = prod(weight.shape[1:]), self.name_of(_storage(weight))
+        rows = result.numel() / max(result.shape[1], 1)
+        n = max(1, round(flops / (2.0 * max(rows * k, 1))))
+        return Product(rows, n, k, weight=name, flops=flops, read=float(image.numel()))
+
+    def _touched(self, name: str, given: list[Tensor], results: list[Tensor]) -> float:
+        """Numbers read and written; of a look-up, the rows that it looks up."""
+        written = sum(map(self.numbers, results))
+        return written + (written if name in _LOOK_UPS else sum(map(self.numbers, given)))
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self._buffers and storage not in self.parameters:
+            self._all.append(tensor)
+            self.seen.kept.setdefault(storage, (tensor.untyped_storage().nbytes() / self.unit, set()))[1].add(self.part)
+        return tensor
+
+
+class _Operations(TorchDispatchMode):
+    """Passes every operation on. A meta tensor that is asked for its value has none: all are as they should be, no one is not; else 1."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+            return self._answer(args[0].dtype)
+        args, kwargs = _on_one_device(args, kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not _aten._local_scalar_dense.default:
+                raise
+            return self._answer(args[0].dtype)
+        self.watcher.note(func, args, kwargs, made)
+        return made
+
+    def _answer(self, dtype: torch.dtype) -> bool | int | float:
+        last = self.watcher.seen.kernels[-1].name if self.watcher.seen.kernels else ""
+        if dtype == torch.bool and last in _EXPECTED:
+            return _EXPECTED[last]
+        frame: Any = sys._getframe(2)
+        while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+            frame = frame.f_back
+        self.watcher.seen.asked.add(type(frame.f_locals["self"]).__name__ if frame is not None else "the model")
+        return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+class _Attention(TorchFunctionMode):
+    """Keeps attention whole, which torch would take apart on the meta device."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not _ATTENTION:
+            return func(*args, **(kwargs or {}))
+        return _fused(self.watcher, *args, **(kwargs or {}))
+
+
+@contextmanager
+def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
+    """torch's own modules call it out of the mode's sight."""
+    torch.nn.functional.scaled_dot_product_attention = partial(_fused, watcher)
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = _ATTENTION
+
+
+@contextmanager
+def _autocast_without_memory() -> Iterator[None]:
+    """Code that leaves autocast for its inputs' device finds one on the meta device, too, for which torch has none."""
+    autocast = torch.autocast.__init__
+
+    def of_any_device(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = of_any_device  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = autocast  # type: ignore[method-assign]
+
+
+def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+    """`scaled_dot_product_attention`, in the precision that autocast would have it in."""
+    if torch.is_autocast_enabled("cpu"):
+        narrow = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), more, strict=False)) | named
+    mask, causal, dropout = given.get("attn_mask"), given.get("is_causal", False), given.get("dropout_p", 0.0) > 0
+    result: Tensor = _Fused.apply(query, key, value, mask, watcher, causal, dropout)
+    return result
+
+
+class _Fused(Function):
+    """Attention without its squares: keeps its operands, its result and a number for each row (Dao et al., 2022, arXiv:2205.14135)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, watcher: Watcher, causal: bool, dropout: bool
+    ) -> Tensor:
+        *lead, rows, _ = query.shape
+        if len(lead) > 1:  # heads behind the tokens in memory, as kernels leave them
+            result = query.new_empty((*lead[:-1], rows, lead[-1], value.shape[-1])).transpose(-3, -2)
+        else:
+            result = query.new_empty((*lead, rows, value.shape[-1]))
+        sums = query.new_empty(query.shape[:-1])
+        if not query.is_meta and not isinstance(query, FakeTensor):
+            with _disable_current_modes():
+                result = _ATTENTION(query, key, value, is_causal=causal, enable_gqa=True)
+        given = (query, key, value) if mask is None else (query, key, value, mask)
+        watcher.note_attention(given, (result, sums), causal=causal, dropout=dropout)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError("a trace has no backward pass")
+
+
+def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What is real beside what is not, such as the indices of tokens, becomes a tensor without memory as well."""
+    tensors = _tensors((args, kwargs))
+    if len({tensor.is_meta for tensor in tensors}) < 2:
+        return args, kwargs
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
+    return moved
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _reduces(func: Any, given: Tensor, results: list[Tensor]) -> bool:
+    """Whether numbers along the last dimension are taken together: by norms, softmaxes, sums, sorting."""
+    name = func.overloadpacket.__name__
+    if any(word in name for word in ("norm", "softmax", "sort", "topk", "cumsum")):
+        return True
+    return results[0].numel() < given.numel() and results[0].shape[-1:] != given.shape[-1:]

@@ -1,0 +1,147 @@
+"""Which products of a part of a model tensor parallelism divides, told by what flows into what (Shoeybi et al., 2019, arXiv:1909.08053).
+
+A pair begins with matrices divided by columns, whose results nothing but element-wise work and attention touches, head by head, and ends in
+one divided by rows. What cannot be told stays whole. `split/tensor/division.py` proves the same on the model itself before it divides anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from paceline.trace.graph import Divided
+from paceline.trace.seen import Kernel
+
+LARGE = 1 << 20  # numbers from which on a matrix outside of pairs is divided, and its results put together
+_NONE = frozenset[int]()
+
+
+@dataclass
+class Split:
+    """What tensor parallelism does to a model: kernels by their index.
+
+    Attributes:
+        how: of kernels with products.
+        inside: kernels that work on a rank's part of the numbers.
+        storages: that hold a rank's part only.
+        reductions: how often ranks put together what they have, by the part of the model.
+    """
+
+    how: dict[int, Divided] = field(default_factory=dict)
+    inside: set[int] = field(default_factory=set)
+    storages: set[int] = field(default_factory=set)
+    reductions: Counter[int] = field(default_factory=Counter)
+
+
+def split_of(kernels: Sequence[Kernel], whole: Collection[str], heads: Collection[int], large: Collection[str]) -> Split:
+    """What of a model's kernels is divided.
+
+    Args:
+        whole: names of parameters that stay whole wherever they are.
+        heads: indices of the products that make a vocabulary's logits, whose loss works on a rank's part of them.
+        large: names of parameters that are divided alone, where they are in no pair.
+    """
+    flow, found = _Flow(kernels, whole, set(heads)), Split()
+    for row, columns in flow.rows.items():
+        if not columns & flow.refused and not flow.leaks(columns):
+            found.how.update(dict.fromkeys(columns, "n"))
+            found.how[row] = "k"
+            found.reductions[kernels[row].part] += 1
+    for head in heads:
+        found.how[head] = "n"
+        found.reductions[kernels[head].part] += 1
+    divided = {column for column, how in found.how.items() if how == "n"}
+    for index, columns in enumerate(flow.of):
+        if columns & divided and index not in found.how:
+            found.inside.add(index)
+            if kernels[index].products:
+                found.how[index] = "batch"
+        if index in divided or index in found.inside:
+            found.storages.update(kernels[index].writes)
+    for index, kernel in enumerate(kernels):
+        if index not in found.how and kernel.products and kernel.products[0].weight in large:
+            found.how[index] = "n"
+            found.reductions[kernel.part] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """From which columns a tensor comes, and whether attention has changed what its last dimension is."""
+
+    columns: frozenset[int] = _NONE
+    crossed: bool = False
+
+
+class _Flow:
+    """One pass over the kernels, from columns to the rows that end them.
+
+    Attributes:
+        of: of each kernel, the columns whose numbers it works on.
+        rows: of each product that can be divided by rows, the columns that it ends.
+        refused: columns whose numbers something needs together.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], whole: Collection[str], heads: set[int]) -> None:
+        self.kernels, self.whole, self.heads = kernels, whole, heads
+        self.of: list[frozenset[int]] = []
+        self.rows: dict[int, frozenset[int]] = {}
+        self.refused: set[int] = set()
+        self._spread: dict[int, _Spread] = {}
+        self._picked: set[int] = set()  # storages of what belongs to heads, one cannot tell how
+        self._readers: dict[int, list[int]] = defaultdict(list)  # of each column, the kernels that work on its numbers
+        for index, kernel in enumerate(kernels):
+            self._pass(index, kernel)
+
+    def leaks(self, columns: frozenset[int]) -> bool:
+        """Whether something besides rows needs what the columns make: then it would have to be put together for that."""
+        wanted: set[int] = set()
+        for index in sorted({i for column in columns for i in (column, *self._readers[column])}, reverse=True):
+            kernel = self.kernels[index]
+            if index not in self.rows and not wanted.intersection(kernel.writes):
+                return True
+            wanted.update(kernel.reads)
+        return False
+
+    def _pass(self, index: int, kernel: Kernel) -> None:
+        given = [self._spread[storage] for storage in kernel.reads if storage in self._spread]
+        columns = _NONE.union(*(spread.columns for spread in given))
+        crossed = any(spread.crossed for spread in given)
+        product = kernel.products[0] if kernel.products else None
+        made = _Spread()
+        if kernel.picks or (not columns and self._picked.intersection(kernel.reads)):
+            self._picked.update(kernel.writes)
+        if product is None or not product.weight:
+            if self._needs_whole(kernel, columns, crossed):
+                self.refused |= columns - self.heads
+            made = _Spread(columns, crossed or product is not None)
+        elif product.weight in self.whole:
+            self.refused |= columns
+        elif columns and not columns & self.refused and any(self._width(column) >= product.k for column in columns):
+            self.rows[index] = columns
+        else:
+            self.refused |= columns
+            made = _Spread(frozenset((index,)))
+        self._note(index, kernel, columns, made)
+
+    def _needs_whole(self, kernel: Kernel, columns: frozenset[int], crossed: bool) -> bool:
+        """Whether a kernel takes together what lies on different ranks, or adds what nobody can divide; norms of single heads do not."""
+        if kernel.name == "baddbmm" or self._picked.intersection(kernel.reads):
+            return True
+        if crossed or not kernel.width:
+            return False
+        return any(kernel.width == self._width(column) or self._width(column) % kernel.width for column in columns)
+
+    def _note(self, index: int, kernel: Kernel, columns: frozenset[int], made: _Spread) -> None:
+        self.of.append(columns)
+        for column in columns:
+            self._readers[column].append(index)
+        for storage in kernel.writes:
+            if made.columns:
+                self._spread[storage] = made
+            else:
+                self._spread.pop(storage, None)
+
+    def _width(self, column: int) -> int:
+        return self.kernels[column].products[0].n

@@ -1,0 +1,158 @@
+"""Which rank writes which piece of a tensor, decided alike on all ranks without a word between them, and whether all pieces are everything.
+
+Ranks that differ only along mesh axes that a tensor is not divided along hold the same piece of it. They divide among themselves what
+they hold alike; nobody else can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.split.layout import Box, Layout
+from paceline.split.mesh import Mesh
+from paceline.split.parts import Part
+from paceline.training.checkpoint.manifest import Piece, Receipt, TensorEntry
+
+_MOST_CELLS = 10**8
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits in the grid of ranks: as much of a `Mesh` as a checkpoint needs, without any process group.
+
+    Attributes:
+        rank: its number among all ranks.
+        sizes: ranks along each mesh axis that has more than one.
+        place: the rank's coordinate on each of these.
+        reader: which share of the global batch it reads; ranks of one reader have the same buffers.
+        readers: into how many shares the global batch is dealt.
+    """
+
+    rank: int
+    sizes: dict[str, int]
+    place: dict[str, int]
+    reader: int
+    readers: int
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Seat:
+        """The seat of a mesh's rank."""
+        sizes = {axis: n for axis, n in mesh.sizes.items() if n > 1}
+        return cls(mesh.world.rank, sizes, {axis: mesh.place[axis] for axis in sizes}, mesh.reader, mesh.readers)
+
+    @classmethod
+    def plain(cls, rank: int, world: int) -> Seat:
+        """The seat of one of `world` ranks that all hold the whole model."""
+        return cls(rank, {"dp": world} if world > 1 else {}, {"dp": rank} if world > 1 else {}, rank, world)
+
+    @property
+    def speaks_for_its_stage(self) -> bool:
+        """Whether, of the ranks of its pipeline stage, this one is the first."""
+        return not any(place for axis, place in self.place.items() if axis != "pp")
+
+
+def to_write(shared: Mapping[str, Tensor], parts: Mapping[str, Part], seat: Seat) -> dict[str, list[Box]]:
+    """The pieces that the rank at `seat` writes, of the tensors that it writes any of.
+
+    Args:
+        shared: the rank's own part of every tensor.
+        parts: how it holds them; a tensor that is not named here is whole on every rank.
+    """
+    alike: dict[tuple[str, ...], dict[str, int]] = {}  # by the axes along which the ranks hold the same: names and bytes
+    for name, tensor in shared.items():
+        part = parts.get(name)
+        if part is None or part.writes:
+            axes = tuple(axis for axis in seat.sizes if axis != "pp" and (part is None or axis not in part.sharded))
+            alike.setdefault(axes, {})[name] = tensor.nbytes
+    boxes: dict[str, list[Box]] = {}
+    for axes, sizes in alike.items():
+        holder = 0
+        for axis in axes:
+            holder = holder * seat.sizes[axis] + seat.place[axis]
+        for name, writer in divide(sizes, prod(seat.sizes[axis] for axis in axes)).items():
+            if writer == holder:
+                part = parts.get(name)
+                boxes[name] = [_all_of(shared[name].shape)] if part is None else _boxes(part.layout)
+    return boxes
+
+
+def divide(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
+    """Which of `holders` ranks writes which tensor: nearly equal bytes for each, decided from names and sizes alone.
+
+    Largest first, each to the rank with the least so far (Graham, 1969): no rank gets more than 4/3 of the best division.
+    """
+    load = [0] * holders
+    writer: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        writer[name] = load.index(min(load))
+        load[writer[name]] += sizes[name]
+    return writer
+
+
+def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
+    """The full tensors that the pieces of all ranks make up.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor's shape or type, or some of its elements were written by no rank, or by two.
+    """
+    merged: dict[str, TensorEntry] = {}
+    for rank, receipt in enumerate(receipts):
+        for name, entry in receipt.tensors.items():
+            full = merged.setdefault(name, TensorEntry(dtype=entry.dtype, shape=entry.shape, pieces=[]))
+            if (full.dtype, full.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"{name} is {entry.dtype} {entry.shape} on rank {rank} and {full.dtype} {full.shape} on a rank before it. "
+                    "All ranks should train one model"
+                )
+            full.pieces += [piece for piece in entry.pieces if not _written_whole(full, piece)]
+    for name, entry in merged.items():
+        if wrong := uncovered(entry.shape, entry.pieces):
+            raise CheckpointError(f"the ranks' pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}")
+    return merged
+
+
+def key_of(name: str, box: Box, full: Sequence[int]) -> str:
+    """What a piece is called in its file: the tensor's name where it is all of it, else with the place of its first element."""
+    return name if box.shape == tuple(full) else f"{name}@{','.join(map(str, box.full))}"
+
+
+def _boxes(layout: Layout) -> list[Box]:
+    return [_all_of(layout.full)] if layout.is_whole else list(layout.boxes())
+
+
+def _all_of(shape: tuple[int, ...]) -> Box:
+    """The block that is all of a tensor, also where there is nothing in it."""
+    begin = (0,) * len(shape)
+    return Box(begin, begin, shape)
+
+
+def _written_whole(full: TensorEntry, piece: Piece) -> bool:
+    """Whether the tensor is there already: what an optimizer counts for a divided parameter is the same, and written, on all its parts."""
+    return piece.shape == full.shape and any(there.shape == full.shape for there in full.pieces)
+
+
+def uncovered(shape: Sequence[int], pieces: Iterable[Piece]) -> str | None:
+    """What is wrong with the pieces of a tensor, which should hold every element once.
+
+    The cuts of all pieces divide the tensor into cells; each cell should lie in one piece.
+    """
+    begins = [piece.offset for piece in pieces]
+    ends = [[a + n for a, n in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]
+    cuts = [sorted({0, n, *(b[d] for b in begins), *(e[d] for e in ends)}) for d, n in enumerate(shape)]
+    if prod(len(along) for along in cuts) > _MOST_CELLS:
+        return "they cut it into more cells than any mesh would"
+    place = [{cut: i for i, cut in enumerate(along)} for along in cuts]
+    if any(along[0] < 0 or along[-1] > n for along, n in zip(cuts, shape, strict=True)):
+        return "a piece lies outside of it"
+    held = np.zeros([len(along) - 1 for along in cuts], dtype=np.int32)
+    for begin, end in zip(begins, ends, strict=True):
+        held[tuple(slice(at[a], at[b]) for at, a, b in zip(place, begin, end, strict=True))] += 1
+    if (held == 0).any():
+        return "some of its elements were written by no rank"
+    return "some of its elements were written by two ranks" if (held > 1).any() else None

@@ -1,0 +1,293 @@
+"""A dry run of a plan: one real step of a rank of every pipeline stage, on tensors without memory, among ranks that are not there.
+
+The model is divided by the same code as in a run, and the same engine takes the step; only memory is never taken (PyTorch's `FakeTensor`s
+have shapes alone) and nobody answers (PyTorch's `fake` process group). So one process checks a plan for thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.comm import Group
+from paceline.data.loader import Loader
+from paceline.engine.engine import Engine, Settings
+from paceline.engine.even_routing import route_evenly
+from paceline.engine.meter import Meter
+from paceline.engine.signals import Agreed, Notes
+from paceline.engine.split_model import without_memory
+from paceline.errors import DataError, PacelineError, PlanError
+from paceline.job.batch import Batch
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.planner.check.case import STAGES_PER_RANK
+from paceline.plans.plan import Plan
+from paceline.split.apply import Split
+from paceline.split.deferred_init.initialise import Recorded, record
+from paceline.split.expert import mixtures
+from paceline.split.memory import StateBytes, predicted_bytes
+from paceline.split.mesh import AXES, Mesh
+from paceline.trace.blocks import find_blocks
+from paceline.training.dry_run.memory_watch import Watch
+from paceline.training.loop import loader_of
+
+DEVICES_PER_HOST = 8
+_BEYOND_ANY = 2**60  # bytes: how much memory the devices have, nobody said
+_WITHOUT_VALUES = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
+
+
+class StepFailed(PlanError):
+    """A step without memory failed in code that raised no error of ours: the divided model's, or only that of tensors without values."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the ranks of one pipeline stage hold and do; without a pipeline, all ranks.
+
+    Attributes:
+        stage: 0-based.
+        rank: which one was rehearsed.
+        report: what was divided how, in words.
+        state: bytes that stay from step to step.
+        peak_bytes: the most that there was at once in a step, state and activations, without what a device's kernels take inside.
+        sent_bytes: by each rank in a step, along each axis of the mesh; the gradient norm and the like are not in it.
+        asked: the kinds of modules whose code looked at the values of tensors, and was answered "no" or 1.
+        not_rehearsed: why the step was not taken to its end, or None.
+    """
+
+    stage: int
+    rank: int
+    report: list[str]
+    state: StateBytes
+    peak_bytes: int
+    sent_bytes: dict[str, int]
+    asked: list[str]
+    not_rehearsed: str | None
+
+
+@dataclass
+class Rehearsal:
+    """What a dry run found of a plan that can run.
+
+    Attributes:
+        plan: as asked for.
+        roles: one for each pipeline stage.
+        notes: what was rehearsed otherwise than it runs, a sentence each.
+        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever had.
+    """
+
+    plan: Plan
+    roles: list[Role] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehearsal:
+    """Rehearse one step of a plan on devices that need not exist, `DEVICES_PER_HOST` on each host.
+
+    Args:
+        say: told what is being done, in a few words.
+
+    Raises:
+        PlanError: the plan cannot run; every reason, a line each.
+        JobError, DataError: the job's model or data cannot be built.
+    """
+    started = time.monotonic()
+    say("holding the plan against the job")
+    if reasons := plan.check(job, _cluster_for(plan)):
+        raise PlanError("\n".join(reasons))
+    found = Rehearsal(plan)
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    rehearsed = as_rehearsed(job, plan, found.notes)
+    job = with_data_at_hand(job)
+    with torch.random.fork_rng(devices=[]):
+        for stage in range(plan.pp):
+            say(f"rehearsing stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "rehearsing a step")
+            found.roles.append(rehearsed_role(job, rehearsed, data, stage))
+    found.seconds = time.monotonic() - started
+    found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return found
+
+
+def _cluster_for(plan: Plan) -> Cluster:
+    """As many devices as the plan has ranks. Plans that name a transport are for CPUs, and all others can run on GPUs."""
+    gpus = tuple(Device(index=i, name="device", memory_bytes=_BEYOND_ANY) for i in range(DEVICES_PER_HOST))
+    hosts: list[Host] = []
+    for first in range(0, plan.ranks, DEVICES_PER_HOST):
+        here = min(plan.ranks - first, DEVICES_PER_HOST)
+        has = gpus[:here] if plan.transport == "auto" else ()
+        hosts.append(Host(name=f"host {len(hosts)}", cores=DEVICES_PER_HOST, memory_bytes=_BEYOND_ANY, gpus=has))
+    return Cluster(name=f"a cluster of {plan.ranks} devices", hosts=tuple(hosts))
+
+
+def as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
+    """A plan without what takes values or time to find out; `notes` says what that is."""
+    if plan.compile != "off":
+        notes.append(f"compile={plan.compile} is not rehearsed: blocks run as they are written")
+    model = _recorded(job).model
+    if any(mixtures(model)):
+        notes.append("tokens go to all experts in turn; where a router prefers some, their ranks take more memory and time")
+    if job.partition.host_files:
+        notes.append("partition.host_files is not rehearsed: what files the hosts hold is not known here")
+    if plan.pp > 1 and not plan.cut:
+        blocks, stages = find_blocks(model), plan.pp * STAGES_PER_RANK[plan.schedule]
+        if len(blocks) >= stages:
+            notes.append("stages are cut evenly by the number of blocks; a run measures the blocks and cuts by that")
+            cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))
+            plan = replace(plan, cut=cut)
+    return replace(plan, compile="off", threads=0)
+
+
+def with_data_at_hand(job: Job) -> Job:
+    """A job without other hosts' files, and without processes that read ahead."""
+    partition, data = job.partition.model_copy(update={"host_files": False}), job.data.model_copy(update={"num_workers": 0})
+    return job.model_copy(update={"partition": partition, "data": data})
+
+
+def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
+    """One step of the first rank of a pipeline stage, under a plan from `as_rehearsed`.
+
+    Raises:
+        PlanError: the plan cannot divide the model, or (`StepFailed`) the step fails.
+    """
+    rank = stage * (plan.ranks // plan.dp // plan.pp)
+    with _as_rank(rank, plan.ranks) as world:
+        mesh = Mesh.of(plan, world)
+        loader = loader_of(job, mesh, data)
+        batch = _first(loader)
+        recorded = _recorded(job)
+        loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
+        experts = {name for name, _ in mixtures(recorded.model)}
+        split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
+        watch = Watch()
+        with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
+            split.allocate(Recorded(recorded.model, None, _nothing))
+            route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
+            optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
+            engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
+            engine.notes = _Unread(world, engine.notes.tensor.dtype)
+            watch.begin()
+            problem = _stepped(engine, batch, split.modules)
+            sent = _by_axis(watch.sent_bytes, mesh)
+            state = predicted_bytes(split.parts, split.parameters, job.optimizer)
+            engine.close()
+    return Role(stage, rank, [*split.report, *engine.replica.said], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+
+
+def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
+    """The divided model; whatever keeps the ranks from dividing it, or the first batch, is a reason against the plan."""
+    try:
+        split = divide()
+        if split.context is not None and batch is not None:
+            split.context.shard(batch)
+    except DataError as error:
+        raise PlanError(f"plan {plan}: {error}") from error
+    except PacelineError:
+        raise
+    except Exception as error:
+        what = next(iter(str(error).splitlines()), "")
+        raise PlanError(f"plan {plan}: this model cannot be divided so: {type(error).__name__}: {what}") from error
+    return split
+
+
+def _recorded(job: Job) -> Recorded:
+    """The model without memory; one of transformers computes its experts one by one, for the faster code has no shapes in fp32."""
+    recorded = record(job.model.build)
+    if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):
+        recorded.model.set_experts_implementation("eager")  # type: ignore[operator]
+    return recorded
+
+
+@contextmanager
+def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
+    """All ranks, seen from one of them. What they send is lost, and what they would send is whatever is in memory."""
+    if ranks == 1:
+        yield Group()
+        return
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield Group(rank, ranks, dist.group.WORLD, hosts=tuple(r // DEVICES_PER_HOST for r in range(ranks)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _first(loader: Loader) -> Batch | None:
+    """The share of the first global batch, as the rank would read it."""
+    batches = iter(loader)
+    batch: Batch | None = next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    return batch
+
+
+def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of the named modules that this rank has."""
+    named = [entry for root in modules for entry in root.named_modules()]
+    return [module for name, module in named if name in names and any(True for _ in module.parameters())]
+
+
+def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
+    """Instead of the weights of a model: parts without memory take none."""
+
+
+class _Unread(Notes):
+    """Notes that no rank writes or reads, as numbers without values cannot be: as if all had found a loss of 1."""
+
+    def seal(self, meter: Meter) -> float:
+        return meter.busy_s()
+
+    def share(self) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    def scaled(self, loss: float, items: float) -> Agreed:
+        return self.read()
+
+    def read(self) -> Agreed:
+        return Agreed(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
+
+
+def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
+    """Take a step; returns why it could not be taken to its end without values.
+
+    Raises:
+        PlanError: it fails.
+    """
+    try:
+        engine.step(batch)
+    except PacelineError:
+        raise
+    except Exception as error:
+        what = next(iter(str(error).splitlines()), "")
+        where = _module_of(error.__traceback__, modules)
+        if isinstance(error, _WITHOUT_VALUES):
+            return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
+        raise StepFailed(f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}") from error
+    return None
+
+
+def _module_of(trace: TracebackType | None, modules: Sequence[nn.Module]) -> str:
+    """The innermost module in a traceback, by its name in the model."""
+    names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
+    while trace is not None:
+        asking = trace.tb_frame.f_locals.get("self")
+        if isinstance(asking, nn.Module):
+            found = names.get(asking) or found
+        trace = trace.tb_next
+    return found
+
+
+def _by_axis(sent: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    groups = {axis: mesh.group(axis).backend for axis in AXES}
+    return {axis: sent[group.group_name] for axis, group in groups.items() if group is not None and sent.get(group.group_name)}

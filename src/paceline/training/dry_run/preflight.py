@@ -1,0 +1,139 @@
+"""Preflight: whether a plan can divide a job's model and batches, found out in one process before a rank is started.
+
+The model is divided as the ranks will divide it, for a rank of every pipeline stage, and takes a step without memory (see `rehearse.py`).
+What the division refuses is refused here. What only the model's own code raises on tensors without values says nothing about real ones,
+so then the ranks are started and tell.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PacelineError, PlanError
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.planner.check.case import DEGREES, Case, Check
+from paceline.planner.check.nearest import nearest_plan
+from paceline.plans.plan import Plan
+from paceline.trace.anatomy import anatomy
+from paceline.training.dry_run.dry_run import StepFailed, as_rehearsed, rehearsed_role, with_data_at_hand
+from paceline.training.dry_run.loss_preflight import reasons_of_loss
+
+BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
+LOOK_S = 20.0  # of asking which of several plans can divide a model, before the fastest of them is sought
+_SMALL = 20_000_000  # parameters
+_MOST_CANDIDATES = 12  # other plans that are divided in the search for the nearest one that works
+_KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that decide how a model is divided
+ANSWER = "preflight.json"
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Answer for the job, cluster and plan in the folder `arguments[0]`: a list of reasons in `ANSWER`; empty where there are none."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+    folder = Path(arguments[0])
+    job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
+    world = int(arguments[1]) if len(arguments) > 1 else None
+    reasons = Preflight(job).refusal(Plan.parse((folder / "plan.txt").read_text()), cluster, world)
+    (folder / ANSWER).write_text(json.dumps(reasons))
+
+
+def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
+    """Which of the plans cannot divide the job's model, as far as that can be found in so many seconds."""
+    preflight, until = Preflight(job), time.monotonic() + seconds
+    refused = set()
+    for plan in plans:
+        if time.monotonic() < until:
+            with suppress(Exception):  # what is wrong with the job itself is told where it is trained
+                refused |= {plan} if preflight.reasons(plan) else set()
+    return refused
+
+
+class Preflight:
+    """Divides one job's model under several plans; each is tried once."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._known: dict[Plan, list[str]] = {}
+        self._runs_whole: bool | None = None
+
+    @cached_property
+    def _data(self) -> DataSets:
+        return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+
+    def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> list[str]:
+        """The reasons against a plan, and after them the nearest plan that works; empty where the plan can be started."""
+        divided = self.reasons(plan)
+        reasons = divided or reasons_of_loss(self.job, plan, self._data)
+        if not reasons:
+            return []
+        until = time.monotonic() + BUDGET_S
+
+        def division(case: Case) -> str | None:
+            if not case.plan.splits:
+                return None
+            if case.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
+                return "there was no time to try it"
+            return "\n".join(self.reasons(case.plan)) or None
+
+        def loss(case: Case) -> str | None:
+            return "\n".join(reasons_of_loss(self.job, case.plan, self._data)) or None
+
+        further = (Check(division, _KEYS), Check(loss, ("microbatches", *DEGREES)))
+        nearest = nearest_plan(plan, self.job, cluster, world, further=further)
+        return [*reasons, f"Nearest plan that works: {nearest}."] if nearest is not None else reasons
+
+    def reasons(self, plan: Plan) -> list[str]:
+        """Why ranks would refuse to divide the model, or fail; empty where nothing was found."""
+        if plan not in self._known:
+            self._known[plan] = self._divided(plan) if plan.splits else []
+        return self._known[plan]
+
+    def _divided(self, plan: Plan) -> list[str]:
+        job = with_data_at_hand(self.job)
+        rehearsed = as_rehearsed(job, plan, [])
+        as_it_is = replace(rehearsed, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
+        if rehearsed.cut != plan.cut and sum(shape.numel for shape in anatomy(job.model).parameters) > _SMALL:
+            return self._of_stages(job, rehearsed) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
+        return self._of_stages(job, as_it_is)
+
+    def _of_stages(self, job: Job, plan: Plan) -> list[str]:
+        until = time.monotonic() + BUDGET_S
+        with torch.random.fork_rng(devices=[]):
+            for stage in range(plan.pp):
+                if stage and time.monotonic() > until:
+                    break
+                if found := self._of_stage(job, plan, stage):
+                    return found
+        return []
+
+    def _of_stage(self, job: Job, plan: Plan, stage: int) -> list[str]:
+        try:
+            rehearsed_role(job, plan, self._data, stage)
+        except StepFailed as error:
+            return [f"plan {plan}: {error}"] if self._whole_runs(job) else []
+        except PlanError as error:
+            return str(error).splitlines()
+        except PacelineError:
+            raise  # the job itself is wrong
+        except Exception:  # noqa: BLE001 - of tensors without values, where the model was divided already: the ranks will tell
+            return []
+        return []
+
+    def _whole_runs(self, job: Job) -> bool:
+        """Whether the undivided model takes a step without memory; where it does not, that says nothing about a divided one."""
+        if self._runs_whole is None:
+            try:
+                self._runs_whole = rehearsed_role(job, Plan(), self._data, 0).not_rehearsed is None
+            except Exception:  # noqa: BLE001 - whatever the user's model raises
+                self._runs_whole = False
+        return self._runs_whole

@@ -1,0 +1,133 @@
+"""Measuring a held-out set in a loop of one's own: the same batches as in one process, dealt to the ranks in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from paceline.comm import Group
+from paceline.data.deal import check, deal
+from paceline.data.loader import padded
+from paceline.errors import JobError, PlanError
+from paceline.job.batch import Batch, rows
+from paceline.job.zoo.metrics import LossMetric
+
+if TYPE_CHECKING:
+    from paceline.training.own_loop.loop import OwnLoop
+
+Measure = Callable[[Any], Mapping[str, Any]]
+
+
+def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Measure | None) -> dict[str, float]:
+    """The mean of each number that `measure` gives, over all samples of `data`; see `OwnLoop.evaluate`."""
+    if measure is not None and (engine.plan.pp > 1 or engine.plan.cp > 1):
+        raise PlanError(f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup")
+    sums: dict[str, tuple[float, float]] = {}
+    batches = _own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
+    with engine.measuring():
+        for i, batch in enumerate(batches):
+            engine.begin_measure(i)
+            found = _measured(engine, batch, measure)
+            for name, value in found.items():
+                total, count = _sum_and_count(name, value, batch)
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + total, before[1] + count)
+    return _means(engine.group.gather_json(sums))
+
+
+def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[str, Any]:
+    if measure is not None:
+        found = measure(engine.example if batch is None else _on_device(batch, engine.device))
+        if not isinstance(found, Mapping):
+            raise JobError(f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a {type(found).__name__}')
+        return {} if batch is None or not engine.counts_measures else found
+    if not engine.has_loss:
+        raise JobError("setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> dict")
+    if engine.split is not None:
+        computed = engine.divided.output(batch)
+    else:
+        placed = engine._place(batch)
+        computed = engine._call(placed), placed
+    if computed is None or batch is None:
+        return {}
+    output, placed = computed
+    return {"loss": engine.weighing.measured(LossMetric(engine.loss), output, placed)}
+
+
+def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:
+    if isinstance(value, tuple):
+        total, count = value
+        return float(total), float(count)
+    if isinstance(value, Tensor) and value.dim() == 1:
+        return float(value.double().sum()), float(len(value))
+    if isinstance(value, Tensor) and value.dim() > 1:
+        raise JobError(f"measure gives {name} of shape {tuple(value.shape)}: give a number, one value per sample, or (sum, count)")
+    samples = _samples(batch)
+    return float(value) * samples, float(samples)
+
+
+def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
+    """In the order of the ranks, so that the result has the same bits on each."""
+    together: dict[str, list[float]] = {}
+    for sums in everyones:
+        for name, (total, count) in sums.items():
+            before = together.setdefault(name, [0.0, 0.0])
+            before[0] += total
+            before[1] += count
+    return {name: total / count if count else float("nan") for name, (total, count) in sorted(together.items())}
+
+
+def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
+    """Every n-th batch of `data`, and None for those that a rank lacks where the ranks of a replica compute together."""
+    group: Group = engine.readers
+    own, count = _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
+    if engine.split is None or not engine.split.all_must_compute:
+        return iter(own)
+    if count is None or not isinstance(data, DataLoader):
+        raise PlanError(f"plan {engine.plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length")
+    first = data.dataset[0]
+    engine.example = _on_device(first if data.batch_sampler is None else data.collate_fn([first]), engine.device)
+    return padded(iter(own), count)
+
+
+def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int | None]:
+    """This rank's batches, and the most that any rank has."""
+    group: Group = engine.readers
+    check(loader, engine.group)
+    if isinstance(loader.dataset, IterableDataset):  # read by every rank, which keeps its part of each batch
+        dealt = deal(loader, group, engine.group, engine.settings.seed)
+        return (batch for batch in dealt if batch is not None), None
+    if group.size == 1:
+        return loader, len(loader)
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    if isinstance(loader.sampler, SequentialSampler):
+        drawn = list(sampler)
+    else:  # the ranks' random states differ: the first one draws
+        drawn = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
+    own: Any = drawn[group.rank :: group.size]
+    arguments: dict[str, Any] = {"batch_sampler": own} if loader.batch_sampler is not None else {"sampler": own, "batch_size": None}
+    kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    arguments |= {name: getattr(loader, name) for name in kept}
+    # A generator of its own, so that nothing is drawn from the rank's random state.
+    return DataLoader(loader.dataset, generator=torch.Generator(), **arguments), -(-len(drawn) // group.size)
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _on_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_on_device(value, device) for value in batch)
+    return batch
+
+
+def _samples(batch: Batch) -> int:
+    return len(batch) if isinstance(batch, Tensor) else rows(batch)

@@ -1,0 +1,653 @@
+"""A training loop of one's own: `engine.backward(loss)` in the place of `loss.backward()`, then `engine.update()` or `optimizer.step()`.
+
+After `backward`, `.grad` is the gradient of the global batch on every rank, so what torch has for gradients works as in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from paceline.comm import Group
+from paceline.comm.gather import gather
+from paceline.data.loader import Loader, Position
+from paceline.engine.engine import Engine, Settings, StepResult
+from paceline.engine.nonfinite import PATIENCE, explain, gave_up, stop
+from paceline.engine.optimizers import Optimizers
+from paceline.errors import DataError, JobError, PlanError, SyncError
+from paceline.job.batch import Batch
+from paceline.job.loss import Loss, Metric
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import RULES, SyncSpec
+from paceline.sync.rule import not_by_the_engine
+from paceline.training.own_loop import state as own_state
+from paceline.training.own_loop.evaluate import Measure, evaluate
+
+_KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
+
+OnStep = Callable[[StepResult], object]
+
+
+class OwnLoop(Engine):
+    """The engine that `paceline.setup` returns: `step` for a whole step, `backward` and `update` for loops that write their own.
+
+    Attributes:
+        models: the modules as `setup` was given them: one, a list, or a dict.
+        optimizers: in the order in which `setup` was given them.
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for trackers.
+        is_main: whether this is the first rank, which prints and logs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        loss: Loss | None,
+        loader: Loader | None,
+        plan: Plan,
+        group: Group,
+        settings: Settings,
+        split: Any = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.loaders: list[Loader] = [] if loader is None else [loader]
+        optimizer: Any = self.optimizers[0] if len(self.optimizers) == 1 else Optimizers(self.optimizers)
+        super().__init__(model, optimizer, loss or _no_loss, loader or _NoLoader(group), plan, group, settings, split, extra)  # type: ignore[arg-type]
+        self.models: Any = model
+        self.on_step: list[OnStep] = []
+        self.is_main = group.rank == 0
+        self.has_loss = loss is not None
+        self.counts_measures = split is None or split.counts  # of ranks that compute the same, one counts
+        self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
+        for dealt in self.loaders:
+            dealt.fills_empty = loss is None
+        self._agreed: set[int] = set()  # the optimizers whose gradients are of the global batch now
+        self._kept: set[int] = set()  # those whose gradients are still this rank's alone
+        self._left: set[int] = set()  # those that still have gradients of a backward pass whose update was of another
+        self._updating = False
+        self._seen: dict[int, Position] = {}  # where each loader stood at the last loss
+        self._read_ahead = False
+        self._casting = False
+        self._ignored: set[int] = set()
+        self._newest_loss = torch.zeros((), dtype=torch.float64)
+        self._saved_buffers = self._buffers() if settings.nonfinite == "skip" else []
+        _KNOWN.update(self.optimizers)
+        self._hooks: list[Any] = [register_optimizer_step_pre_hook(self._before_any_step)] if group.size > 1 else []
+        self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
+        self._guards: list[Any] = []
+        self._guard_parameters()
+        self._check_rule()
+        if split is not None:
+            split.begin_microbatch(last=True)
+            self._refuse_copies()
+
+    # A step in two calls
+
+    def backward(
+        self, loss: Tensor, *optimizers: Optimizer, items: float | Tensor | None = None, sync: bool = True, retain_graph: bool = False
+    ) -> Tensor:
+        """Add the gradient of the global mean loss to `.grad` of every parameter that the loss reaches; every rank calls it.
+
+        Args:
+            loss: this rank's mean over its samples of the batch. It counts by its share of the global batch.
+            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its discriminator another);
+                the loss leaves no gradient elsewhere. None: all that it reaches.
+            items: what the mean was taken over, where that is not the samples of the loader's last batch: tokens, valid labels,
+                samples of another batch. The loss then counts by its share of all ranks' items.
+            sync: False leaves the gradients this rank's own, and saves the communication, until a later call with True, or `update`
+                (gradient accumulation).
+            retain_graph: as in `Tensor.backward`.
+
+        Returns:
+            The mean loss over all ranks, the same number on each, without a gradient.
+
+        Raises:
+            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to write instead.
+        """
+        self._check_backward(loss, sync)
+        if items is None:
+            self._check_data()
+        self._follow_changes(forward_is_done=True)
+        targets = self._numbers(optimizers)
+        self._refuse_leftovers(targets, named=bool(optimizers))
+        parameters = self._parameters_of(targets) if optimizers else None
+        share, self._newest_loss = self._weigh(loss, items)
+        earlier = self._set_aside(targets)
+        for parameter in self._untrained:
+            parameter.grad = None  # nobody steps on them; they would add up from pass to pass
+        last = sync and self.split is None
+        self.replica.only = set(parameters) if parameters is not None else None
+        self.replica.last_backward = last
+        with self._gradients("collected" if sync else "kept"), self._in_backward():
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
+            if sync:
+                self._agree()
+        self._kept = self._kept - targets if sync else self._kept | targets
+        if sync:
+            self._agreed |= targets
+        self._put_back(earlier)
+        self.replica.only = None
+        return self._newest_loss
+
+    def update(self, *optimizers: Optimizer, clip_norm: float | None = None, clip_value: float | None = None) -> StepResult:
+        """Clip the gradients, step the optimizers (all, if none is named) and clear their gradients; every rank calls it.
+
+        Args:
+            clip_norm: largest L2 norm of their gradients together; `setup`'s where none is given.
+            clip_value: largest absolute value of a gradient's element; before the norm.
+
+        Raises:
+            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was updated.
+            JobError: there is no gradient to step by.
+        """
+        stepped = self._numbers(optimizers)
+        if self._kept & stepped:
+            self._agree_late(stepped)
+        if not self._agreed & stepped:
+            raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
+        parameters = self._parameters_of(stepped)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, clip_value)
+        norm, loss, step = self._norm(parameters), float(self._newest_loss), self.step_count + 1
+        problem = None
+        if math.isfinite(norm) and math.isfinite(loss):
+            self._skipped_in_a_row = 0
+            self._step_optimizers(stepped, parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
+            if self.loss_scale is not None:
+                self.loss_scale.grow()
+        elif self.loss_scale is not None and math.isfinite(loss):
+            problem = self.loss_scale.shrink()
+        else:
+            problem = self._leave_out(step, loss, norm)
+        self._end_update(stepped, step)
+        result = StepResult(step, loss, self._global_samples(), norm, problem, {}, None)
+        for callback in self.on_step:
+            callback(result)
+        return result
+
+    def step(self, batch: Batch | None) -> StepResult:
+        """As `Engine.step`; then tells `on_step`."""
+        if not self.has_loss:
+            raise JobError("step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward and engine.update")
+        self._updating = True
+        try:
+            result = super().step(batch)
+        finally:
+            self._updating = False
+        for callback in self.on_step:
+            callback(result)
+        return result
+
+    # What else a loop has
+
+    def agree(self) -> None:
+        """Give every rank the first one's values of parameters that were added to an optimizer since `setup`; every rank calls it."""
+        self._follow_changes()
+
+    def deal(self, loader: DataLoader[Any]) -> Loader:
+        """As `Engine.deal`; `save` keeps the position of this loader, too."""
+        dealt = super().deal(loader)
+        dealt.fills_empty = True
+        self.loaders.append(dealt)
+        return dealt
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows (dim 0) of all ranks in rank order, for a loss over the whole batch; gradients flow back to every rank's own."""
+        counts = torch.zeros(self.readers.size, dtype=torch.int64, device=self.device)
+        counts[self.readers.rank] = len(rows)
+        self.readers.all_reduce(counts)
+        return gather(self.readers, rows, counts.tolist())
+
+    def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
+        """The mean over all ranks of a number that each has of its share of the batch (or of `items`)."""
+        _, mean = self._weigh(torch.as_tensor(value, device=self.device), items)
+        return float(mean)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The forward pass and the loss in the precision that `setup` was given; nothing with fp32."""
+        self._casting = True
+        with self._autocast():
+            yield
+
+    def print(self, *values: object, **keywords: Any) -> None:
+        """`print`, on the first rank only."""
+        if self.is_main:
+            print(*values, **keywords)
+
+    def ignore(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step on parameters that every rank trains by itself, such as a probe for a measurement."""
+        self._ignored.add(id(optimizer))
+
+    @overload
+    def evaluate(self, data: DataLoader[Any] | Iterable[Any], metrics: Measure | None = None) -> dict[str, float]: ...
+
+    @overload
+    def evaluate(self, data: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]: ...
+
+    def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
+        """Measure the model on a held-out set: the mean over all samples, the same on any number of ranks. Every rank calls it.
+
+        The model is in eval mode without gradients meanwhile, and in `setup`'s precision. Replicas that train apart take the parameters
+        that they agree on, and batch-norm statistics are averaged.
+
+        Args:
+            data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
+            metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean over the batch's samples, or
+                a 1-D tensor with one value per sample, or a pair (sum, count). None: the loss given to `setup`. (A list of paceline's own
+                metrics: `data` are this rank's batches.)
+        """
+        if isinstance(metrics, list):
+            return super().evaluate(data, metrics)
+        return evaluate(self, data, metrics)
+
+    def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
+        """Write a checkpoint of this moment into `folder`, from which any plan and number of ranks goes on. Every rank calls it.
+
+        It holds models, optimizers, the position in the data, random states, and `objects`: anything with a `state_dict` (schedulers,
+        averages, samplers) and plain values. safetensors and JSON; nothing is pickled.
+
+        Args:
+            folder: the same for all ranks, on storage that they share.
+            keep: how many of the newest checkpoints stay in it.
+        """
+        return own_state.save(self, Path(folder), objects, keep)
+
+    def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
+        """Go on from the newest whole checkpoint in `folder`; None where there is none. Every rank calls it, before the first step.
+
+        The next iteration of the loaders continues behind the last batch. `objects` get their state by `load_state_dict`; what else was
+        saved by name is returned.
+        """
+        return own_state.load(self, Path(folder), objects)
+
+    def export(self, path: str | Path) -> None:
+        """Write the model that `evaluate` measures as one safetensors file, for `model.load_state_dict(load_file(path))`."""
+        own_state.export(self, Path(path))
+
+    def clear(self) -> None:
+        """Forget gradients that were not stepped by."""
+        self._clear_gradients()
+        self._agreed.clear()
+        self._kept.clear()
+        self._left.clear()
+        self._seen.clear()
+
+    def loop_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the model, the optimizers and the data."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
+
+    def load_loop_state(self, state: Mapping[str, Any]) -> None:
+        """Take over `loop_state`."""
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.settings.nonfinite == "skip":
+            self._saved_buffers = self._buffers()
+
+    def close(self) -> None:
+        """Let go of the model and the optimizers: no hooks of paceline remain."""
+        for handle in (*self._hooks, *self._guards):
+            handle.remove()
+        for module in self.model.modules():
+            module.__dict__.pop("__deepcopy__", None)
+        super().close()
+
+    # Backward
+
+    def _refuse_copies(self) -> None:
+        """A copy of a divided module would compute with the original's parts: an average of the weights that is none."""
+        plan, size = self.plan, self.group.size
+
+        def refuse(memo: Any) -> Any:
+            raise JobError(
+                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of its own. Copy it before "
+                f"setup and update it from engine.export, or use dp={size}"
+            )
+
+        for module in self.model.modules():
+            module.__deepcopy__ = refuse  # type: ignore[assignment]
+
+    def _check_rule(self) -> None:
+        name, several = SyncSpec.parse(self.plan.sync).name, len(self.optimizers) > 1
+        if several and name not in RULES:
+            raise PlanError(f"sync={self.plan.sync}: a rule of another package trains one optimizer; with several use sync=allreduce")
+
+    def _check_backward(self, loss: Tensor, sync: bool) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
+        casts = self.split is not None and self.split.fully is not None and self.split.fully.casts
+        if self.precision in ("bf16", "fp16") and not self._casting and not casts:
+            raise JobError(
+                f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, else they stay in fp32"
+            )
+        plan = self.plan
+        if self.apart and self.split is not None:
+            raise PlanError(f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone")
+        if plan.pp > 1 or plan.cp > 1:
+            raise PlanError(
+                f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a loss and call "
+                f"engine.step(batch), or use dp, fsdp, ep or tp."
+            )
+        if self.split is not None and not sync:
+            raise PlanError(f"plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={self.group.size}; leave sync out")
+        if self.split is not None and self.divided._head is not None:
+            raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
+
+    def _weigh(self, loss: Tensor, items: float | Tensor | None) -> tuple[float | Tensor, Tensor]:
+        """This rank's share of the global mean, and that mean."""
+        own = loss.detach().double().reshape(())
+        if items is None:
+            share = self._share()
+            mean = (own * share).to(self.device) if share else torch.zeros((), dtype=torch.float64, device=self.device)
+            self.readers.all_reduce(mean)
+            return 1.0 if self.apart and share else share, mean
+        count = torch.as_tensor(items, dtype=torch.float64, device=self.device)
+        sums = torch.stack([torch.where(count > 0, own * count, 0.0), count])
+        self.readers.all_reduce(sums)
+        total = sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+        own_share: Tensor = (count > 0) if self.apart else count / total  # a replica that trains apart takes the step of its own mean
+        return own_share.to(loss.dtype), sums[0] / total
+
+    def _check_data(self) -> None:
+        """Refuse batches that were not dealt to this rank, where they should have been: all ranks would train on their own."""
+        if self.readers.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
+            raise DataError(
+                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader yet. Write "
+                "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every rank brings its own data"
+            )
+
+    def _share(self) -> float:
+        """How much of the global batch this rank's loss is the mean of.
+
+        Raises:
+            DataError: it is not known which batch that is.
+        """
+        running = [loader for loader in self.loaders if loader.running] or self.loaders  # not one that was iterated to its end, to validate
+        seen = {id(loader): (loader.position, self._seen.get(id(loader))) for loader in running if loader.position is not None}
+        shares = {position.local / position.total for position, _ in seen.values()}
+        if len(shares) > 1:
+            raise DataError(
+                "the loaders' last batches are dealt in different proportions, so the weight of this loss is not known: say what it is "
+                "the mean of, engine.backward(loss, items=len(x))"
+            )
+        self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
+        share = shares.pop() if shares else 1.0 / self.readers.size
+        if self._read_ahead and any(before is not None and before.local / before.total != share for _, before in seen.values()):
+            raise DataError(
+                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the weight of this loss is "
+                "not known: say what it is the mean of, engine.backward(loss, items=len(x)), or set drop_last=True"
+            )
+        self._seen |= {number: now for number, (now, _) in seen.items()}
+        return share
+
+    def _set_aside(self, targets: set[int]) -> dict[nn.Parameter, Tensor]:
+        """Take away gradients that are of the global batch already: those of the pass to come are summed without them."""
+        if self.group.size == 1 or self.apart:
+            return {}
+        found = {}
+        for parameter in self._parameters_of(targets - self._kept):
+            if parameter.grad is not None:
+                found[parameter] = parameter.grad.clone()  # it may lie in the memory of the next sum
+                parameter.grad = None
+        return found
+
+    def _put_back(self, earlier: dict[nn.Parameter, Tensor]) -> None:
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _agree(self) -> None:
+        """Make the gradients that the ranks have those of the global batch."""
+        self.replica.step = self.step_count + 1
+        if self.group.size == 1:
+            return
+        if self.split is not None:
+            self.split.after_backward()
+        self.replica.notes.zero_()
+        self.rule.after_backward()
+
+    def _agree_late(self, stepped: set[int]) -> None:
+        """The sum that `sync=False` put off."""
+        self.replica.only = set(self._parameters_of(stepped))
+        self._agree()
+        self.replica.only = None
+        self._kept -= stepped
+        self._agreed |= stepped
+
+    # Update
+
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        if self.split is not None:
+            square = self.split.gradient_square()
+            self.group.all_reduce(square)
+            return math.sqrt(float(square))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def _step_optimizers(self, stepped: set[int], parameters: Sequence[nn.Parameter], norm: float, clip: float | None) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if clip is not None and norm > clip:
+            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+        self.replica_state.before_update()
+        self.before_update()
+        self._updating = True
+        try:
+            for number in sorted(stepped):
+                self.optimizers[number].step()
+        finally:
+            self._updating = False
+
+    def _leave_out(self, step: int, loss: float, norm: float) -> str:
+        among = self.replica.inner if self.apart else self.group
+        problem = explain(among, None, [], step=step, loss=loss, norm=norm, rank=self.group.rank)
+        self._skipped_in_a_row += 1
+        if self.settings.nonfinite == "stop":
+            raise stop(problem)
+        if self._skipped_in_a_row >= PATIENCE:
+            raise gave_up(problem, self._skipped_in_a_row)
+        for buffer, saved in self._saved_buffers:
+            buffer.copy_(saved)
+        return problem
+
+    def _end_update(self, stepped: set[int], step: int) -> None:
+        """Clear what was stepped by, and let replicas that train apart agree on parameters."""
+        for parameter in self._parameters_of(stepped):
+            parameter.grad = None
+        self._left = (self._left | self._agreed) - stepped
+        self._agreed -= stepped
+        if self.apart:
+            self._refuse_some_apart(stepped)
+            self.rule.after_step(step)
+        self.step_count = step
+        self._casting = False
+        if self.settings.nonfinite == "skip":
+            self._saved_buffers = self._buffers()
+
+    def _refuse_some_apart(self, stepped: set[int]) -> None:
+        if len(stepped) < len(self.optimizers):
+            raise PlanError(
+                f"sync={self.plan.sync} counts the steps of a replica, and several optimizers take different ones; use sync=allreduce"
+            )
+
+    def _refuse_leftovers(self, targets: set[int], *, named: bool) -> None:
+        left = [number for number in sorted(targets & self._left) if any(p.grad is not None for p in self._parameters_of({number}))]
+        self._left -= targets
+        if left and named:
+            raise JobError(
+                f"optimizer {left[0]} still has gradients of an earlier loss, whose update was of another optimizer. Name the optimizer "
+                "in that call too, engine.backward(loss, optimizer), or clear them with optimizer.zero_grad()"
+            )
+
+    # Guards: nothing trains what the ranks did not agree on
+
+    def _guard_parameters(self) -> None:
+        """Refuse `loss.backward()` at once, where the rule has no hooks of its own that do."""
+        for handle in self._guards:
+            handle.remove()
+        refuses = self.group.size > 1 and not self.apart and not getattr(self.rule, "hooks", None)
+        held = self.split._divided.values() if self.split is not None else self._parameters
+        self._guards = [p.register_post_accumulate_grad_hook(self._guard) for p in held if refuses and p.requires_grad]
+
+    def _guard(self, parameter: Tensor) -> None:
+        if self.replica.gradients_go == "refused":
+            raise not_by_the_engine()
+
+    def _before_any_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> tuple[Any, Any] | None:
+        """Look at every optimizer that steps in this process, on more than one rank."""
+        if self._updating or id(optimizer) in self._ignored:
+            return None
+        number = next((i for i, own in enumerate(self.optimizers) if own is optimizer), None)
+        if number is None:
+            if optimizer in _KNOWN:
+                return None  # of another engine
+            if (owners := self._owners_of_all(optimizer)) is not None:  # within another optimizer, as SAM's and Lookahead's are
+                for owner in owners:
+                    self._check_own_step(owner)
+                return None
+            raise JobError(
+                f"{type(optimizer).__name__} steps on parameters that paceline.setup was not given: every rank would train its own. Give "
+                "setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, for one that every rank is "
+                "to train by itself, engine.ignore(optimizer)"
+            )
+        closure = args[1] if len(args) > 1 else keywords.get("closure")  # torch gives the optimizer first
+        if closure is not None:
+            self._refuse_closure(optimizer)
+            return (optimizer, self._agreed_loss_of(closure), *args[2:]), {k: v for k, v in keywords.items() if k != "closure"}
+        self._check_own_step(number)
+        if self.loss_scale is not None:
+            raise JobError("precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()")
+        if not math.isfinite(loss := float(self._newest_loss)):
+            raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
+        self.replica_state.before_update()
+        self.before_update()
+        return None
+
+    def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
+        """The optimizers that hold this one's parameters; None where nobody knows some of them."""
+        owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
+        found = {owner.get(p, -1) for g in optimizer.param_groups for p in g["params"]}
+        return None if -1 in found else found
+
+    def _check_own_step(self, number: int) -> None:
+        if number in self._kept:
+            raise SyncError(
+                "the newest gradients are this rank's alone (sync=False): the last engine.backward before optimizer.step() needs "
+                "sync=True, or write engine.update()"
+            )
+        if number not in self._agreed:
+            raise SyncError(
+                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no gradients in common. Write "
+                "engine.backward(loss) in the place of loss.backward()"
+            )
+
+    def _refuse_closure(self, optimizer: Optimizer) -> None:
+        if self.split is not None:
+            raise PlanError(
+                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self.plan} divides them. Use "
+                f"dp={self.group.size}"
+            )
+
+    def _agreed_loss_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, with the mean loss over all ranks as its result: a line search must decide alike on every rank."""
+
+        def agreed() -> Any:
+            own = closure()
+            return own if own is None else self._newest_loss.to(torch.as_tensor(own).dtype)
+
+        return agreed
+
+    def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
+        """Count a step that the loop took by `optimizer.step()`."""
+        if self._updating:
+            return
+        number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
+        self._agreed.discard(number)
+        self._left.discard(number)
+        if self.apart:
+            self._refuse_some_apart({number})
+            self.rule.after_step(self.step_count + 1)
+        self.step_count += 1
+        self._casting = False
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        self.on_phase("compute", self.step_count + 1)
+        yield
+        self.on_phase("data", self.step_count + 1)
+
+    # Which parameters are whose
+
+    def _owners(self) -> dict[Tensor, int]:
+        if len(self.optimizers) == 1:
+            return {}
+        return {p: i for i, optimizer in enumerate(self.optimizers) for g in optimizer.param_groups for p in g["params"]}
+
+    def _attach(self, *, alike: bool = False) -> None:
+        super()._attach(alike=alike)
+        held = set(self._held_by_optimizer())
+        self._untrained = [p for p in self.replica.trainable if p not in held]
+        if hasattr(self, "_guards"):
+            self._guard_parameters()
+
+    def _numbers(self, optimizers: Sequence[Optimizer]) -> set[int]:
+        if not optimizers:
+            return set(range(len(self.optimizers)))
+        numbers = {i for i, own in enumerate(self.optimizers) if any(own is one for one in optimizers)}
+        if len(numbers) != len(optimizers):
+            raise JobError("backward and update take the optimizers that paceline.setup was given, each once")
+        return numbers
+
+    def _parameters_of(self, numbers: set[int]) -> list[nn.Parameter]:
+        held = (self.optimizers[number] for number in sorted(numbers))
+        return [p for optimizer in held for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+    def _global_samples(self) -> int:
+        position = self.loader.position
+        return 0 if position is None else position.total
+
+
+def _skipped(before: Position | None, now: Position) -> bool:
+    """Whether more than one batch was read since the last loss."""
+    if before is None:
+        return now.epoch == 0 and now.step == 1
+    return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0
+
+
+class _NoLoader:
+    """In the place of a loader, for loops whose data is not dealt: every rank brings its own."""
+
+    position = None
+    indices: Sequence[int] = ()
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        raise DataError("setup was given no loader: pass a DataLoader to setup, or iterate one of engine.deal(loader)")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def _no_loss(output: Any, target: Any) -> Tensor:
+    raise JobError("setup was given no loss")

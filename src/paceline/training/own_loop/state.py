@@ -1,0 +1,193 @@
+"""`engine.save`, `engine.load` and `engine.export`: a loop of one's own goes on exactly where it was, on any plan and number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError, RunError
+from paceline.split.parts import local
+from paceline.training.checkpoint.convert import export as export_checkpoint
+from paceline.training.checkpoint.manifest import step_name, sync_folder
+from paceline.training.checkpoint.plain_values import decode, encode
+from paceline.training.checkpoint.reader import Loaded, load_latest
+from paceline.training.checkpoint.shard import describe, write_one_by_one
+from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.writer import Checkpointer
+from paceline.training.state import restore, snapshot
+
+if TYPE_CHECKING:
+    from paceline.training.own_loop.loop import OwnLoop
+
+_EXTRA = "extra/"  # before the names of tensors of the user's own objects
+
+
+def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -> Path:
+    """Write a checkpoint and return when it is on the disk. Every rank calls it.
+
+    Raises:
+        CheckpointError: it cannot be written, or something in `objects` is neither plain nor a tensor.
+    """
+    _check_folder(engine, folder)
+    tensors: dict[str, Tensor] = {}
+    encoded = {name: encode(_state_of(value), f"{_EXTRA}{name}", tensors) for name, value in objects.items()}
+    shared, own = _shared_and_own(engine, encoded, tensors)
+    values = {"objects": encoded, "loaders": [loader.state_dict() for loader in engine.loaders[1:]], **engine.loop_state()}
+    taken = snapshot(engine, values)
+    taken.shared |= shared
+    taken.own |= own
+    group = engine.group
+    made: list[Checkpointer] = []
+
+    def claim() -> None:
+        made.append(Checkpointer(folder, rank=group.rank, world=group.size, keep=keep, deadline_s=group.deadline_s, report=lambda *_: None))
+
+    def write() -> None:
+        made[0].save(engine.step_count, taken)
+        made[0].close()
+
+    _together(engine, claim)  # rank 0 removes what a crash left half-written; nobody may have begun before that
+    _together(engine, write)
+    return folder / step_name(engine.step_count)
+
+
+def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
+    """Call `do` on every rank, and return when all have; one rank's failure is raised on all."""
+    problem = None
+    try:
+        do()
+    except CheckpointError as error:
+        problem = str(error)
+    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
+        raise CheckpointError(problems[0])
+
+
+def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Go on from the newest whole checkpoint in `folder`; returns the plain values saved with it, None where there is none.
+
+    Raises:
+        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is whole.
+    """
+    group = engine.group
+    _check_folder(engine, folder)
+    if not any(group.gather_json(folder.is_dir())):
+        return None
+    loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, agree=group.gather_json)
+    if loaded is None:
+        return None
+    saved = loaded.values["loop"].get("objects")
+    if saved is None:
+        raise CheckpointError(f"{loaded.path} is of a run of paceline.train; engine.load reads what engine.save wrote")
+    _check_objects(loaded, saved, objects)
+    engine.clear()
+    values = restore(engine, loaded)
+    for loader, state in zip(engine.loaders[1:], values["loaders"], strict=False):
+        loader.load_state_dict(state)
+    engine.load_loop_state(values)
+    seat_tensors = loaded.own_of(Seat.of(engine.split.mesh) if engine.split is not None else loaded.seat)
+    found = {name: decode(value, lambda key: _read(loaded, seat_tensors, key)) for name, value in saved.items()}
+    for name, value in objects.items():
+        value.load_state_dict(found[name])
+    return {name: value for name, value in found.items() if name not in objects}
+
+
+def export(engine: OwnLoop, path: Path) -> None:
+    """Write the model that `evaluate` measures as one safetensors file; rank 0 writes it, every rank calls it.
+
+    Raises:
+        RunError: the file exists or cannot be written.
+    """
+    problem = None
+    if engine.is_main and path.exists():
+        problem = f"{path} exists already and is not overwritten. Remove it, or name another file."
+    if problem := engine.group.gather_json(problem)[0]:
+        raise RunError(problem)
+    with engine.rule.in_agreement(), engine._averaged_buffers():
+        try:
+            _export_divided(engine, path) if engine.split is not None else _export_whole(engine, path)
+        except OSError as error:
+            problem = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written and has the room."
+        if problem := next((said for said in engine.group.gather_json(problem) if said), None):
+            raise RunError(problem)
+
+
+def _check_folder(engine: OwnLoop, folder: Path) -> None:
+    """Raise where the ranks name different folders, in which their parts would never meet."""
+    everyones = engine.group.gather_json(str(folder.absolute()))
+    for rank, other in enumerate(everyones):
+        if other != everyones[0]:
+            raise CheckpointError(
+                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write into one: name it "
+                "alike on each (a temporary folder is made by every rank for itself)"
+            )
+
+
+def _export_whole(engine: OwnLoop, path: Path) -> None:
+    if not engine.is_main:
+        return
+    state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
+    with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:
+        file = Path(folder) / "weights"
+        write_one_by_one(file, {name: describe(name, tensor) for name, tensor in state.items()}, lambda name: state[name].cpu())
+        os.replace(file, path)
+        sync_folder(path.parent)
+
+
+def _export_divided(engine: OwnLoop, path: Path) -> None:
+    """By a checkpoint, in which the ranks' parts meet."""
+    made = tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) if engine.is_main else nullcontext("")
+    with made as own:
+        folder = Path(engine.group.gather_json(own)[0])
+        save(engine, folder, {}, keep=1)
+        if engine.is_main:
+            export_checkpoint(folder, path)
+        engine.group.barrier()
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _shared_and_own(engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors that all ranks have alike, and those of this rank alone (an average of batch-norm statistics).
+
+    Raises:
+        CheckpointError: plain values differ between the ranks, or a tensor is divided.
+    """
+    for name, tensor in tensors.items():
+        if local(tensor) is not tensor:
+            raise CheckpointError(f"{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp")
+    # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
+    marks = {name: [float(t.double().sum()), float(t.double().square().sum()), list(t.shape)] for name, t in tensors.items()}
+    everyones = engine.group.gather_json([encoded, {name: repr(mark) for name, mark in marks.items()}])
+    for rank, (other, _) in enumerate(everyones):
+        if differs := [name for name in encoded if json.dumps(other.get(name)) != json.dumps(everyones[0][0].get(name))]:
+            raise CheckpointError(
+                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same on every rank. Make it from "
+                "engine.mean(…) or from numbers that all have"
+            )
+    alike = {name for name in tensors if len({other.get(name) for _, other in everyones}) == 1}
+    shared = {name: tensor for name, tensor in tensors.items() if name in alike}
+    return shared, {name: tensor.clone() for name, tensor in tensors.items() if name not in alike}
+
+
+def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    if unknown := [name for name in objects if name not in saved]:
+        there = ", ".join(saved) or "nothing by name"
+        raise CheckpointError(f"{loaded.path} holds no {unknown[0]!r}; engine.save was given {there}")
+    if plain := [name for name, value in objects.items() if not hasattr(value, "load_state_dict")]:
+        raise CheckpointError(
+            f"engine.load was given {plain[0]!r}, which has no load_state_dict: leave it out, and take it from what engine.load returns"
+        )
+
+
+def _read(loaded: Loaded, own: Mapping[str, Tensor], name: str) -> Tensor:
+    return loaded.shared[name] if name in loaded.shared else torch.clone(own[name])

@@ -1,0 +1,219 @@
+"""What a person sees of a run while it goes: loss, throughput, time left, and where the time goes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from paceline.engine.meter import PARTS
+from paceline.printable import printable
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import StepResult
+
+LINE_EVERY_S = 5.0  # where the output is no terminal
+TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank")  # events that are shown in colour
+
+
+@dataclass
+class Recent:
+    """The newest steps of a run, and the sentence about them."""
+
+    total_steps: int | None
+    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in the record of a step."""
+        self.steps.append(record)
+
+    @property
+    def step(self) -> int:
+        """The newest step."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def sentence(self) -> str:
+        """`epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · 0:12 left · 71 % compute, 18 % comm, 6 % data`."""
+        if not self.steps:
+            return "starting"
+        newest = self.steps[-1]
+        timed = [s for s in self.steps if s["step_s"] > 0]
+        losses = [s["loss"] for s in self.steps if s["loss"] is not None]
+        words = [f"epoch {newest['epoch'] + 1}", f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
+        words.append(f"loss {statistics.fmean(losses[-10:]):.4f}" if losses else "loss not finite")
+        if timed:
+            step_s = statistics.median(s["step_s"] for s in timed)
+            words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
+            if self.total_steps:
+                words.append(f"{_clock(step_s * (self.total_steps - self.step))} left")
+            words.append(_where_time_goes(timed))  # the longest part comes last, where a narrow terminal cuts
+        return " · ".join(words)
+
+
+class PlainProgress:
+    """A line every few seconds, for rank 0 under a launcher that is not ours."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.recent = Recent(total_steps)
+        self._printed_at = time.monotonic()
+
+    def step(self, result: StepResult, epoch: int) -> None:
+        """Take in a step; print when it is time."""
+        timing = result.timing
+        parts = dict(zip((f"{p}_s" for p in PARTS), timing.parts_s, strict=True)) if timing else {}
+        loss = result.loss if result.problem is None else None
+        self.recent.add(
+            {
+                "step": result.step,
+                "epoch": epoch,
+                "loss": loss,
+                "samples": result.samples,
+                "step_s": timing.step_s if timing else 0.0,
+                **parts,
+            }
+        )
+        if time.monotonic() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = time.monotonic()
+            print(self.recent.sentence(), file=sys.stderr, flush=True)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Print an event that matters to a person."""
+        if sentence := event_sentence(event):
+            print(printable(sentence), file=sys.stderr, flush=True)
+
+
+class LiveProgress:
+    """Follows the files of a run and shows one live line; where the output is no terminal, a plain line every few seconds.
+
+    Runs in the launcher, so that drawing takes no time from a rank.
+    """
+
+    def __init__(self, run: Path, console: Console) -> None:
+        self.console = console
+        self.steps = Tail(run / "steps" / "rank-0.jsonl")
+        self.events = Tail(run / "events.jsonl")
+        self.recent = Recent(None)
+        self._printed_at = time.monotonic()
+        self._live = Progress(
+            BarColumn(bar_width=10), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False, transient=True
+        )
+        self._task = self._live.add_task("starting", total=None)
+
+    def __enter__(self) -> LiveProgress:
+        self.steps.skip()
+        self.events.skip()
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tick()
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def tick(self) -> None:
+        """Read what is new and show it. Called a few times a second."""
+        for event in self.events:
+            self._event(event)
+        for step in self.steps:
+            self.recent.add(step)
+        if self.console.is_terminal:
+            self._live.update(self._task, description=self.recent.sentence(), completed=self.recent.step, total=self.recent.total_steps)
+            self._live.refresh()
+        elif self.recent.steps and time.monotonic() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = time.monotonic()
+            self.console.print(self.recent.sentence(), highlight=False)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        if event["event"] in ("start", "resume"):
+            self.recent.total_steps = event["total_steps"]
+        if sentence := event_sentence(event):
+            self.console.print(printable(sentence), style="yellow" if event["event"] in TROUBLE else None, highlight=False, markup=False)
+
+
+class Tail:
+    """The lines that were added to a JSON-lines file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place = 0
+
+    def skip(self) -> None:
+        """Leave out what is there already (the steps of an earlier attempt)."""
+        self._place = self.path.stat().st_size if self.path.exists() else 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self._place += len(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:  # the line that a crash cut short
+                    continue
+
+
+def event_sentence(event: dict[str, Any]) -> str | None:
+    """What a person is told of an event, e.g. `step 120: held-out loss 0.1021, accuracy 0.9722`; None for the others."""
+    match event["event"]:
+        case "transport":
+            return f"the ranks talk over {event['transport']}: {event['reason']}"
+        case "sync" | "loss":
+            return "; ".join(event["said"])
+        case "resume":
+            return f"resumed at step {event['step']}"
+        case "evaluation":
+            return f"step {event['step']}: held-out " + ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items())
+        case "checkpoint_damaged":
+            return f"{event['reason']}; trying the one before"
+        case "checkpoint_failed":
+            tries = f"{event['failures']} of at most {event['max_failures']} in a row"
+            return f"{event['reason']} Training goes on, and the next checkpoint is tried ({tries})."
+        case "slow_rank":
+            times = f"{1e3 * event['busy_s']:.3g} ms of work in a step, the others {1e3 * event['others_busy_s']:.3g} ms"
+            host = f" (host {event['host']})" if event["host"] else ""
+            return (
+                f"rank {event['rank']}{host} is {event['ratio']:.1f} times as slow as the others since step {event['since_step']}: {times}"
+            )
+        case "slow_rank_over":
+            return (
+                f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since step {event['since_step']}"
+            )
+        case "lines_lost":
+            return f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; it can again"
+        case "nonfinite" if event["policy"] == "skip":
+            return f"{event['problem']}; left out, as the job's policy is to skip"
+        case "nonfinite":
+            return str(event["problem"])
+        case "rewind":
+            return f"went back from step {event['from_step']} to step {event['to_step']}"
+        case "restart":
+            return f"{event['reason']} Starting again, attempt {event['attempt'] + 1}."
+    return None
+
+
+def _where_time_goes(steps: list[dict[str, Any]]) -> str:
+    totals = {name: sum(s.get(f"{name}_s", 0.0) for s in steps) for name in PARTS}
+    whole = sum(totals.values()) or 1.0
+    shares = {name: round(100 * t / whole) for name, t in totals.items()}
+    largest = sorted(shares.items(), key=lambda x: -x[1])[:3]
+    return ", ".join(f"{share} % {name}" for name, share in largest if share)
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"

@@ -1,0 +1,218 @@
+"""What a rank writes down while it trains: a line per step, what it uses of the machine, and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from paceline.cluster.doctor.energy import Energy, cpu_energy, gpu_energy
+from paceline.engine.meter import PARTS, Timing
+from paceline.errors import RunError
+from paceline.split.memory import held_bytes
+from paceline.sync.traffic import Traffic
+from paceline.training.record.run import Lines
+from paceline.training.tensorboard import TensorBoard
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine, StepResult
+
+# A line costs a step of a few milliseconds less this way than through a JSON encoder.
+_STEP = '"step":%d,"epoch":%d,"time":%.3f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
+_TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
+
+USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
+_PSS_SHARE = 0.001  # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
+
+
+class Recorder:
+    """Writes `steps/rank-R.jsonl`. Times of a step stand in the line of that step, also where they are known one step later."""
+
+    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
+        self.engine = engine
+        self.lines = Lines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
+        self.epoch_steps = epoch_steps
+        self.use = Use(engine)
+        self.board = _tensorboard(run) if engine.group.rank == 0 else None
+        self._waiting: dict[int, str] = {}
+
+    def step(self, result: StepResult, local_samples: int, lr: float) -> None:
+        """Write down a step."""
+        epoch = (result.step - 1) // self.epoch_steps
+        loss, norm = _json(result.loss), _json(result.grad_norm)
+        self._waiting[result.step] = _STEP % (result.step, epoch, time.time(), loss, result.samples, local_samples, lr, norm)
+        if result.timing is not None:
+            self._write(result.timing)
+        if self.board is not None and self.use.fresh:
+            self._to_tensorboard(result, lr)
+
+    def close(self) -> None:
+        """Write what still waits for its times, and end the files."""
+        for step in sorted(self._waiting):
+            self._write(Timing(step))
+        self.lines.close()
+        if self.board is not None:
+            self.board.close()
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Held-out metrics for TensorBoard (the run's own record of them is an event)."""
+        self._scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
+
+    def _write(self, timing: Timing) -> None:
+        start = self._waiting.pop(timing.step, None)
+        if start is None:
+            return
+        self.lines.write("{" + start + _TIMES % (timing.step_s, *timing.parts_s) + self.use.read() + "}")
+
+    def _to_tensorboard(self, result: StepResult, lr: float) -> None:
+        self.use.fresh = False
+        values = {"train/loss": result.loss, "train/lr": lr, "train/grad_norm": result.grad_norm}
+        if result.timing is not None and result.timing.step_s > 0:
+            values["speed/samples_per_s"] = result.samples / result.timing.step_s
+            values |= {f"step_s/{name}": seconds for name, seconds in zip(PARTS, result.timing.parts_s, strict=True)}
+        self._scalars(result.step, values)
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        """Give values to TensorBoard; a disk that takes no more ends its file, as what follows half a record cannot be read."""
+        if self.board is None:
+            return
+        try:
+            self.board.scalars(step, values)
+        except RunError as error:
+            self.board = None
+            print(f"{error} Training goes on without TensorBoard's file.", file=sys.stderr, flush=True)
+
+
+class Use:
+    """What this rank uses: CPU (cores), memory, energy, GPU, bytes over the network, and what its sync rule sent.
+
+    `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over all ranks. Of the rule:
+    `wire_bytes` is what it put on the wire to the other replicas, `saved_bytes` what compression took off that, and `compression_error`
+    the L2 norm of what compression left out over that of what was to be sent. All count from the reading before.
+
+    Read with the first step, then at twice, four times, … that age, and then every second: however short a run is, it has a reading, and
+    the newest one is from its second half.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.group, self._engine = engine.group, engine
+        self._state: dict[str, int] = {}
+        self.process = psutil.Process()
+        self.fresh = True  # so that a short run has its first step in TensorBoard
+        self._gpu, energy = _gpu_counters(engine.device)
+        if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
+            energy.append(cpu_energy())  # all of the host's, so one of its ranks notes it
+        self._energy = [counter for counter in energy if counter.why_not is None]
+        self._joules = 0.0
+        self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
+        self._traffic = Traffic()
+        self._started = self._read_at = self._due = self._pss_due = time.monotonic()
+
+    def read(self) -> str:
+        """A JSON member to append, or nothing when no reading is due."""
+        now = time.monotonic()
+        if now < self._due:
+            return ""
+        passed_s = now - self._read_at
+        self._read_at, self._due, self.fresh = now, now + min(USE_EVERY_S, now - self._started), True
+        cpu_s, network = time.process_time(), psutil.net_io_counters()
+        use: dict[str, Any] = {
+            "cpu_cores": round((cpu_s - self._cpu_s) / passed_s, 3),
+            "memory_bytes": self.process.memory_info().rss,
+            **_kernel_counts("status", {"VmHWM": "peak_memory_bytes"}),
+            **self._shared_by_its_share(now),
+            **self._state_of_the_model(),
+            "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
+            "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
+            "reduced_bytes": self.group.bytes_reduced - self._reduced,
+            **self._sent_by_the_rule(),
+            **self._used_energy(),
+        }
+        if self._gpu is not None:
+            use |= self._gpu()
+        self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
+        return f',"use":{json.dumps(use)}'
+
+    def _shared_by_its_share(self, now: float) -> dict[str, int]:
+        """`pss_bytes`, unless it was read too short a time ago for what that costs."""
+        if now < self._pss_due:
+            return {}
+        found = _kernel_counts("smaps_rollup", {"Pss": "pss_bytes"})
+        self._pss_due = now + (time.monotonic() - now) / _PSS_SHARE
+        return found
+
+    def _state_of_the_model(self) -> dict[str, int]:
+        """`state_bytes`: parameters, gradients and optimizer state that this rank holds. They stay as they are after the first step."""
+        if not self._state and self._engine.step_count > 0:
+            held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
+            self._state = {"state_bytes": held.total}
+        return self._state
+
+    def _sent_by_the_rule(self) -> dict[str, float]:
+        """`wire_bytes` and `saved_bytes`; `compression_error` where anything was compressed."""
+        before, now = self._traffic, self._engine.replica.traffic
+        self._traffic = replace(now)
+        sent = now.sent_bytes - before.sent_bytes
+        found: dict[str, float] = {"wire_bytes": sent, "saved_bytes": now.plain_bytes - before.plain_bytes - sent}
+        lost = Traffic(error_square=now.error_square - before.error_square, signal_square=now.signal_square - before.signal_square)
+        if lost.signal_square > 0 and math.isfinite(lost.error_square):
+            found["compression_error"] = float(f"{lost.relative_error:.4g}")
+        return found
+
+    def _used_energy(self) -> dict[str, float]:
+        """`energy_joules` since the last reading, where every counter that there is answers."""
+        readings = [joules for counter in self._energy if (joules := counter.joules()) is not None]
+        if not readings or len(readings) < len(self._energy):
+            return {}
+        before, self._joules = self._joules, sum(readings)
+        return {"energy_joules": round(self._joules - before, 3)}
+
+
+def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
+    """Sizes in bytes from a file of /proc/self, by the names that they get here; one that the kernel does not show is left out."""
+    try:
+        lines = Path("/proc/self", file).read_bytes().decode().splitlines()
+    except OSError:
+        return {}
+    shown = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {ours: int(shown[theirs].split()[0]) * 1024 for theirs, ours in names.items() if theirs in shown}
+
+
+def _gpu_counters(device: torch.device) -> tuple[Callable[[], dict[str, Any]] | None, list[Energy]]:
+    """A function that reads memory and use of this rank's GPU, and its energy; None on the CPU."""
+    if device.type != "cuda":
+        return None, []
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+
+    def read() -> dict[str, Any]:
+        return {
+            "gpu_percent": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "gpu_memory_bytes": torch.cuda.memory_allocated(device),
+            "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+        }
+
+    return read, [gpu_energy(pynvml, handle)]
+
+
+def _tensorboard(run: Path) -> TensorBoard | None:
+    """A writer of TensorBoard events, or None where TensorBoard is not installed."""
+    try:
+        return TensorBoard(run / "tensorboard")
+    except ImportError:
+        return None
+
+
+def _json(x: float) -> str:
+    """A JSON number that reads back to the same float; JSON has no NaN or Infinity, so those become null."""
+    return repr(x) if x - x == 0.0 else "null"

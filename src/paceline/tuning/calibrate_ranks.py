@@ -1,0 +1,377 @@
+"""What the ranks of a calibration measure: passes of the model, segment by segment, and steps of the engine under each split."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import signal
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster.cluster import Cluster
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.comm.measure.collectives import measure_collectives
+from paceline.engine.calls import call, prepared
+from paceline.engine.engine import Engine
+from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
+from paceline.engine.status import StatusBoard
+from paceline.errors import PacelineError, PlanError
+from paceline.job.batch import Batch, place, target_of
+from paceline.job.data import DataSets
+from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
+from paceline.job.stop import StopSpec
+from paceline.planner.calibrate import Anchor, Axis, Pace
+from paceline.plans.plan import Plan
+from paceline.split.mesh import Mesh
+from paceline.trace.blocks import find_blocks, submodules
+from paceline.training.loop import Loop, build_engine, built, loader_of, seed_all
+from paceline.training.record.run import Run
+from paceline.tuning.segment_timer import Marks
+
+_LONG_S = 0.15  # of a pass: three of them are measured long enough
+_PASS_S, _PASSES = 0.15, (3, 30)  # for each size of a microbatch, after one pass that warms up
+_STEP_S, _STEPS = 0.25, (3, 30)  # for each setting of an engine, after two steps
+_UPDATES = 3
+_PIPELINED = (2, 4)  # microbatches of an anchor's steps with pp; elsewhere
+_ACCUMULATED = (1, 2)
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Measure the job in the folder `arguments[0]` as `wanted.json` there says; rank 0 leaves `found.json`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+    folder = Path(arguments[0])
+    wanted = json.loads((folder / "wanted.json").read_text())
+    job = Job.load(folder / "job.yaml")
+    with joined(deadline_s=job.deadline_s) as group:
+        found = _Calibrating(job, group, folder, **wanted).run()
+        if group.rank == 0:
+            (folder / "found.json").write_text(json.dumps(found))
+        group.barrier()
+
+
+class _Calibrating:
+    """One rank's part. What is measured together begins at the same moment on all ranks; what is measured alone, the others wait for."""
+
+    def __init__(
+        self, job: Job, group: Group, folder: Path, *, cores: int, precisions: list[str], axes: list[Axis], transports: list[str]
+    ) -> None:
+        self.job, self.group, self.folder, self.cores = job, group, folder, cores
+        self.precisions, self.axes, self.transports = precisions, axes, transports
+        self.board, self.notes = StatusBoard.of_this_rank(), list[str]()
+        self.threads = max(1, cores // group.size)
+        self.segments: tuple[str, ...] = ("",)
+
+    def run(self) -> dict[str, Any]:
+        """All of it; what `tuning/calibrate.py` makes a calibration of."""
+        seed_all(self.job.seed)
+        torch.set_num_threads(self.threads)
+        self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+        baseline = self._memory()
+        # First, while the process has no more in it than one of a run.
+        anchors = [anchor for axis in self.axes for precision in self._precisions(axis) for anchor in self._anchors(axis, precision)]
+        paces, optimizer_s, parameters = self._paces()
+        collectives = [] if self.group.size == 1 else measure_collectives(self.group, self.transports)
+        return {
+            "segments": self.segments,
+            "parameters": parameters,
+            "paces": [asdict(pace) for pace in paces],
+            "anchors": [asdict(anchor) for anchor in anchors],
+            "collectives": [asdict(collective) for collective in collectives],
+            "optimizer_s": optimizer_s,
+            "baseline_bytes": baseline,
+            "notes": self.notes,
+        }
+
+    def _precisions(self, axis: Axis) -> list[str]:
+        """The job's own; besides it others where the model stays whole, which tells how they differ."""
+        return self.precisions if axis in ("none", "dp") else self.precisions[:1]
+
+    # Passes of the undivided model
+
+    def _paces(self) -> tuple[list[Pace], dict[str, float], int]:
+        model = prepared(self.job.model.build(), self.job.batch_norm, "fp32", Group())
+        passes = _Passes(self.job, model, self.data)
+        sizes = sorted({max(1, round(self.job.global_batch / parts)) for parts in (8, 4, 2, 1)})
+        found: list[Pace] = []
+        together = [1, self.group.size] if self.group.size > 1 else [1]
+        for precision in self.precisions:
+            remats = ("none", "block", "selective") if passes.blocks and precision == self.precisions[0] else ("none",)
+            for ranks in together:
+                for remat in remats:
+                    asked = sizes if remat == "none" else sizes[1:3] or sizes
+                    once = [self._pace(passes, ranks, precision, remat, samples) for samples in asked]
+                    found += [self._better(passes, pace) for pace in once]
+        self.segments = passes.marks.names
+        optimizer_s = self._updates(model)
+        return found, optimizer_s, sum(p.numel() for p in model.parameters())
+
+    def _pace(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> Pace:
+        """The median of some passes, of this many ranks at once; the others wait."""
+        takes_part = self.group.rank < ranks
+        threads = self.cores if ranks == 1 else self.threads
+        torch.set_num_threads(threads)
+        _trim()
+        _forget_peak()
+        held = self._memory()
+        with passes.under(precision, remat):
+            first_s = passes.take(samples) if takes_part else 0.0
+            count = _count(self._greatest(passes.take(samples) if takes_part else first_s), _PASS_S, _PASSES)
+            passes.marks.clear()
+            for _ in range(count if takes_part else 0):
+                passes.take(samples)
+            self._greatest(0.0)
+        forward_s, backward_s = passes.marks.medians() if takes_part else ((), ())
+        peak = _kib("VmHWM") - held
+        torch.set_num_threads(self.threads)
+        return Pace(ranks, threads, precision, remat, samples, self._mean(forward_s, ranks), self._mean(backward_s, ranks), max(0, peak))
+
+    def _better(self, passes: _Passes, once: Pace) -> Pace:
+        """The better one of two rounds, as other work disturbs short passes; once is enough for long ones."""
+        if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
+            return once
+        return _better(once, self._pace(passes, once.ranks, once.precision, once.remat, once.samples))
+
+    def _updates(self, model: nn.Module) -> dict[str, float]:
+        """Seconds of the optimizer's step over the whole model, while the other ranks do the same."""
+        found = {}
+        for fused in (False, True):
+            try:
+                optimizer = self.job.optimizer.build(model.parameters(), fused=fused)
+            except (PacelineError, RuntimeError):  # not every optimizer has a fused step
+                continue
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            times_s = []
+            for _ in range(_UPDATES + 1):
+                self.group.barrier()
+                started = time.perf_counter()
+                optimizer.step()
+                times_s.append(time.perf_counter() - started)
+            found["fused" if fused else "plain"] = self._greatest(statistics.median(times_s[1:]))
+            model.zero_grad(set_to_none=True)
+        return found
+
+    # Steps of the engine
+
+    def _anchors(self, axis: Axis, precision: str) -> list[Anchor]:
+        """Two settings of the microbatches, on half of a global batch: plans are predicted at other sizes than they were measured at."""
+        if axis == "none":
+            group = Group(deadline_s=self.group.deadline_s)
+            found = self._measured_steps(axis, precision, group) if self.group.rank == 0 else []
+            self._greatest(0.0)
+            return found
+        return self._measured_steps(axis, precision, self.group)
+
+    def _measured_steps(self, axis: Axis, precision: str, group: Group) -> list[Anchor]:
+        counts = _PIPELINED if axis == "pp" else _ACCUMULATED
+        plan = Plan(**({} if axis == "none" else {axis: group.size}), microbatches=counts[0], precision=precision)  # type: ignore[arg-type]
+        unit = plan.readers * counts[1]
+        job = _quiet(self.job, max(1, self.job.global_batch // 2 // unit) * unit)
+        torch.set_num_threads(self.cores if axis == "none" else self.threads)
+        _trim()
+        seed_all(job.seed)
+        try:
+            engine = build_engine(job, plan, built(job, plan), self.data, group)
+        except PlanError as error:  # the same on all ranks: it follows from shapes
+            self.notes.append(f"{axis}={group.size}: {error}")
+            return []
+        try:
+            with self._loop(job, plan, engine, group) as loop:
+                once, again = ([self._measured_step(axis, loop, group, count) for count in counts] for _ in range(2))
+                return [min(pair, key=lambda anchor: anchor.step_s) for pair in zip(once, again, strict=True)]
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+            torch.set_num_threads(self.threads)
+
+    @contextmanager
+    def _loop(self, job: Job, plan: Plan, engine: Engine, group: Group) -> Iterator[Loop]:
+        """A run as it is trained, record and all; the time that this takes is part of a step."""
+        path = self.folder / str(plan).replace(" ", "-")
+        if group.rank == 0:
+            Run.create(path, job, Cluster.load(self.folder / "cluster.yaml"), plan)
+        group.barrier()
+        loop = Loop(Run(path), engine, self.data, group)
+        loop.progress = None
+        try:
+            yield loop
+        finally:
+            engine.loader.close()
+            loop.checkpointer.close()
+            loop.recorder.close()
+            if loop.events is not None:
+                loop.events.close()
+
+    def _measured_step(self, axis: Axis, loop: Loop, group: Group, microbatches: int) -> Anchor:
+        engine = loop.engine
+        engine.plan = replace(engine.plan, microbatches=microbatches)
+        if engine.split is not None:
+            engine.split.plan = engine.plan
+        _trim()
+        _forget_peak()
+        steps_of = _steps(loop)
+        engine.meter.restart()
+        for _ in range(2):
+            step_s = sum(next(steps_of))
+        count = _count(_greatest(group, step_s), _STEP_S, _STEPS)
+        steps = [next(steps_of) for _ in range(count)]
+        steps_of.close()
+        of_all = [statistics.median(values) for values in zip(*steps, strict=True)]
+        scale = statistics.median(sum(parts) for parts in steps) / sum(of_all)  # so that the parts sum to the median step
+        parts = _mean(group, [scale * part for part in of_all])
+        named = (DATA, COMPUTE, BUBBLE, OPTIMIZER)
+        share = engine.loader.partition.shares(0)[0]
+        return Anchor(
+            axis,
+            group.size,
+            engine.precision,
+            max(1, share // microbatches),
+            microbatches,
+            data_s=parts[DATA],
+            compute_s=parts[COMPUTE],
+            bubble_s=parts[BUBBLE],
+            comm_s=sum(part for i, part in enumerate(parts) if i not in named),
+            optimizer_s=parts[OPTIMIZER],
+            peak_bytes=-int(_greatest(group, -_kib("VmHWM"))),
+        )
+
+    # What they tell each other
+
+    def _greatest(self, value: float) -> float:
+        self.board.mark("sync", 0)
+        return _greatest(self.group, value)
+
+    def _mean(self, values: tuple[float, ...], ranks: int) -> tuple[float, ...]:
+        """Over the first `ranks`; the others, which measured nothing, get it as well."""
+        size = torch.tensor([float(len(values))], dtype=torch.float64)
+        self.group.all_reduce(size, "max")
+        own = torch.tensor(values or [0.0] * int(size), dtype=torch.float64) / ranks
+        self.group.all_reduce(own)
+        return tuple(own.tolist())
+
+    def _memory(self) -> int:
+        """What this process holds, without what is free in its heap."""
+        gc.collect()
+        _trim()
+        return int(psutil.Process().memory_info().rss)
+
+
+class _Passes:
+    """Forward and backward passes of a model on samples of the job's data."""
+
+    def __init__(self, job: Job, model: nn.Module, data: DataSets) -> None:
+        self.model, self.loss = model, job.loss.build()
+        self.loader = loader_of(job, Mesh.of(Plan(), Group()), data)
+        names = find_blocks(model)
+        self.blocks, self.marks = submodules(model, names), Marks(model, names)
+        self.context: Callable[[], Any] = nullcontext
+        self.wide: torch.dtype | None = None
+        self._batches: dict[int, Batch] = {}
+
+    @contextmanager
+    def under(self, precision: str, remat: str) -> Iterator[None]:
+        """The model in this precision, with its blocks computed again in the backward pass or not."""
+        undo: Callable[[], object] = lambda: None  # noqa: E731 - an Undo, as `rematerialise` returns
+        if remat != "none":
+            from paceline.split.remat import rematerialise
+
+            undo = rematerialise(self.blocks, remat)  # type: ignore[arg-type]
+        if precision == "bf16":
+            self.context = lambda: torch.autocast("cpu", torch.bfloat16)
+        if precision == "fp64":
+            self.model.double()
+            self.wide = torch.float64
+        try:
+            yield
+        finally:
+            undo()
+            self.context = nullcontext
+            if precision == "fp64":
+                self.model.float()
+                self.wide = None
+            self.model.zero_grad(set_to_none=True)
+
+    def take(self, samples: int) -> float:
+        """One forward and one backward pass; seconds."""
+        if samples not in self._batches:
+            self._batches[samples] = self.loader.example(samples)
+        batch = place(self._batches[samples], torch.device("cpu"), dtype=self.wide, channels_last=False)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with self.marks.around():
+            with self.context():
+                loss: Tensor = self.loss(call(self.model, batch, loss=self.loss), target_of(batch))
+            self.marks.turn()
+            loss.backward()
+        return self.marks.seconds
+
+
+def _steps(loop: Loop) -> Generator[list[float], None, None]:
+    """Take steps; yields the seconds of each one's parts."""
+    while True:
+        for batch in loop.engine.loader:
+            result = loop.advance(batch)
+            assert result is not None, "no step was rejected"
+            assert result.timing is not None, "on CPUs the times of a step are known at its end"
+            loop.after_step(result)
+            yield result.timing.parts_s
+
+
+def _better(one: Pace, other: Pace) -> Pace:
+    """The shorter of two medians: what else the machine does only ever adds to them. The larger memory counts."""
+    return replace(min(one, other, key=lambda pace: pace.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
+
+
+def _quiet(job: Job, global_batch: int) -> Job:
+    """The same work on another batch, without an end, evaluations or checkpoints."""
+    ends = {"stop": StopSpec(steps=10**9), "evaluate": EvaluateSpec(every_epochs=10**6), "checkpoint": CheckpointSpec(every_seconds=1e9)}
+    return job.model_copy(update={**ends, "global_batch": global_batch})
+
+
+def _count(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
+    return min(max(limits[0], int(budget_s / max(one_s, 1e-6))), limits[1])
+
+
+def _greatest(group: Group, value: float) -> float:
+    tensor = torch.tensor([value], dtype=torch.float64)
+    group.all_reduce(tensor, "max")
+    return float(tensor)
+
+
+def _mean(group: Group, values: list[float]) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    group.all_reduce(tensor, "mean")
+    return list(tensor.tolist())
+
+
+def _kib(name: str) -> int:
+    """A size from /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _forget_peak() -> None:
+    """Have the kernel count the most memory anew (proc(5): 5 to clear_refs)."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def _trim() -> None:
+    """Give free memory of the heap back, where the C library can: what was measured before must not hide what comes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

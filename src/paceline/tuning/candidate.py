@@ -1,0 +1,128 @@
+"""An engine under one of the plans that take turns in the same processes, to be timed: real model, real data, nothing learned."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm import Group
+from paceline.data.loader import Loader
+from paceline.engine.engine import Engine
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+from paceline.training.loop import build_engine, built, seed_all
+
+WARM_UP_STEPS = 2
+_TURN_S = 0.15  # in which a plan computes before the other's turn
+_MOST_STEPS_A_TURN = 8
+_SETTLING_S = 0.5  # a step shorter than this is slower the first time in a turn, when caches and threads are still the other plan's
+
+
+class Contender:
+    """An engine under a plan, with the job's own data; on ranks that the plan leaves idle, nothing.
+
+    Args:
+        group: of the plan's ranks, from `part_of`; None on the others.
+        threads: that a rank computes with.
+        cores: that it may run on.
+    """
+
+    def __init__(self, job: Job, plan: Plan, data: DataSets, group: Group | None, *, threads: int, cores: set[int]) -> None:
+        self.plan, self.threads, self.cores = plan, threads, cores
+        self.steps_a_turn = self.steps_per_epoch = 1
+        self.warm_s, self.settles = 0.0, False
+        self.engine: Engine | None = None
+        if group is None:
+            return
+        self._take_over()
+        seed_all(job.seed)
+        self.engine = build_engine(job, plan, built(job, plan), data, group)
+        self.steps_per_epoch = self.engine.loader.partition.steps_per_epoch
+        self._batches = _endless(self.engine.loader)
+        # A step takes as long, and the weights stay: no trial diverges, however many steps it takes.
+        for parameters in self.engine.optimizer.param_groups:
+            parameters["lr"] = 0.0
+
+    def warm_up(self) -> float:
+        """Take the first steps, which compile and allocate; seconds of the last."""
+        if self.engine is None:
+            return 0.0
+        self._take_over()
+        self._steps(WARM_UP_STEPS - 1)
+        return self._steps(1)
+
+    def is_warm(self, step_s: float) -> None:
+        """Take the length of a turn from the step time of the slowest rank."""
+        self.warm_s = step_s
+        self.settles = step_s < _SETTLING_S
+        self.steps_a_turn = max(1, min(_MOST_STEPS_A_TURN, round(_TURN_S / step_s)))
+
+    def turn(self) -> float:
+        """Take a few steps; seconds per step, data and all."""
+        if self.engine is None:
+            return 0.0
+        self._take_over()
+        if self.settles:
+            self._steps(1)
+        return self._steps(self.steps_a_turn)
+
+    def close(self) -> None:
+        """Let go of the model and the data."""
+        if self.engine is not None:
+            self._batches.close()
+            self.engine.loader.close()
+            self.engine.close()
+            own = self.engine.group.backend
+            self.engine = None
+            if own is not None and own is not dist.group.WORLD:
+                dist.destroy_process_group(own)
+
+    def _steps(self, count: int) -> float:
+        assert self.engine is not None
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            self.engine.step(next(self._batches))
+        self._wait()
+        return (time.perf_counter() - started) / count
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _take_over(self) -> None:
+        """Give this process the threads and the cores that the plan gives a rank."""
+        torch.set_num_threads(self.threads)
+        if os.sched_getaffinity(0) != self.cores:
+            for thread in os.listdir("/proc/self/task"):
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.sched_setaffinity(int(thread), self.cores)
+
+
+def part_of(world: Group, plan: Plan) -> Group | None:
+    """A group of the first ranks, as many as the plan has; None on the others. Every rank calls this.
+
+    On CPUs it is one of its own even where it has all ranks: shared memory for gradients lives as long as the group that it is for.
+    """
+    size = plan.ranks
+    assert not plan.splits or size in (1, world.size), "a model can be divided over all ranks of torch's default group only"
+    if size == world.size and (size == 1 or world.device.type == "cuda"):
+        return world
+    timeout = timedelta(seconds=world.deadline_s)
+    backend = dist.new_group(list(range(size)), timeout=timeout) if size > 1 else None
+    if world.rank >= size:
+        return None
+    return Group(world.rank, size, backend, None, world.deadline_s, world.hosts[:size], device=world.device)
+
+
+def _endless(loader: Loader) -> Generator[Any, None, None]:
+    while True:
+        yield from loader

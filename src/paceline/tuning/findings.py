@@ -1,0 +1,69 @@
+"""What a trial of plans and their knobs has found: written by its ranks, read by their launcher, kept for later. Does without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.files import write_whole
+from paceline.planner.knobs import SHARE_OF_RUN, Tried, as_json
+from paceline.planner.shortlist import Forecast
+
+BEGINNING = "the plan to begin with"
+
+
+@dataclass
+class Findings:
+    """What a trial has found so far; kept in a file, from which another one goes on.
+
+    Attributes:
+        default: the plan that it began with; `step_s` is the median of its steps, `run_s` the longest run with them.
+        best: the fastest plan so far.
+        tried: the first row is the default's.
+        under_way: the knob that is being tried.
+        gain: step time of the best plan over that of the default, by the measured ratios of what was kept.
+        complete: whether every plan and knob that can help was tried for as long as it takes.
+        forecasts: the plans whose step time was predicted, the default's first where it is among them; the others are to be measured.
+        share: of the run, what measuring may take at most.
+        knobs: whether they are tried as well.
+        before_s: the longest that the earlier runs of the job could take, in which nothing was measured.
+    """
+
+    default: str
+    best: str
+    tried: list[Tried] = field(default_factory=list)
+    under_way: str | None = None
+    step_s: float = 0.0
+    steps_per_epoch: int = 0
+    run_s: float | None = None
+    budget_s: float = 0.0
+    spent_s: float = 0.0
+    gain: float = 1.0
+    complete: bool = True
+    forecasts: list[Forecast] = field(default_factory=list)
+    share: float = SHARE_OF_RUN
+    knobs: bool = True
+    before_s: float = 0.0
+
+    @classmethod
+    def read(cls, file: Path) -> Findings:
+        """Read what `write` wrote."""
+        values: dict[str, Any] = json.loads(file.read_text())
+        tried = [Tried.from_json(row) for row in values["tried"]]
+        return cls(**(values | {"tried": tried, "forecasts": [Forecast(**row) for row in values["forecasts"]]}))
+
+    def write(self, file: Path) -> None:
+        """Write whole or not at all."""
+        rows = {"tried": as_json(self.tried), "forecasts": [asdict(row) for row in self.forecasts]}
+        write_whole(file, json.dumps(self.__dict__ | rows, indent=1))
+
+    @property
+    def measured(self) -> bool:
+        """Whether there was a trial; else the plan was chosen without."""
+        return bool(self.tried)
+
+    def forecast_of(self, plan: str) -> Forecast | None:
+        """What was predicted of a plan; None where nothing was."""
+        return next((forecast for forecast in self.forecasts if forecast.plan == plan), None)

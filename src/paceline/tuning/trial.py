@@ -1,0 +1,165 @@
+"""A trial of plans and their knobs: the real model on the real data, a few steps under each plan in turn, on the same ranks.
+
+The processes of a trial are thrown away, so nothing is put back. Every rank sees the same times and decides by itself, but alike. What
+fails ends the trial's processes: no rank is left to wait for one that raised. The launcher then begins anew without that plan or knob.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from paceline.cluster.cluster import Cluster
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.engine.status import StatusBoard
+from paceline.job.job import Job
+from paceline.planner.knobs import (
+    LEAST_ROUNDS,
+    Comparison,
+    Knob,
+    Tried,
+    budget_s,
+    knobs,
+    longest_run_s,
+    why_not_now,
+)
+from paceline.plans.plan import Plan, cores_of
+from paceline.stats import median_interval
+from paceline.training.loop import seed_all
+from paceline.tuning.candidate import WARM_UP_STEPS, Contender, part_of
+from paceline.tuning.findings import BEGINNING, Findings
+
+_DIVIDING_S = 1.0  # what the model takes at least to be divided another way
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Try plans and knobs for the job in the folder `arguments[0]` as one rank; rank 0 leaves `findings.json` there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+    folder = Path(arguments[0])
+    job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
+    findings = Findings.read(folder / "findings.json")
+    with joined(deadline_s=job.deadline_s) as group:
+        _Trial(job, cluster, findings, group, folder / "findings.json").run()
+
+
+class _Trial:
+    """One rank's part."""
+
+    def __init__(self, job: Job, cluster: Cluster, findings: Findings, group: Group, file: Path) -> None:
+        self.job, self.cluster, self.findings, self.group, self.file = job, cluster, findings, group, file
+        self.default = Plan.parse(findings.default)
+        self.board = StatusBoard.of_this_rank()
+        self.cores = os.sched_getaffinity(0)
+        self.since: float | None = None  # when what counts against the budget began
+        self.spent_before_s = findings.spent_s
+        seed_all(job.seed)
+        self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+
+    def run(self) -> None:
+        """Hold one plan after the other against the best so far, then one knob after the other on it."""
+        self._now_trying(BEGINNING)
+        self.best = self._contender(Plan.parse(self.findings.best))
+        self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
+        others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
+        self._try([Knob.of(Plan.parse(other.plan), other.step_s) for other in others])
+        if self.findings.knobs:
+            self._try(knobs(self.job, self.cluster, self.best.plan))
+        self._now_trying(None)
+        self.best.close()
+
+    def _try(self, changes: list[Knob]) -> None:
+        done = {row.knob for row in self.findings.tried}
+        for knob in changes:
+            if str(knob) not in done and knob.on(self.best.plan) != self.best.plan:
+                self._note(self._untried(knob) or self._tried(knob))
+
+    def _begin(self, step_s: list[float]) -> None:
+        """Set the limits by the step time of the first plan, whose measuring is not counted."""
+        findings, own = self.findings, median_interval(step_s)
+        self.best_s = own.middle
+        if not findings.tried:
+            findings.step_s, findings.steps_per_epoch = own.middle, int(self._greatest(self.best.steps_per_epoch))
+        findings.run_s = longest_run_s(self.job, findings.step_s, findings.steps_per_epoch)
+        others = sum(forecast.plan != findings.default for forecast in findings.forecasts)
+        findings.budget_s = budget_s(findings.step_s, findings.run_s, plans=others, share=findings.share)
+        self.since = time.monotonic()
+        if not findings.tried:
+            forecast = findings.forecast_of(findings.default)
+            verdict = f"{BEGINNING}; the others get {findings.budget_s:.1f} s"
+            self._note(Tried(findings.default, verdict, own, predicted_s=forecast.step_s if forecast else None))
+
+    def _untried(self, knob: Knob) -> Tried | None:
+        turn = self.best.steps_a_turn + self.best.settles
+        comparison_s = (2 * LEAST_ROUNDS * turn + WARM_UP_STEPS) * self.best_s + (_DIVIDING_S if knob.whole else 0.0)
+        why = why_not_now(knob, run_s=self.findings.run_s, left_s=self.findings.budget_s - self._spent_s(), comparison_s=comparison_s)
+        if why is None:
+            return None
+        self.findings.complete &= knob.untried is not None
+        return Tried(str(knob), f"not tried: {why}", predicted_s=knob.predicted_s)
+
+    def _tried(self, knob: Knob) -> Tried:
+        """Compare the best plan with another one, or with the same and the knob; the better one stays."""
+        self._now_trying(str(knob))
+        asked_s = self._spent_s()
+        challenger = self._contender(knob.on(self.best.plan))
+        begun_s = self._spent_s()
+        if knob.cost_s:  # the run is long enough for it, so it is no part of what the comparisons may take
+            self.findings.budget_s += begun_s - asked_s
+        share_s = (self.findings.budget_s - begun_s) / 3  # of what is left, for the comparisons to come
+        comparison = Comparison()
+        comparison.add(challenger.warm_s, self.best_s)
+        comparison.add(self._turn(challenger), self._turn(self.best))
+        if not comparison.hopeless:  # else more of them would only take long
+            comparison = Comparison()
+        while not comparison.decided and (len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < share_s):
+            comparison.add(self._turn(challenger), self._turn(self.best))
+        tried = comparison.tried(knob)
+        if comparison.wins and not knob.hint and tried.ratio and tried.step_s:
+            self.findings.gain *= tried.ratio.middle
+            self.best_s = tried.step_s.middle
+            self.best, challenger = challenger, self.best
+            self.findings.best = str(self.best.plan)
+        challenger.close()
+        del challenger
+        gc.collect()  # a model and its optimizer refer to each other, and the next one needs the room
+        return tried
+
+    def _contender(self, plan: Plan) -> Contender:
+        """An engine under the plan, warm."""
+        group, host = part_of(self.group, plan), self.cluster.hosts[0]
+        cores = set(cores_of(self.group.rank, plan.ranks, host)) if plan.pin and group is not None else self.cores
+        contender = Contender(self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores)
+        contender.is_warm(self._greatest(contender.warm_up()))
+        return contender
+
+    def _turn(self, contender: Contender) -> float:
+        """Seconds per step of a few steps, on the slowest rank."""
+        return self._greatest(contender.turn())
+
+    def _spent_s(self) -> float:
+        """By the clock of rank 0, so that all ranks decide alike."""
+        own_s = self.spent_before_s + (time.monotonic() - self.since if self.since else 0.0)
+        return self._greatest(own_s if self.group.rank == 0 else 0.0)
+
+    def _greatest(self, value: float) -> float:
+        """Over all ranks; those that a plan leaves idle wait here."""
+        self.board.mark("sync", 0)
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.group.device)
+        self.group.all_reduce(tensor, "max")
+        return float(tensor.item())
+
+    def _now_trying(self, what: str | None) -> None:
+        self.findings.under_way = what
+        self.findings.spent_s = self._spent_s()
+        if self.group.rank == 0:
+            self.findings.write(self.file)
+
+    def _note(self, tried: Tried) -> None:
+        self.findings.tried.append(tried)
+        self._now_trying(None)

@@ -1,0 +1,93 @@
+"""The sentences about what limits scaling follow from the numbers, and where nothing can be said none is made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from finished_runs import result, runs_of, setting
+from paceline.benchmark.limits import excess_s, limits_of
+from paceline.benchmark.result import Measured
+from paceline.engine.meter import PARTS
+
+ALONE = {"data": 0.4, "compute": 8.0, "optimizer": 1.6}
+
+
+def settings(parts_ms: dict[str, float], weak_ms: dict[str, float] | None = None, spread: float = 0.01, repeats: int = 3) -> list[Measured]:
+    """One device as in `ALONE`, two as given, and two with the same batch per device where given."""
+    found = []
+    one = runs_of(setting(), *around(ALONE, spread, repeats), parts_ms=ALONE)
+    for what, parts in ((setting(), ALONE), (setting(2), parts_ms), (setting(2, "weak"), weak_ms)):
+        if parts is not None:
+            found.append(result(what, runs_of(what, *around(parts, spread, repeats), parts_ms=parts), one))
+    return found
+
+
+def around(parts_ms: dict[str, float], spread: float, repeats: int) -> list[float]:
+    return [sum(parts_ms.values()) * (1 + spread * (i - repeats // 2)) for i in range(repeats)]
+
+
+def test_the_excess_over_the_ideal_step_is_split_over_the_parts_and_sums_to_it() -> None:
+    parts = {"data": 0.2, "compute": 4.4, "comm": 1.0, "imbalance": 0.2, "optimizer": 1.6}
+    one, two = settings(parts)
+    lost = excess_s(one, two)
+    assert lost == pytest.approx(
+        {"data": 0, "compute": 4e-4, "bubble": 0, "comm": 1e-3, "imbalance": 2e-4, "optimizer": 8e-4, "checkpoint": 0}, abs=1e-9
+    )
+    assert sum(lost.values()) == pytest.approx(two.step_time_s.middle - one.step_time_s.middle / 2)
+    headline, where, advice = limits_of([one, two])
+    assert headline.startswith("2 devices are 1.35× as fast as one")
+    assert "68 % of the ideal 2×" in headline
+    assert where == (
+        "A step takes 7.4 ms where 1/2 of one device's is 5 ms; of what is lost, 42 % exposed communication, 33 % the optimizer, "
+        "17 % compute that became slower and 8 % waiting for the slowest rank."
+    )
+    assert advice == "A larger global batch computes more between two exchanges."
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("data", "data.num_workers"),
+        ("compute", "weak scaling (--weak) tells which"),
+        ("comm", "between two exchanges"),
+        ("imbalance", "breakdown per rank"),
+        ("optimizer", "does not shrink with dp"),
+        ("checkpoint", "checkpoint.every_seconds"),
+    ],
+)
+def test_the_advice_is_about_the_largest_part(part: str, words: str) -> None:
+    ideal = {name: ALONE.get(name, 0.0) / 2 for name in PARTS}
+    assert words in limits_of(settings(ideal | {part: ideal[part] + 2.0}))[-1]
+
+
+def test_weak_scaling_tells_a_share_that_is_too_small_from_devices_that_slow_each_other() -> None:
+    parts = {"data": 0.2, "compute": 6.0, "comm": 0.1, "optimizer": 1.6}
+    assert "a larger global batch helps" in limits_of(settings(parts, weak_ms=ALONE | {"compute": 8.2}))[-1]
+    assert "which no larger batch mends" in limits_of(settings(parts, weak_ms=ALONE | {"compute": 12.0}))[-1]
+
+
+def test_devices_that_are_slower_than_one_are_called_so_and_explained() -> None:
+    headline, _, advice = limits_of(settings({"compute": 4.0, "comm": 9.0}))
+    assert headline.startswith("2 devices are slower than one: 0.77× its speed")
+    assert "exchanges" in advice
+
+
+def test_nothing_is_claimed_where_the_intervals_overlap_but_what_is_certainly_lost_is_explained() -> None:
+    headline, *more = limits_of(settings({"compute": 4.0, "comm": 5.9}, spread=0.02))
+    assert headline.startswith("No difference can be claimed between one device and 2 devices")
+    assert "exposed communication" in more[0]
+    one = runs_of(setting(), 5, 10, 15)
+    _, wide = limits_of([result(setting(), one, one), result(setting(2), runs_of(setting(2), 12, 7, 4), one)])
+    assert wide.startswith("The intervals are too wide")
+
+
+def test_an_ideal_speedup_has_no_limit_to_tell_of() -> None:
+    headline, rest = limits_of(settings({"data": 0.2, "compute": 4.0, "optimizer": 0.8}))
+    assert "100 % of the ideal" in headline
+    assert rest.startswith("Within the interval that is the ideal")
+
+
+def test_too_few_repeats_or_one_device_say_nothing() -> None:
+    assert limits_of(settings({"compute": 4.0}, repeats=2))[0].startswith("Fewer than 3 repeats")
+    assert limits_of(settings({"compute": 4.0})[:1]) == ["One device and several are needed to say how the job scales."]
+    assert len(limits_of([])) == 1

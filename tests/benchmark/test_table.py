@@ -1,0 +1,62 @@
+"""The table on the screen: what one learns stands first, every column is defined, and no speedup is shown where there is none."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from paceline.benchmark.result import Report
+from paceline.benchmark.table import WIDTH, definitions, figures, show
+from paceline.benchmark.words import on_cores
+from reports import alike, report, setting
+
+
+def screen(of: Report) -> str:
+    console = Console(file=io.StringIO())
+    show(of, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_it_fits_100_columns_without_colour_and_says_first_what_limits_the_job() -> None:
+    text = screen(report(warnings=["Other processes kept 0.35 cores busy. " * 5]))
+    assert "\x1b" not in text
+    tables, _, _ = text.partition("\nstrong      N cores")
+    assert max(map(len, tables.splitlines())) <= WIDTH
+    assert text.strip().startswith(on_cores(report().limits[0]))
+    assert all(on_cores(sentence) in " ".join(text.split()) for sentence in report().limits)
+    assert "warning  Other processes kept" in text
+
+
+def test_every_column_has_a_definition_in_one_line() -> None:
+    of = report()
+    text = screen(of)
+    defined = dict(definitions(of))
+    headers = [line for line in text.splitlines() if line.lstrip().startswith(("step", "data"))]
+    columns = headers[0].replace("to target", "to_target").split() + headers[1].replace("on wire", "on_wire").split()
+    assert {column.replace("_", " ") for column in columns} <= defined.keys()
+    assert max(len(line) for line in defined.values()) <= WIDTH - 12
+
+
+def test_the_final_loss_stands_beside_the_times_where_it_is_known() -> None:
+    known = report(settings=[setting(n, "strong", 20 / n, 0.01, final_loss=loss) for n, loss in ((1, 0.31234), (2, None))])
+    table = screen(known).partition("\nWhere a step goes")[0]
+    assert "loss" in table
+    assert "0.3123" in table
+    assert "loss" in dict(definitions(known))
+    assert "loss" not in dict(definitions(report()))
+
+
+def test_times_that_do_not_differ_are_shown_as_no_difference() -> None:
+    text = screen(alike())
+    assert "no difference" in text
+    assert "×" not in text.partition("\nWhere a step goes")[0].partition("efficiency\n")[2]
+    assert not any(name.startswith(("speedup", "efficiency")) for name in figures(alike()))
+
+
+def test_the_figures_have_names_that_tell_the_settings_apart() -> None:
+    found = figures(report())
+    assert found["speedup_4_devices"] != found["speedup_4_devices_weak"]
+    assert {"throughput_1_device", "step_time_s_2_devices_weak", "efficiency_2_devices", "time_to_target_s_4_devices"} <= found.keys()
+    assert "speedup_1_device" not in found

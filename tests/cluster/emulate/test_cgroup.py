@@ -1,0 +1,105 @@
+"""A container's limits, and groups of our own, in copies of the kernel's files. Wrong here: runs that are throttled or killed."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.emulate.cgroup import cpu_quota, enter_group, make_group, memory_limit_bytes, place_of_group
+from paceline.errors import ClusterError
+
+V2 = {
+    "proc/self/cgroup": "0::/pod/train",
+    "sys/fs/cgroup/pod/train/cpu.max": "max 100000",
+    "sys/fs/cgroup/pod/train/memory.max": "8589934592",
+    "sys/fs/cgroup/pod/cpu.max": "250000 100000",
+    "sys/fs/cgroup/pod/memory.max": "max",
+}
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/docker/1f\n4:memory:/docker/1f\n2:cpu,cpuacct:/docker/1f\n0::/",
+    "sys/fs/cgroup/cpu,cpuacct/docker/1f/cpu.cfs_quota_us": "150000",
+    "sys/fs/cgroup/cpu,cpuacct/docker/1f/cpu.cfs_period_us": "100000",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+    "sys/fs/cgroup/memory/docker/1f/memory.limit_in_bytes": "2147483648",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+}
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+def test_a_quota_on_any_group_above_ours_counts(tmp_path: Path) -> None:
+    assert cpu_quota(machine(tmp_path, V2)) == 2.5
+
+
+def test_the_tightest_of_several_quotas_counts(tmp_path: Path) -> None:
+    assert cpu_quota(machine(tmp_path, V2 | {"sys/fs/cgroup/pod/train/cpu.max": "50000 100000"})) == 0.5
+
+
+def test_a_memory_limit_of_version_2_is_found(tmp_path: Path) -> None:
+    assert memory_limit_bytes(machine(tmp_path, V2)) == 8 * 2**30
+
+
+def test_limits_of_version_1_are_found(tmp_path: Path) -> None:
+    root = machine(tmp_path, V1)
+    assert cpu_quota(root) == 1.5
+    assert memory_limit_bytes(root) == 2 * 2**30
+
+
+def test_a_container_that_cannot_see_its_own_group_reads_its_mount_point(tmp_path: Path) -> None:
+    files = {name.replace("/docker/1f/", "/"): text for name, text in reversed(V1.items())}
+    assert cpu_quota(machine(tmp_path, files)) == 1.5
+
+
+def test_version_2_beside_version_1_is_read_too(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "1:name=systemd:/\n0::/run", "sys/fs/cgroup/unified/run/cpu.max": "300000 100000"}
+    assert cpu_quota(machine(tmp_path, files)) == 3.0
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"proc/self/cgroup": "0::/../elsewhere"}, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}]
+)
+def test_a_machine_without_limits_has_none(tmp_path: Path, files: dict[str, str]) -> None:
+    root = machine(tmp_path, files)
+    assert (cpu_quota(root), memory_limit_bytes(root)) == (None, None)
+
+
+def test_a_group_of_version_1_gets_a_quota_beside_the_own_group(tmp_path: Path) -> None:
+    root = machine(tmp_path, V1 | {"sys/fs/cgroup/cpu,cpuacct/docker/1f/cgroup.procs": ""})
+    place = place_of_group("ours", root)
+    assert place == root / "sys/fs/cgroup/cpu,cpuacct/docker/1f/ours"
+    make_group(place, 0.5)
+    quota_us, period_us = (int((place / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period"))
+    assert quota_us / period_us == 0.5
+
+
+def test_a_group_of_version_2_lies_where_the_controller_is_handed_on(tmp_path: Path) -> None:
+    files = {f"sys/fs/cgroup/{group}cgroup.procs": "" for group in ("", "pod/", "pod/train/")}
+    files |= {"sys/fs/cgroup/pod/train/cgroup.subtree_control": "", "sys/fs/cgroup/pod/cgroup.subtree_control": "memory cpu"}
+    root = machine(tmp_path, V2 | files)
+    place = place_of_group("ours", root)
+    assert place == root / "sys/fs/cgroup/pod/ours"
+    place.mkdir()
+    (place / "cpu.max").write_text("max 100000")  # as the kernel makes it
+    make_group(place, 1.5)
+    quota_us, period_us = map(int, (place / "cpu.max").read_text().split())
+    assert quota_us / period_us == 1.5
+
+
+def test_a_process_that_enters_a_group_does_so_with_all_its_threads(tmp_path: Path) -> None:
+    enter_group(tmp_path)
+    assert (tmp_path / "cgroup.procs").read_text() == "0"  # the kernel's name for whoever writes it
+
+
+def test_where_no_group_can_be_made_the_error_says_what_to_do(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/pod/train/cgroup.procs": "1", "sys/fs/cgroup/pod/train/cgroup.subtree_control": ""}
+    with pytest.raises(ClusterError, match="leave `cpu` out of `emulate`"):
+        place_of_group("ours", machine(tmp_path, V2 | files))
+    with pytest.raises(ClusterError, match="cannot be limited to cpu 1"):
+        make_group(tmp_path / "of" / "nothing", 1)
+    with pytest.raises(ClusterError, match="cannot enter the control group"):
+        enter_group(tmp_path / "nowhere")

@@ -1,0 +1,74 @@
+"""A cluster file that only says `emulate` is a cluster like any other, so plans can be made for it and runs recorded."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.discover import discover
+from paceline.errors import ClusterError
+
+MACHINE = discover().hosts[0].model_copy(update={"cores": 4, "memory_bytes": 8 * 2**30, "affinity": ((0,), (1,), (2,), (3,))})
+
+
+@pytest.fixture(autouse=True)
+def _machine_of_4_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cluster.emulate.emulated.discover", lambda: Cluster(name="this machine", hosts=(MACHINE,)))
+
+
+def read(folder: Path, text: str) -> Cluster:
+    (folder / "cluster.yaml").write_text(text)
+    return Cluster.load(folder / "cluster.yaml")
+
+
+def test_hosts_have_the_cores_of_their_quota_and_their_links_the_rate(tmp_path: Path) -> None:
+    cluster = read(tmp_path, "emulate: {hosts: 3, rate: [100mbit, 100mbit, 1gbit], cpu: [2, 1, 0.5]}")
+    assert [host.name for host in cluster.hosts] == ["host-0", "host-1", "host-2"]
+    assert cluster.devices_per_host == (2, 1, 1)
+    assert [link.bandwidth_gbps for host in cluster.hosts for link in host.links] == [0.1, 0.1, 1.0]
+    assert cluster.hosts[0].memory_bytes == MACHINE.memory_bytes // 3
+    assert "3 hosts" in cluster.describe()
+    assert cluster.describe().endswith("emulated on this machine, links of 100mbit or 1gbit, cpu 2 or 1 or 0.5")
+
+
+def test_hosts_without_a_quota_share_the_machines_cores_so_that_each_gets_ranks() -> None:
+    assert Cluster(emulate=Emulate(hosts=2)).devices_per_host == (2, 2)
+    assert Cluster(emulate=Emulate(hosts=8)).devices_per_host == (1,) * 8
+
+
+def test_one_value_stands_for_all_hosts() -> None:
+    emulate = Emulate(hosts=2, rate="25mbit", cpu=0.5)
+    assert (emulate.rates_bps, emulate.cores) == ((25 * 10**6,) * 2, (0.5, 0.5))
+    assert (Emulate(hosts=2).rates_bps, Emulate(hosts=2).cores) == ((None, None), (None, None))
+
+
+def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(emulate=Emulate(hosts=2, rate=("25mbit", "1gbit"), cpu=4))
+    monkeypatch.setattr("paceline.cluster.emulate.emulated.discover", pytest.fail)
+    assert read(tmp_path, cluster.to_yaml()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: lab\nemulate:\n  host: 2", 'line 3: unknown key "host" in `emulate`. Did you mean "hosts"?'),
+        ("name: lab\nemulat: {hosts: 2}", 'line 2: unknown key "emulat" in the cluster. Did you mean "emulate"?'),
+        ("emulate:\n  rate: 1gbit", 'line 1: `emulate` needs "hosts"'),
+        ("emulate:\n  hosts: 0", 'line 2: "hosts" of `emulate`: Input should be greater than or equal to 1, not 0'),
+        ("emulate:\n  hosts: 2\n  rate: 100Mbps", "line 3: rate: '100Mbps' is no rate such as 25mbit or 1gbit"),
+        ("emulate:\n  hosts: 2\n  rate: [1gbit, 5]", "line 3: rate: '5' is no rate"),
+        ("\nemulate:\n  hosts: 2\n  cpu: [1, 1, 1]", "line 2: cpu lists 3 values, but there are 2 hosts: give one for each"),
+        ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: cpu: 0 is no number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: cpu: nan is no number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: cpu: True is no number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: 9", "line 1: cpu: host-0 is to have 9 cores, but this machine leaves only 4 to use"),
+        ("emulate: {hosts: 2, delay_ms: 0}", 'line 1: "delay_ms" of `emulate`: Input should be greater than 0, not 0'),
+        ("emulate: 4", 'line 1: "emulate" of the cluster'),
+        ("hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}", "emulate stands for 2 hosts, but 1 are listed"),
+        ("name: lab", "line 1: a cluster has at least one host: list `hosts`, or emulate some"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)

@@ -1,0 +1,288 @@
+"""Emulated hosts are a network of their own while they are up, and nothing at all afterwards, however their launcher ended."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.cluster import Emulate
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.cluster.emulate.namespace import NAMED, inside
+from paceline.cluster.emulate.record import Record
+from paceline.errors import ClusterError
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
+LAUNCHER = """
+import sys
+from paceline.cluster.cluster import Emulate
+from paceline.cluster.emulate.hosts import Emulation
+with Emulation(Emulate(hosts=2, cpu=0.5, delay_ms=1)) as emulation:
+    print(emulation.hosts[0].namespace.rpartition("-")[0], flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def connection(emulation: Emulation, source: int, target: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A TCP connection from one host to another: both ends, which wait for 10 s at most."""
+    at = emulation.hosts[target]
+    with inside(at.namespace, lambda: socket.create_server((at.address, 0))) as server:
+        start = inside(emulation.hosts[source].namespace, lambda: socket.create_connection(server.getsockname(), timeout=10))
+        end, _ = server.accept()
+        end.settimeout(10)
+        with start, end:
+            yield start, end
+
+
+def receive(end: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := end.recv(size - len(data))):
+        data += more
+    return data
+
+
+def run_inside(host: EmulatedHost, code: str) -> str:
+    """What a new process prints that enters the host first."""
+    script = f"from paceline.cluster.emulate.hosts import enter_host; enter_host()\n{code}"
+    return subprocess.run([sys.executable, "-c", script], env=os.environ | host.entry, check=True, capture_output=True, text=True).stdout
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float = 30) -> None:
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+# The network
+
+
+def test_what_one_host_sends_another_is_counted_on_their_links_and_on_no_other() -> None:
+    with Emulation(Emulate(hosts=3)) as emulation, connection(emulation, 0, 1) as (start, end):
+        payload = os.urandom(200_000)
+        start.sendall(payload)
+        assert receive(end, len(payload)) == payload
+        carried = emulation.carried()
+    assert list(carried) == ["host-0", "host-1", "host-2"]
+    assert 1 < carried["host-0"].sent_bytes / len(payload) < 1.1, "the headers of Ethernet, IP and TCP are 5 %"
+    assert carried["host-1"].received_bytes == carried["host-0"].sent_bytes
+    assert carried["host-0"].received_bytes == carried["host-1"].sent_bytes > 0, "acknowledgements"
+    assert carried["host-2"].sent_bytes == carried["host-2"].received_bytes == 0
+
+
+def test_every_link_has_its_rate_both_ways() -> None:
+    with Emulation(Emulate(hosts=3, rate=("25mbit", "1gbit", "100mbit"))) as emulation:
+        [record] = [r for r in Record.all() if r.launcher.pid == os.getpid()]
+        bridge, *hosts = record.namespaces
+        downwards = {q["dev"]: q["options"]["rate"] for q in queues(bridge) if q["kind"] == "tbf"}
+        upwards = [q["options"]["rate"] for host in hosts for q in queues(host) if q["kind"] == "tbf"]
+        assert emulation.hosts[2].namespace == hosts[2]
+    bytes_per_s = [25e6 / 8, 1e9 / 8, 100e6 / 8]
+    assert upwards == bytes_per_s
+    assert downwards == dict(zip(("host-0", "host-1", "host-2"), bytes_per_s, strict=True))
+
+
+def queues(namespace: str) -> Any:
+    """As `tc` describes them."""
+    return json.loads(subprocess.run(["tc", "-n", namespace, "-j", "qdisc", "show"], check=True, capture_output=True).stdout)
+
+
+@pytest.mark.parametrize("delay_ms", [None, 1])
+def test_a_link_that_is_cut_drops_silently_and_connections_go_on_once_it_is_mended(delay_ms: float | None) -> None:
+    with Emulation(Emulate(hosts=2, delay_ms=delay_ms)) as emulation, connection(emulation, 0, 1) as (start, end):
+        emulation.cut(1)
+        start.sendall(b"lost and sent again")
+        end.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            end.recv(1)
+        emulation.mend(1)
+        end.settimeout(10)
+        assert receive(end, 19) == b"lost and sent again"
+
+
+def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_in_order() -> None:
+    with Emulation(Emulate(hosts=3, rate="1gbit", delay_ms=30)) as emulation, connection(emulation, 2, 0) as (start, end):
+        started = time.monotonic()
+        start.sendall(b"?")
+        assert receive(end, 1) == b"?"
+        end.sendall(b"!")
+        assert receive(start, 1) == b"!"
+        assert time.monotonic() - started >= 0.06
+        payload = os.urandom(1_000_000)
+        sender = threading.Thread(target=start.sendall, args=(payload,))
+        sender.start()
+        assert receive(end, len(payload)) == payload
+        sender.join()
+        carried = emulation.carried()
+    assert 1 < carried["host-0"].received_bytes / len(payload) < 1.1
+    assert carried["host-1"].received_bytes == 0
+
+
+def test_where_packets_cannot_be_delayed_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "paceline.cluster.emulate.hosts.build", lambda bridge, *_, **__: subprocess.run(["ip", "netns", "add", bridge], check=True)
+    )
+    with (
+        pytest.raises(ClusterError, match=r"cannot be delayed: .*No such device.*Leave `delay_ms` out"),
+        Emulation(Emulate(hosts=2, delay_ms=1)),
+    ):
+        pass
+
+
+def test_nothing_of_it_is_in_the_machines_own_network() -> None:
+    before = socket.if_nameindex()
+    with Emulation(Emulate(hosts=2)):
+        assert socket.if_nameindex() == before
+
+
+def test_two_emulations_at_once_have_nothing_in_common() -> None:
+    with Emulation(Emulate(hosts=2, cpu=1)) as one, Emulation(Emulate(hosts=2, cpu=1)) as other:
+        assert {h.namespace for h in one.hosts}.isdisjoint(h.namespace for h in other.hosts)
+        assert {h.group for h in one.hosts}.isdisjoint(h.group for h in other.hosts)
+        with connection(one, 0, 1) as (start, end):
+            start.sendall(b"x")
+            assert receive(end, 1) == b"x"
+        assert other.carried()["host-1"].received_bytes == 0
+
+
+# The hosts
+
+
+def test_a_process_that_enters_a_host_has_its_network_and_its_cores_and_so_has_what_it_starts() -> None:
+    look = "import os; print(os.stat('/proc/self/ns/net').st_ino, open('/proc/self/cgroup').read())"
+    with Emulation(Emulate(hosts=2, cpu=(1, 0.5))) as emulation:
+        for host in emulation.hosts:
+            child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {look!r}], check=True)"
+            namespace, _, groups = run_inside(host, child).partition(" ")
+            assert int(namespace) == os.stat(NAMED / host.namespace).st_ino
+            assert host.group is not None
+            assert f"/{host.group.name}\n" in groups
+
+
+def test_a_host_that_is_gone_cannot_be_entered() -> None:
+    with Emulation(Emulate(hosts=1)) as emulation:
+        host = emulation.hosts[0]
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run_inside(host, "")
+    assert f"the network namespace {host.namespace} cannot be entered" in caught.value.stderr
+
+
+# The end
+
+
+def left_of(name: str) -> list[str]:
+    """What is there of an emulation."""
+    folders = [NAMED, Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"), Path("/run/paceline")]
+    return [entry for folder in folders if folder.exists() for entry in os.listdir(folder) if entry.startswith(name)]
+
+
+def test_nothing_is_left_after_the_end_and_whoever_is_still_inside_is_ended() -> None:
+    with Emulation(Emulate(hosts=2, cpu=1)) as emulation:
+        namespace = emulation.hosts[1].namespace
+        name = namespace.rpartition("-")[0]
+        assert len(left_of(name)) == 6, "2 hosts, a bridge, 2 groups, a record"
+        visitor = visit(namespace)
+    assert visitor.wait(10) == -signal.SIGTERM
+    assert left_of(name) == []
+
+
+def test_nothing_is_left_after_an_error() -> None:
+    def fail() -> None:
+        with Emulation(Emulate(hosts=2, cpu=1)) as emulation:
+            names.append(emulation.hosts[0].namespace.rpartition("-")[0])
+            raise ValueError("in between")
+
+    names: list[str] = []
+    with pytest.raises(ValueError, match="in between"):
+        fail()
+    assert left_of(names[0]) == []
+
+
+def visit(namespace: str) -> subprocess.Popen[bytes]:
+    """Somebody looks around in a host."""
+    visitor = subprocess.Popen(["ip", "netns", "exec", namespace, "sleep", "1000"])
+    wait_until(lambda: Path(f"/proc/{visitor.pid}/comm").read_text() == "sleep\n")
+    return visitor
+
+
+@contextmanager
+def launcher() -> Iterator[tuple[subprocess.Popen[str], Record]]:
+    """Another process that keeps emulated hosts."""
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            name = process.stdout.readline().strip()
+            [record] = [record for record in Record.all() if record.name == name]
+            yield process, record
+        finally:
+            process.kill()
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_once_its_keeper_has_seen_it() -> None:
+    with launcher() as (process, record):
+        process.kill()
+    wait_until(lambda: left_of(record.name) == [])
+    wait_until(lambda: not record.keeper.alive)
+
+
+def test_what_a_dead_launcher_and_its_dead_keeper_left_is_removed_at_the_next_start_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    with launcher() as (process, record):
+        visitor = visit(record.namespaces[1])
+        os.kill(record.keeper.pid, signal.SIGKILL)
+        process.kill()
+    wait_until(lambda: record.abandoned)
+    assert len(left_of(record.name)) == 6
+    with Emulation(Emulate(hosts=1)):
+        assert left_of(record.name) == []
+    assert f"removed the emulated hosts {record.name}-*, which process {process.pid} left behind" in capsys.readouterr().err
+    assert visitor.wait(10) == -signal.SIGTERM
+
+
+def test_hosts_whose_launcher_lives_are_left_alone_also_without_a_keeper() -> None:
+    with launcher() as (process, record):
+        os.kill(record.keeper.pid, signal.SIGKILL)
+        with Emulation(Emulate(hosts=1)):
+            assert len(left_of(record.name)) == 6
+        process.communicate("")
+        assert process.returncode == 0
+    assert left_of(record.name) == []
+
+
+# Where hosts cannot be emulated
+
+
+def test_without_root_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ClusterError, match=r"need root.*sudo.*leave `emulate` out"), Emulation(Emulate(hosts=2)):
+        pass
+
+
+def test_without_iproute2_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"ip and tc and bridge, of the package iproute2"), Emulation(Emulate(hosts=2)):
+        pass
+
+
+def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("ip", "tc", "bridge"):
+        (tmp_path / command).write_text("#!/bin/sh\necho 'Operation not permitted' >&2\nexit 1\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ClusterError, match=r"`ip netns add .*` failed: Operation not permitted.*--privileged"), Emulation(Emulate(hosts=2)):
+        pass
+
+
+def test_a_bad_line_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cluster.emulate.network.shape", lambda _: "no-such-queue")
+    with pytest.raises(ClusterError, match="at `qdisc add dev host-0 root no-such-queue`"), Emulation(Emulate(hosts=2)):
+        pass

@@ -1,0 +1,135 @@
+"""A model by its dimensions: planned by whoever has neither its code nor torch, and not to be trained by mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paceline
+from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.errors import JobError
+from paceline.job.job import Job
+from paceline.job.model import ModelSpec
+from paceline.job.read.dimensions import Dimensions
+from paceline.planner.legal_plans import legal_plans
+from paceline.plans.plan import Plan
+from paceline.trace.anatomy import anatomy
+from paceline.trace.transformer import transformer
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plan"
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "seq": 16, "vocab": 50}
+
+
+def job(**dimensions: Any) -> Job:
+    return Job(
+        model={"transformer": SMALL | dimensions},
+        data="synthetic",
+        loss="cross_entropy",
+        optimizer="adamw",
+        global_batch=64,
+        stop={"steps": 10},
+    )
+
+
+def cluster(hosts: int) -> Cluster:
+    gpus = tuple(Device(index=i, name="device", memory_bytes=80 << 30) for i in range(8))
+    return Cluster(name="gpus", hosts=tuple(Host(name=f"host {i}", cores=8, memory_bytes=1 << 40, gpus=gpus) for i in range(hosts)))
+
+
+@pytest.mark.parametrize(("example", "parameters"), [("llama_70b", 70_553_706_496), ("gpt_1t", 1_008_038_758_400)])
+def test_the_examples_are_the_models_that_they_say(example: str, parameters: int) -> None:
+    spec = Job.load(EXAMPLES / f"{example}.yaml").model
+    assert anatomy(spec).numel == parameters
+    assert spec.transformer is not None
+    assert transformer(spec.transformer).parameters == parameters
+
+
+def test_reading_and_checking_a_plan_for_dimensions_needs_no_torch() -> None:
+    program = """
+import sys
+from paceline.job.job import Job
+from paceline.trace.anatomy import anatomy
+from paceline.trace.build import trace
+job = Job.load(sys.argv[1])
+assert anatomy(job.model).heads == (64,) and trace(job).tokens == 8192
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    subprocess.run([sys.executable, "-c", program, str(EXAMPLES / "llama_70b.yaml")], check=True, timeout=60)
+
+
+def test_training_dimensions_says_what_to_name_instead() -> None:
+    with pytest.raises(JobError, match=r"can be planned, not trained.*hf: config.json.*zoo: gpt"):
+        job().model.build()
+    with pytest.raises(JobError, match="can be planned, not trained"):  # whoever begins with the data finds out as well
+        job().model.input_shape()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"heads": 5}, "hidden: 32 does not divide into 5 heads; 30 would"),
+        ({"kv_heads": 3}, "heads: 4 heads do not divide into 3 kv_heads"),
+        ({"experts": 2, "top_k": 3}, "top_k: 3 of 2 experts"),
+        ({"layers": 0}, "layers should be at least 1"),
+        ({"hiden": 3}, 'unknown key "hiden".*"hidden"'),
+    ],
+)
+def test_impossible_dimensions_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        job(**wrong)
+
+
+@pytest.mark.parametrize("also", [{"zoo": "gpt"}, {"weights": "."}, {"args": {"layers": 3}}])
+def test_dimensions_are_all_that_is_known_of_a_model(also: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"exactly one of zoo, factory, hf, transformer|neither weights nor args"):
+        ModelSpec(transformer=SMALL, **also)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.tuples(*[st.booleans()] * 3), st.integers(0, 4))
+def test_the_formula_has_the_parameters_of_the_trace(
+    layers: int, heads: int, head: int, vocab: int, switches: tuple[bool, ...], experts: int
+) -> None:
+    more: dict[str, Any] = dict(zip(("gated", "tied", "positions"), switches, strict=True)) | {"experts": experts}
+    d = Dimensions(layers=layers, hidden=heads * head, heads=heads, seq=7, vocab=vocab, **more)
+    found = anatomy(ModelSpec(transformer=d))
+    assert found.numel == transformer(d).parameters
+    assert found.total.experts == sum(block.experts for block in transformer(d))
+    assert len(found.blocks) == layers
+    assert set(found.blocks) < set(found.modules)
+
+
+def test_the_formula_is_that_of_the_zoos_gpt() -> None:
+    real = anatomy(ModelSpec(zoo="gpt", args={"layers": 2, "hidden": 32, "heads": 4, "context": 16, "vocab": 50}))
+    by_formula = anatomy(ModelSpec(transformer=SMALL))
+    assert (by_formula.total, by_formula.kinds_of_blocks) == (real.total, real.kinds_of_blocks)
+    assert (by_formula.heads, by_formula.vocabulary, by_formula.tied) == (real.heads, real.vocabulary, real.tied)
+    assert sorted(shape.sizes for shape in by_formula.parameters) == sorted(shape.sizes for shape in real.parameters)
+
+
+def test_plans_are_checked_against_dimensions() -> None:
+    many = job(heads=8, kv_heads=4, hidden=64, layers=4)
+    assert Plan.parse("tp=8").check(many, cluster(1))[0].startswith("plan tp=8 divides the model's heads of keys and values (4) by 8")
+    assert "stages" in Plan.parse("pp=8 microbatches=8").check(many, cluster(1))[0]
+    assert "divides sequences of 16 tokens among 3 ranks" in Plan.parse("cp=3").check(many, cluster(1))[0]
+    assert Plan.parse("tp=2 pp=2 cp=2 microbatches=2").check(many, cluster(1)) == []
+    assert "ep=2" in {str(plan) for plan in legal_plans(job(experts=4), cluster(1), 2)}
+
+
+def test_a_model_beyond_all_memory_is_refused_before_anything_starts() -> None:
+    huge = Job.load(EXAMPLES / "gpt_1t.yaml")
+    assert "on a GPU that has 80.0 GiB" in Plan.parse("tp=8").check(huge, cluster(1))[0]
+
+
+def test_training_dimensions_ends_before_anything_is_measured_or_written(tmp_path: Path) -> None:
+    large = Job.load(EXAMPLES / "llama_70b.yaml")
+    with pytest.raises(JobError, match="can be planned, not trained"):
+        paceline.train(large, run=tmp_path / "run")
+    with pytest.raises(JobError, match="can be planned, not trained"):
+        paceline.bench(large, out=tmp_path / "bench")
+    assert not any(tmp_path.iterdir())

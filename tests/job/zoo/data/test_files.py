@@ -1,0 +1,36 @@
+"""Finding files: what counts as data, and what a missing file or package is told as."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DataError
+from paceline.job.zoo.data.files import files_below, optional_package, reading
+
+
+def test_hidden_files_caches_and_installed_packages_are_no_data(tmp_path: Path) -> None:
+    for name in ("b.py", "a.PY", "sub/c.py", ".git/d.py", ".e.py", "__pycache__/f.py", "site-packages/g.py", "h.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [os.path.relpath(f, tmp_path) for f in files_below(tmp_path, (".py",))]
+    assert found == ["a.PY", "b.py", "sub/c.py"]
+    assert files_below(tmp_path, (".TXT",)) == [str(tmp_path / "h.txt")]
+
+
+def test_a_missing_file_is_named_absolutely_with_what_was_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(DataError, match=f"^{tmp_path}/gone.bin: No such file or directory. Expected: numbers$"),
+        reading(Path("."), "numbers"),
+    ):
+        Path("gone.bin").read_bytes()
+
+
+def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # Python's own way to have an import fail
+    with pytest.raises(DataError, match=r"needs pyarrow.*pip install 'paceline\[data\]'"):
+        optional_package("pyarrow.parquet", "pyarrow")

@@ -1,0 +1,95 @@
+"""`paceline check`: a plan that computes something else is told, and where it begins; one that only rounds is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paceline
+from families import family_job
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.parity.check import check_all
+from small_jobs import small_job
+
+ODD = '''
+import os
+import torch
+from torch import nn
+
+
+class Odd(nn.Module):
+    """Computes something else on every rank, from its second layer on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.second.register_forward_hook(lambda module, inputs, output: output * (1 + 0.01 * int(os.environ.get("RANK", 0))))
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+'''
+
+CHAOTIC = '''
+import torch
+from torch import nn
+
+
+class Chaotic(nn.Module):
+    """A logistic map doubles every difference ten times over, that of rounding, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.sigmoid(self.first(x))
+        for _ in range(10):
+            x = 3.99 * x * (1 - x)
+        return self.last(x)
+'''
+
+
+def own_job(folder: Path, code: str, name: str) -> Job:
+    (folder / "own.py").write_text(code)
+    data = {"kind": "synthetic", "samples": 64, "shape": [6], "classes": 3, "held_out": 0}
+    return small_job(model={"factory": f"{folder}/own.py:{name}"}, data=data)
+
+
+@pytest.mark.slow
+def test_a_plan_that_computes_the_same_holds(tmp_path: Path) -> None:
+    found = paceline.check(family_job("gpt", tmp_path), "fsdp=2", steps=2)
+    assert found.holds
+    assert len(found.steps) == 2
+    assert found.first_module is None
+    assert "blocks.3.mlp.2.weight" in found.parameters
+
+
+@pytest.mark.slow
+def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it_begins(tmp_path: Path) -> None:
+    found = paceline.check(own_job(tmp_path, ODD, "Odd"), "dp=2", steps=2)
+    assert not found.holds
+    assert found.first_module == "second"
+    assert found.steps[0].loss_difference > 1e-5
+    assert found.steps[0].gradient.name
+
+
+@pytest.mark.slow
+def test_rounding_that_a_job_magnifies_in_one_process_too_is_no_difference(tmp_path: Path) -> None:
+    found = paceline.check(own_job(tmp_path, CHAOTIC, "Chaotic"), "dp=2", steps=3)
+    assert found.tolerance[1] > 1e-4
+    assert found.holds
+
+
+def test_a_plan_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"attention heads \(4\)(?s:.*)Nearest plan that works:"):
+        paceline.check(family_job("gpt", tmp_path), "tp=3")
+
+
+@pytest.mark.slow
+def test_every_legal_plan_of_two_ranks_holds(tmp_path: Path) -> None:
+    seen: dict[str, object] = {}
+    assert check_all(family_job("gpt", tmp_path), 2, steps=2, say=lambda plan, found: seen.update({str(plan): found}))
+    assert {"dp=2", "fsdp=2", "tp=2", "cp=2"} <= seen.keys()
+    assert any("pp=2" in plan for plan in seen)

@@ -1,0 +1,50 @@
+"""What keeps replicas from agreeing as a plan says is told before a rank starts, with the value that would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.cluster.cluster import Cluster, Host
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+
+HOST = Cluster(name="this machine", hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
+
+
+def job(**changes: Any) -> Job:
+    common = {"model": "mlp", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 8, "stop": {"steps": 1}}
+    return Job(**(common | changes))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2 sync=allreduce:ring",
+        "dp=2 compress=topk:0.01+bf16",
+        "dp=2 compress=auto",
+        "dp=2 sync=local:4",
+        "dp=2 sync=diloco:8,fragments=2,overlap=1 compress=int4",
+        "dp=2 fsdp=2 sync=allreduce:hierarchical compress=powersgd:2",
+    ],
+)
+def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
+    assert Plan.parse(plan).check(job(), HOST) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "reason", "nearest"),
+    [
+        ("dp=2 sync=local:4 compress=int8", {}, "averages parameters, whose every bit counts: compress=none", "dp=2 sync=local:4"),
+        ("dp=2 sync=diloco:4 compress=auto", {}, "which sync=diloco:4 does not take: compress=int8", "dp=2 sync=diloco:4"),
+        ("dp=2 compress=int8 precision=fp64", {}, "in fp64, which is asked for where every digit counts: compress=none", None),
+        ("dp=2 sync=local:4", {"nonfinite": "rewind"}, "nonfinite: skip in the job, or sync=allreduce", "dp=2"),
+        ("dp=2 sync=diloco:4", {"batch_norm": "sync"}, "batch_norm: local, or sync=allreduce", "dp=2"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused_with_what_would(plan: str, changes: dict[str, Any], reason: str, nearest: str | None) -> None:
+    reasons = Plan.parse(plan).check(job(**changes), HOST)
+    assert any(reason in r for r in reasons), reasons
+    if nearest is not None:
+        assert reasons[-1] == f"Nearest plan that works: {nearest}."

@@ -1,0 +1,173 @@
+"""Steps on CPUs are predicted from what was measured: at the sizes that were measured, what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster.catalogue.hardware import LinkSpec
+from paceline.planner.calibrate import Anchor, Calibration, Collective, Pace
+from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.measured import even, measured_step
+from paceline.planner.cost.measured_links import here
+from paceline.trace.graph import Block, Gemm, Trace
+
+BLOCK = Block("layer", gemms=(Gemm(8, 64, 64, divided="n"),), matrices=4096, boundary=512, reductions=2)
+TRACE = Trace(
+    (
+        Block("embedding", "start", matrices=100, boundary=512),
+        *(replace(BLOCK, name=f"blocks.{i}") for i in range(4)),
+        Block("head", "head", gemms=(Gemm(8, 10, 64),), matrices=640, boundary=80),
+    )
+)
+SEGMENTS = ("", *(f"blocks.{i}" for i in range(4)), "/end")
+
+
+def pace(ranks: int, samples: int, *, remat: str = "none", precision: str = "fp32") -> Pace:
+    """A tenth of a millisecond for each sample and block forward, two backward; a third more of the forward where computed again."""
+    each = 1e-4 * samples
+    again = each if remat == "block" else 0.0
+    forward, backward = (each / 10, *[each] * 4, each / 2), (each / 10, *[2 * each + again] * 4, each)
+    return Pace(ranks, 3 - ranks, precision, remat, samples, forward, backward, 10**6 * samples // (2 if remat == "block" else 1))
+
+
+def anchor(axis: Any, samples: int, microbatches: int, compute_s: float, **changes: float) -> Anchor:
+    """An anchor whose parts other than computing are a millisecond each."""
+    ranks = 1 if axis == "none" else 2
+    parts = {"data_s": 1e-3, "bubble_s": 0.0, "comm_s": 1e-3, "optimizer_s": 1e-3, "peak_bytes": 4 * 10**8} | changes
+    return Anchor(axis, ranks, "fp32", samples, microbatches, compute_s=compute_s, **parts)  # type: ignore[arg-type]
+
+
+def whole(samples: int, ranks: int = 2) -> float:
+    return pace(ranks, samples).seconds
+
+
+def messages(transport: str, factor: float) -> list[Collective]:
+    sizes, times = (1024, 2**20), (factor * 1e-5, factor * 1e-3)
+    return [Collective(transport, name, 2, sizes, times, times) for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")]
+
+
+FOUND = Calibration(
+    key="k",
+    machine={},
+    created=0.0,
+    tempo_s=1.0,
+    cores=2,
+    ranks=2,
+    global_batch=32,
+    parameters=TRACE.parameters,
+    segments=SEGMENTS,
+    paces=(
+        *(pace(ranks, samples) for ranks in (1, 2) for samples in (4, 8, 16, 32)),
+        *(pace(ranks, samples, remat="block") for ranks in (1, 2) for samples in (8, 16)),
+    ),
+    anchors=(
+        anchor("none", 16, 1, whole(16, 1) + 1e-3, comm_s=0.0),
+        anchor("none", 4, 4, 4 * (whole(4, 1) + 1e-3), comm_s=0.0),
+        anchor("dp", 8, 1, whole(8) + 2e-3),
+        anchor("dp", 2, 4, 4 * (whole(2) + 2e-3)),
+        anchor("fsdp", 8, 1, whole(8) + 9e-3),
+        anchor("fsdp", 2, 4, 4 * (whole(2) + 9e-3)),
+        anchor("tp", 16, 1, 0.6 * whole(16) + 3e-3),
+        anchor("tp", 4, 4, 4 * (0.6 * whole(4) + 3e-3)),
+        anchor("pp", 8, 2, whole(8), bubble_s=0.6 * whole(8)),
+        anchor("pp", 4, 4, 2 * whole(4), bubble_s=0.6 * whole(4)),
+    ),
+    collectives=(*messages("shm", 1), *messages("gloo", 5), *messages("tcp", 2)),
+    optimizer_s={"plain": 8e-4, "fused": 3e-4},
+    baseline_bytes=3 * 10**8,
+)
+
+
+def layout(found: Calibration | None = FOUND, rate: float | None = None, **changes: Any) -> Layout:
+    """On the machine that was measured, or on two hosts with a link of so many bytes a second."""
+    machines = replace(here(FOUND), calibration=found)
+    if rate is not None:
+        machines = replace(machines, hosts=2, per_host=1, between=LinkSpec("network", rate, 1e-4))
+    return Layout(**{"trace": TRACE, "machines": machines, "samples": 16.0, **changes})
+
+
+def step_s(**changes: Any) -> float:
+    parts = measured_step(layout(**changes))
+    assert parts is not None
+    assert all(seconds >= 0 for seconds in parts.values())
+    return sum(parts.values())
+
+
+@pytest.mark.parametrize("measured", FOUND.anchors, ids=lambda a: f"{a.axis}-{a.microbatches}")
+def test_the_steps_that_were_measured_are_predicted_as_measured(measured: Anchor) -> None:
+    degrees = {} if measured.axis == "none" else {measured.axis: 2}
+    found = step_s(samples=float(measured.samples), microbatches=measured.microbatches, **degrees)
+    assert found == pytest.approx(measured.step_s, rel=0.12 if measured.axis == "pp" else 0.03)
+
+
+def test_two_ranks_have_half_of_the_samples_each() -> None:
+    assert step_s(dp=2, samples=16.0) < step_s(samples=32.0)
+
+
+def test_without_a_calibration_the_roofline_stands() -> None:
+    assert measured_step(layout(None)) is None
+    assert estimate(layout(None)).step_time_s > 0
+
+
+def test_what_was_not_measured_is_not_hoped_to_be_fast() -> None:
+    assert step_s(precision="bf16") == pytest.approx(step_s())
+    assert step_s(cp=2) > 0.6 * step_s()
+    without = replace(FOUND, anchors=tuple(a for a in FOUND.anchors if a.axis != "tp"))
+    assert step_s(found=without, tp=2) > 0.6 * step_s()
+    assert step_s(found=without, ep=2) > step_s(dp=2)
+
+
+def test_computing_again_takes_time_and_less_memory() -> None:
+    assert step_s(remat="block") - step_s() == pytest.approx(4 * 1e-4 * 16, rel=0.01)
+    assert estimate(layout(remat="block")).memory_bytes < estimate(layout()).memory_bytes
+
+
+def test_a_slower_transport_makes_the_step_longer() -> None:
+    for degrees in ({"dp": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4, "samples": 4.0}):
+        assert step_s(**degrees, transport="gloo") > step_s(**degrees)
+
+
+@given(st.floats(1e5, 1e9), st.floats(1.5, 10))
+def test_a_slower_link_never_makes_the_step_shorter(rate: float, times: float) -> None:
+    for degrees in ({"dp": 2}, {"fsdp": 2}, {"pp": 2, "microbatches": 4, "samples": 4.0}):
+        assert step_s(**degrees, rate=rate / times) >= step_s(**degrees, rate=rate) * (1 - 1e-9)
+
+
+def test_gradients_over_a_slow_link_take_as_long_as_the_link_does() -> None:
+    slow = step_s(dp=2, rate=1e5)
+    assert slow == pytest.approx(4 * TRACE.parameters / 1e5, rel=0.2)
+
+
+def test_a_fused_update_saves_what_was_measured() -> None:
+    assert step_s() - step_s(fused=True) == pytest.approx(5e-4)
+
+
+def test_the_breakdown_sums_to_the_step_and_the_memory_to_its_whole() -> None:
+    for degrees in ({}, {"dp": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4, "samples": 4.0}):
+        found = estimate(layout(**degrees))
+        assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
+        assert sum(found.memory.values()) == pytest.approx(found.memory_bytes, rel=1e-6)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=7), st.integers(1, 4))
+def test_stages_are_cut_where_the_slowest_is_as_fast_as_can_be(seconds: list[float], stages: int) -> None:
+    stages = min(stages, len(seconds))
+    cut = even(seconds, stages)
+    assert sum(cut) == len(seconds)
+    assert len(cut) == stages
+    assert all(cut)
+
+    def slowest(ends: tuple[int, ...]) -> float:
+        edges = (0, *ends, len(seconds))
+        return max(sum(seconds[a:b]) for a, b in pairwise(edges))
+
+    best = min(slowest(ends) for ends in combinations(range(1, len(seconds)), stages - 1))
+    own = tuple(sum(cut[: i + 1]) for i in range(stages - 1))
+    assert slowest(own) == pytest.approx(best)

@@ -1,0 +1,183 @@
+"""What a rank writes down: every step with its exact loss, the use of the machine, and events that TensorBoard reads."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+import paceline
+import paceline.training.record.recorder as record_module
+from paceline.cluster.doctor.energy import Counter, Energy
+from paceline.comm import Group
+from paceline.engine.engine import StepResult
+from paceline.engine.meter import PARTS, Timing
+from paceline.training.record.recorder import Recorder, Use
+from paceline.training.record.run import read_lines
+from small_jobs import FEATURES, Points, points, small_job, train_here
+
+
+def recorder(path: Path) -> Recorder:
+    (path / "steps").mkdir(parents=True)
+    model = nn.Linear(FEATURES, 3)
+    loader = DataLoader(Points(), batch_size=8)
+    return Recorder(path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9)
+
+
+def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:
+    return StepResult(step, loss, 8, 0.5, None, {}, timing)
+
+
+def timing(step: int) -> Timing:
+    return Timing(step, [0.125 * (part + 1) for part in range(len(PARTS))])
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return list(read_lines(path / "steps" / "rank-0.jsonl"))
+
+
+def test_a_step_is_one_line_with_what_it_did_and_where_its_time_went(tmp_path: Path) -> None:
+    record = recorder(tmp_path)
+    record.step(result(10, loss=0.25, timing=timing(10)), local_samples=4, lr=0.1)
+    record.close()
+    (line,) = written(tmp_path)
+    assert {k: line[k] for k in ("step", "epoch", "loss", "samples", "local_samples", "lr", "grad_norm")} == {
+        "step": 10,
+        "epoch": 1,
+        "loss": 0.25,
+        "samples": 8,
+        "local_samples": 4,
+        "lr": 0.1,
+        "grad_norm": 0.5,
+    }
+    assert [line[f"{part}_s"] for part in PARTS] == timing(10).parts_s
+    assert line["step_s"] == sum(timing(10).parts_s)
+
+
+def test_times_that_are_known_one_step_later_stand_in_their_own_step(tmp_path: Path) -> None:
+    """As on CUDA, where the times of a step are read while the next one runs."""
+    record = recorder(tmp_path)
+    record.step(result(1), 8, 0.1)
+    record.step(result(2, timing=timing(1)), 8, 0.1)
+    record.step(result(3, timing=timing(2)), 8, 0.1)
+    record.close()
+    assert [(line["step"], line["step_s"] > 0) for line in written(tmp_path)] == [(1, True), (2, True), (3, False)]
+
+
+@given(st.floats(width=64))
+def test_a_loss_reads_back_to_the_same_bits(loss: float) -> None:
+    text = record_module._json(loss)
+    if loss - loss == 0.0:
+        assert struct.pack("d", float(json.loads(text))) == struct.pack("d", loss)
+    else:
+        assert json.loads(text) is None, "JSON has no NaN"
+
+
+def test_the_use_of_the_machine_is_noted_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    record = recorder(tmp_path)
+    record.step(result(1, timing=timing(1)), 8, 0.1)
+    record.close()
+    use = written(tmp_path)[0]["use"]
+    network = {"network_sent_bytes", "network_received_bytes", "reduced_bytes", "wire_bytes", "saved_bytes"}
+    assert use.keys() - {"energy_joules"} == {"cpu_cores", "memory_bytes", "peak_memory_bytes", "pss_bytes"} | network
+    assert 10e6 < use["pss_bytes"] <= use["memory_bytes"] * 1.1
+    assert use["memory_bytes"] <= use["peak_memory_bytes"] * 1.1, "the kernel counts the two at different moments"
+    assert all(value >= 0 for value in use.values())
+
+
+def test_what_the_rule_sent_is_noted_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    record = recorder(tmp_path)
+    traffic = record.use._engine.replica.traffic
+    for step, (sent, plain, error, signal) in enumerate([(100, 100, 0.0, 0.0), (25, 100, 4.0, 100.0), (25, 100, float("nan"), 1.0)], 1):
+        traffic.sent_bytes, traffic.plain_bytes = traffic.sent_bytes + sent, traffic.plain_bytes + plain
+        traffic.error_square, traffic.signal_square = traffic.error_square + error, traffic.signal_square + signal
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+    record.close()
+    uses = [line["use"] for line in written(tmp_path)]
+    assert [(use["wire_bytes"], use["saved_bytes"]) for use in uses] == [(100, 0), (25, 75), (25, 75)]
+    assert [use.get("compression_error") for use in uses] == [None, 0.2, None], "JSON has no NaN"
+
+
+def test_a_run_of_any_length_has_a_reading_from_its_second_half(tmp_path: Path) -> None:
+    record = recorder(tmp_path)
+    started, step = record.use._started, 0
+    before_s, after_s = {}, {}
+    while time.monotonic() < started + 0.2:
+        step += 1
+        before_s[step] = time.monotonic() - started
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+        after_s[step] = time.monotonic() - started
+    record.close()
+    read_at = [line["step"] for line in written(tmp_path) if "use" in line]
+    assert read_at[0] == 1
+    assert all(2 * after_s[earlier] >= before_s[later - 1] for earlier, later in pairwise([*read_at, step + 1]))
+
+
+def test_what_costs_milliseconds_is_read_only_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    record = recorder(tmp_path)
+    for step in range(1, 6):
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+    record.close()
+    uses = [line["use"] for line in written(tmp_path)]
+    assert ["pss_bytes" in use for use in uses] == [True, False, False, False, False]
+    assert all("memory_bytes" in use for use in uses)
+
+
+def test_energy_is_what_was_used_since_the_last_reading_and_only_where_there_is_a_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    readings = iter([100_000_000, 107_500_000, 110_000_000])  # microjoules; the first when the counter is found
+    monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: next(readings), 10**12)]))
+    record = recorder(tmp_path)
+    for step in range(1, 5):
+        if step == 3:
+            monkeypatch.setattr(record.use, "_energy", [])
+        record.step(result(step, timing=timing(step)), 8, 0.1)
+    record.close()
+    assert [line["use"].get("energy_joules") for line in written(tmp_path)] == [7.5, 2.5, None, None]
+
+
+def test_only_one_rank_of_a_host_notes_the_hosts_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: 0, 10**12)]))
+    engine = recorder(tmp_path).engine
+    counting = []
+    for rank, hosts in [(0, (0, 0, 1, 1)), (1, (0, 0, 1, 1)), (2, (0, 0, 1, 1)), (3, (0, 0, 1, 1))]:
+        engine.group = Group(rank=rank, size=4, hosts=hosts)
+        counting.append(len(Use(engine)._energy))
+    assert counting == [1, 0, 1, 0]
+
+
+def test_tensorboard_reads_the_steps_and_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
+    run = train_here(tmp_path / "run", small_job(stop={"epochs": 2}, metrics=["accuracy"], data=points(held_out=0.25)))
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    losses = events.Scalars("train/loss")
+    assert [scalar.step for scalar in losses] == list(range(1, 15))
+    assert [scalar.value for scalar in losses] == pytest.approx(run.losses, rel=1e-6)
+    assert [(s.step, s.value) for s in events.Scalars("held_out/accuracy")][-1] == (14, pytest.approx(run.metrics["accuracy"]))
+    assert {"train/lr", "train/grad_norm", "speed/samples_per_s", "held_out/loss", *(f"step_s/{p}" for p in PARTS)} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_even_a_short_run_has_a_step_in_tensorboard(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", small_job(stop={"steps": 2}))
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("train/loss")[0].step == 1

@@ -1,0 +1,332 @@
+"""`--plan auto`: what is predicted and measured on real ranks, what is kept of it, and what becomes of a trial that fails or costs more."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commands import ended, losses, paceline, started, wait_for, write_job
+from paceline.cluster.cluster import Cluster, Emulate, Host
+from paceline.cluster.discover import discover
+from paceline.errors import LaunchError
+from paceline.job.job import Job
+from paceline.job.stop import StopSpec
+from paceline.planner.auto import auto_plan
+from paceline.planner.history import pairs
+from paceline.planner.knobs import Tried
+from paceline.planner.shortlist import Forecast
+from paceline.plans.plan import Plan
+from paceline.runner.train import choose_plan
+from paceline.training.record.run import Run
+from paceline.tuning import auto
+from paceline.tuning.auto import Choice, choose, remember_run
+from paceline.tuning.findings import Findings
+from paceline.tuning.forecast import predicted
+
+CLUSTER = discover()
+WITHOUT_BOUND = {"stop": {"loss_below": -1.0}}  # so compiling, which takes long, is not tried
+IMAGES = {"kind": "synthetic", "samples": 64, "shape": [3, 8, 8], "held_out": 0}
+
+# A network that is slow or broken by the layout of its input, so that what wins does not hang on the machine.
+NETWORK = """
+import os, signal, time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 10)
+
+    def forward(self, x):
+        channels_last = not x.is_contiguous()
+        {body}
+        return self.last(self.convolution(x).flatten(1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def network(folder: Path, body: str, **changes: Any) -> Job:
+    """A job whose model does `body` in its forward pass."""
+    (folder / "net.py").write_text(NETWORK.replace("{body}", body))
+    return Job.load(write_job(folder / "job.yaml", **({"model": "net.py:Net", "data": IMAGES, **WITHOUT_BOUND} | changes)))
+
+
+def verdicts(choice: Choice) -> dict[str, str]:
+    """What was said of each plan and knob."""
+    rows = [re.split(r" {2,}", line.strip()) for line in choice.lines if line.startswith("  ")]
+    return {row[0]: row[-1] for row in rows[1:]}
+
+
+def forecasts(monkeypatch: pytest.MonkeyPatch, *found: Forecast) -> None:
+    """Have these be predicted."""
+    monkeypatch.setattr(auto, "forecast", lambda *_: list(found))
+
+
+def steps_of_1_ms(plan: str, ms: float = 1.0) -> Forecast:
+    return Forecast(plan, ms / 1e3, ms / 1e3)
+
+
+def does_not_begin(*_: object, **__: object) -> None:
+    pytest.fail("nothing is to be started")
+
+
+def kept(folder: Path) -> list[Path]:
+    """The files of what was measured."""
+    return list((folder / "cache" / "paceline" / "knobs").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
+    slow = "time.sleep(0.0 if channels_last else 0.03)"
+    network(tmp_path, slow, stop={"loss_below": 1e9})
+    first = paceline("train", "job.yaml", folder=tmp_path)
+    assert first.code == 0, first.err
+    assert first.says("plan auto: measuring plans and knobs for this job", "ratio to best before", "the plan to begin with")
+    row = next(line for line in first.err.splitlines() if line.startswith("  memory_format=channels_last"))
+    assert row.endswith("kept")
+    assert re.search(
+        r"plan auto: .*memory_format=channels_last.*, whose step takes 0\.\d\d of that of dp=\d+; measured in [\d.]+ s", first.err
+    )
+    assert "memory_format=channels_last" in re.search(r"^plan (.*) · run", first.err, re.MULTILINE)[1]  # type: ignore[index]
+    [run] = (tmp_path / "runs").iterdir()
+    assert Run(run).plan.memory_format == "channels_last"
+    assert Run(run).plan.precision is None, "the job's precision is kept"
+
+    if kept(tmp_path):  # else the machine was busy with other tests, and the command said so
+        again = choose(Job.load(tmp_path / "job.yaml"), CLUSTER)
+        assert again.from_cache
+        assert again.seconds == 0
+        assert again.plan == Run(run).plan
+        assert f"as measured before ({kept(tmp_path)[0]}; delete it to measure again)" in again.lines[-1]
+        assert verdicts(again)["memory_format=channels_last"] == "kept"
+    else:
+        assert first.says("not kept, as other work took")
+
+
+@pytest.mark.slow
+def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "_MOST_OTHER_WORK", 2.0)  # other tests may be at work beside this one
+    forecasts(monkeypatch)
+    job = network(tmp_path, "pass", stop={"steps": 1000})
+    assert not choose(job, CLUSTER).from_cache
+    [file] = kept(tmp_path)
+    renamed = job.model_copy(update={"seed": 5, "deadline_s": 20.0})
+    assert choose(renamed, CLUSTER).from_cache
+    file.write_text("{ not what was written")
+    (tmp_path / "net.py").write_text(NETWORK.replace("{body}", "raise RuntimeError('it is measured again')"))
+    again = choose(job, CLUSTER)
+    default = auto_plan(job, CLUSTER)
+    assert again.lines[-1] == f"nothing could be measured (RuntimeError: it is measured again); going on with plan {default}"
+    assert again.plan == default
+    assert kept(tmp_path) == [file], "an edited model is another one, and a trial that fails leaves nothing"
+
+
+@pytest.mark.slow
+def test_a_knob_that_fails_is_told_and_the_others_are_tried_until_a_second_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error of one rank, while the others wait for it; then by a death."""
+    forecasts(monkeypatch)
+    job = network(
+        tmp_path,
+        "if channels_last and os.environ['RANK'] == '0': raise ValueError('only rows please')\n"
+        "        if os.environ['OMP_NUM_THREADS'] != str(torch.get_num_threads()): os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    choice = choose(job, CLUSTER)
+    found = verdicts(choice)
+    assert found["memory_format=channels_last"] == "failed: ValueError: only rows please"
+    assert found["fused=on"].startswith(("kept", "not kept"))
+    assert choice.plan.memory_format == "contiguous"
+    if choice.plan.dp > 1:  # fewer ranks have more threads each
+        assert "was killed by SIGKILL" in found[f"dp={choice.plan.dp // 2}"]
+        assert found["pin=on"] == "not tried: others failed"
+    assert "measured in" in choice.lines[-1]
+
+
+def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path) -> None:
+    job = Job.load(write_job(tmp_path / "job.yaml"))
+    choice = choose(job, CLUSTER)
+    default = auto_plan(job, CLUSTER)
+    why = "6 steps are over before measuring knobs would pay (from 400 steps)"
+    assert choice.lines == [f"plan auto: {default}; nothing is measured: {why}"]
+    assert choice.plan == default
+    assert choice.seconds == 0
+
+
+def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the data tells how many steps two epochs have."""
+    forecasts(monkeypatch)
+    choice = choose(network(tmp_path, "pass", stop={"epochs": 2}), CLUSTER)
+    assert verdicts(choice)["memory_format=channels_last"] == "not tried: the time for measuring was used"
+    assert verdicts(choice)["fused=on"] == "not tried: the time for measuring was used"
+    assert "nothing that was tried is faster" in choice.lines[-1]
+
+
+def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that is slow unless FSDP2 divides it, whatever was predicted. One plan cannot be built, and is passed over."""
+    monkeypatch.setattr(auto, "_MOST_OTHER_WORK", 2.0)
+    predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
+    forecasts(monkeypatch, *predictions)
+    monkeypatch.setattr(auto, "Findings", partial(Findings, knobs=False))
+    two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
+    job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
+    choice = choose(job, two)
+    found = verdicts(choice)
+    assert found["ep=2"].startswith("failed: ep=2: the model has no mixture of experts"), choice.lines
+    assert found["fsdp=2"] == "kept", choice.lines
+    assert found["dp=1"].startswith("not kept: slower"), choice.lines
+    assert choice.plan.fsdp == 2
+    row = next(line for line in choice.lines if line.startswith("  fsdp=2 "))
+    assert re.match(r"  fsdp=2 +22 ms +[\d.]+ ms \(.* to .*\) +\d\.\d\d \(.*\) of [\d.]+ ms +kept", row)
+    measured = {pair.plan: pair for pair in pairs(two)}
+    assert set(measured) == {"dp=2", "fsdp=2", "dp=1"}, "what failed is no measurement"
+    assert measured["dp=2"].predicted_s == 0.02
+    assert measured["dp=2"].measured_s > 0.04
+
+
+def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = network(tmp_path, "pass", stop={"steps": 1000})
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 2), steps_of_1_ms("dp=1", 0.5))
+    monkeypatch.setattr(auto, "measure", does_not_begin)
+    choice = choose(job, CLUSTER)
+    assert choice.plan == Plan(), "which is certain to be faster"
+    assert choice.lines == [
+        "plan auto: dp=1, predicted 0.5 ms a step (dp=2 2 ms); not measured: it runs for 2 s at most by prediction, "
+        "and measuring takes 7 s or more to save about 1 s"
+    ]
+    monkeypatch.setattr(auto, "forecast", does_not_begin)
+    assert choose(job, CLUSTER).plan == Plan()
+
+
+def test_a_job_that_is_started_often_enough_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = network(tmp_path, "pass", stop={"steps": 1000})
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 25), steps_of_1_ms("dp=1", 26))
+    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: replace(found, tried=[Tried("dp=2", "the plan to begin with")]))
+    choices = [choose(job, CLUSTER) for _ in range(3)]
+    assert [choice.lines[0].startswith("plan auto: measuring") for choice in choices] == [False, False, True]
+    assert choose(job, CLUSTER, runs=1).plan == choices[0].plan
+    (tmp_path / "cache").rename(tmp_path / "before")
+    assert choose(job, CLUSTER, runs=10).lines[0].startswith("plan auto: measuring"), "as a benchmark asks, which makes many runs"
+
+
+def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise LaunchError("rank 0 (host a, pid 3) raised: JobError: the model cannot be traced\n\nTraceback …")
+
+    monkeypatch.setattr(auto, "forecast", fails)
+    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: found)
+    default = auto_plan(job := network(tmp_path, "pass"), CLUSTER)
+    choice = choose(job, CLUSTER)
+    assert choice.lines[0] == f"the plans could not be predicted (JobError: the model cannot be traced); going on from plan {default}"
+    assert choice.plan == default
+
+
+@pytest.mark.slow
+def test_a_trial_on_emulated_hosts_takes_their_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: object) -> None:
+    two = Cluster(emulate=Emulate(hosts=2, rate="20mbit"))
+    forecasts(monkeypatch, steps_of_1_ms("dp=2"), steps_of_1_ms("dp=1"))
+    choice = choose(network(tmp_path, "pass"), two)
+    assert verdicts(choice)["dp=1"].startswith(("kept", "not kept")), choice.lines
+
+
+def test_the_default_and_one_rank_are_predicted_beside_the_best(tmp_path: Path) -> None:
+    job = Job.load(write_job(tmp_path / "job.yaml"))
+    default = auto_plan(job, CLUSTER)
+    found = {row.plan: row for row in predicted(job, CLUSTER, default, None)}
+    assert {str(default), "dp=1"} <= set(found)
+    assert all(row.raw_s > 0 and row.fits and not row.calibrated for row in found.values())
+
+
+@pytest.mark.parametrize(("steps", "kept_pairs"), [(40, 1), (10, 0)])
+def test_a_run_tells_what_its_prediction_was_worth(tmp_path: Path, steps: int, kept_pairs: int) -> None:
+    job = Job.load(write_job(tmp_path / "job.yaml"))
+    run: Any = SimpleNamespace(steps=lambda: [{}] * steps, throughput=job.global_batch / 0.002)
+    remember_run(Choice(Plan(), forecast=steps_of_1_ms("dp=1")), job, CLUSTER, run)
+    remember_run(Choice(Plan()), job, CLUSTER, run)
+    assert [(pair.plan, pair.predicted_s, pair.measured_s) for pair in pairs(CLUSTER)] == [("dp=1", 0.001, 0.002)] * kept_pairs
+
+
+@pytest.mark.slow
+def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forecasts(monkeypatch, steps_of_1_ms("dp=4", 20), steps_of_1_ms("fsdp=2", 21), steps_of_1_ms("tp=2", 22))
+    four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
+    choice = choose(network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.3)"), four)
+    found = verdicts(choice)
+    assert found["fsdp=2"] == "kept", choice.lines
+    assert found["tp=2"].startswith("not kept"), choice.lines
+    assert choice.plan == Plan(fsdp=2)
+
+
+@pytest.mark.slow
+def test_compiling_is_tried_where_the_run_is_long_enough_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forecasts(monkeypatch)
+    choice = choose(network(tmp_path, "pass", stop={"steps": 10_000_000}), CLUSTER)
+    assert verdicts(choice)["compile=on"].startswith(("kept", "not kept", "not tried: torch.compile needs")), choice.lines
+    assert verdicts(choice)["compile=reduce-overhead"] == "not tried: replays CUDA graphs, and this machine has no GPU"
+
+
+def test_a_resumed_run_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> None:
+    """So that it goes on bit for bit; unless that plan no longer fits."""
+    job = network(tmp_path, "pass")
+    before = Run.create(tmp_path / "run", job, CLUSTER, Plan(dp=1, fused=True, memory_format="channels_last"))
+    assert choose_plan(job, CLUSTER, "auto", before, pytest.fail) == before.plan
+    short = job.model_copy(update={"stop": StopSpec(steps=1)})
+    larger = Run.create(tmp_path / "larger", short, CLUSTER, Plan(dp=CLUSTER.devices + 1))
+    assert choose_plan(short, CLUSTER, "auto", larger).dp <= CLUSTER.devices
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow, id="while predicting"), pytest.param(2, id="while measuring")])
+def test_ctrl_c_ends_the_measuring_and_trains_nothing(tmp_path: Path, ranks: int) -> None:
+    body = f"if os.environ['WORLD_SIZE'] == '{1 if ranks == 1 else min(CLUSTER.devices, 8)}': "
+    network(tmp_path, body + "open('under_way', 'w').close(); time.sleep(0.2)")
+    with started("paceline", "train", "job.yaml", folder=tmp_path) as process:
+        wait_for((tmp_path / "under_way").exists, process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process)
+    assert outcome.code == 130, outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.says("SIGINT: the ranks end.")
+    assert "checkpoint" not in outcome.err
+    assert not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("paceline-*"))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_cores_train_the_same_and_are_told_what_it_costs(tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml")
+    ranks = 2 * CLUSTER.devices if CLUSTER.devices <= 8 else 16
+    outcome = paceline("train", "job.yaml", "--plan", f"dp={ranks}", "--run", "shared", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    if ranks > CLUSTER.devices:
+        assert outcome.says(f"note: plan dp={ranks}: {ranks} ranks share {CLUSTER.devices} cores, 0.50 of a core each")
+    assert paceline("train", "job.yaml", "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fewer_ranks_are_measured_beside_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks, as on a machine of four cores: the others wait, and nobody hangs."""
+    forecasts(monkeypatch)
+    real = sorted(os.sched_getaffinity(0))
+    four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34, affinity=tuple((real[i % len(real)],) for i in range(4))),))
+    choice = choose(network(tmp_path, "pass"), four)
+    found = verdicts(choice)
+    assert found["dp=2"].startswith(("kept", "not kept")), choice.lines
+    assert not any(verdict.startswith("failed") for verdict in found.values()), choice.lines
