@@ -10,6 +10,7 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.auto import auto_plan
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
 
@@ -52,4 +53,4 @@ def test_weights_that_no_device_is_left_for_are_refused() -> None:
 @given(st.integers(1, 64), st.integers(1, 32), st.booleans())
 def test_the_plan_always_runs(number: int, global_batch: int, with_gpus: bool) -> None:
     cluster, work = gpus(number) if with_gpus else cores(number), job(global_batch=global_batch)
-    assert auto_plan(work, cluster).check(work, cluster) == []
+    assert check_plan(auto_plan(work, cluster), work, cluster) == []

@@ -9,6 +9,7 @@ import pytest
 from found_plans import cluster, job
 from paceline.cluster.cluster import Cluster
 from paceline.errors import ClusterError, PlanError
+from paceline.planner.check.check_plan import check_plan
 from paceline.planner.choose import plan
 from paceline.planner.search.search import search
 
@@ -16,7 +17,7 @@ from paceline.planner.search.search import search
 def test_the_plan_is_the_best_that_the_search_finds_and_can_run() -> None:
     chosen = plan(job(), cluster())
     assert chosen == search(job(), cluster(), top=1).best[0].plan
-    assert chosen.check(job(), cluster()) == []
+    assert check_plan(chosen, job(), cluster()) == []
 
 
 def test_files_and_names_stand_for_jobs_and_clusters(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.rules import reasons_against
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.job.job import Job
+from paceline.planner.check.check_plan import check_plan
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts
@@ -82,7 +83,7 @@ def test_a_slow_host_gets_fewer_layers() -> None:
     cut, gain = cut_by_speed(candidate(named, cluster, plan), Legality(named, cluster, Plan()))
     assert len(cut) == 1
     assert gain > 0.05
-    assert Plan(pp=2, microbatches=16, cut=",".join(cut)).check(named, cluster) == []
+    assert check_plan(Plan(pp=2, microbatches=16, cut=",".join(cut)), named, cluster) == []
 
 
 def test_shares_follow_the_slowest_rank_of_a_reader() -> None:

@@ -29,6 +29,7 @@ from paceline.files import write_whole
 from paceline.job.job import Job
 from paceline.launch.signals import StopSignals
 from paceline.planner.auto import auto_plan
+from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
 from paceline.runner.train import train
 from paceline.training.record.run import WARM_UP_STEPS, read_lines
@@ -154,7 +155,7 @@ class Benchmark:
         every = [run for each in runs.values() for run in each]
         doubts = caveats(self.job, self.settings, runs, repeat=self.repeat, cores=host.cores)
         doubts += [f"{title} could not be measured: {error.splitlines()[0]}" for title, error in self.failures.items()]
-        doubts += dict.fromkeys(note for s in settings for note in s.plan.warnings(self.job, self.cluster))
+        doubts += dict.fromkeys(note for s in settings for note in warnings_about(s.plan, self.job, self.cluster))
         return Report(
             job=self.job.name,
             command=self.command,

@@ -14,6 +14,7 @@ from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.planner.check.case import DEGREES
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.runner.preflight import refuse_what_cannot_divide
 
@@ -115,7 +116,7 @@ _WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "sched
 def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int] | None) -> list[int]:
     if devices is None:
         every = cluster.devices
-        most = every if not on_devices(base, every, cluster).check(job, cluster) else base.ranks
+        most = every if not check_plan(on_devices(base, every, cluster), job, cluster) else base.ranks
         return sorted({1, most})
     if not devices:
         raise PlanError("no number of devices is given; the numbers of devices are separated by commas, e.g. 1,2")
@@ -137,7 +138,7 @@ def _of_plan(plan: Plan | str, job: Job, cluster: Cluster, steps: int | None) ->
 
 def _reasons_against(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[str]:
     for setting in settings:
-        yield from setting.plan.check(setting.job(job), cluster)
+        yield from check_plan(setting.plan, setting.job(job), cluster)
 
 
 def _key(devices: int) -> str:

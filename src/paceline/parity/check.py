@@ -17,6 +17,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.probe import Launch, launch_to_look
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan, Precision
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.tuning.auto import choose
@@ -213,7 +214,7 @@ class Checks:
             PlanError: the plan cannot run the job here; every reason.
             LaunchError: a rank failed.
         """
-        if reasons := plan.check(self.job, self.cluster):
+        if reasons := check_plan(plan, self.job, self.cluster):
             raise PlanError("\n".join(reasons))
         refuse_what_cannot_divide(self.job, plan, self.cluster, launch=self._launch)
         parts, precision = self._parts(plan), plan.precision_for(self.job)

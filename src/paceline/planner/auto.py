@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
 _MOST_CPU_RANKS = 8  # beyond these, more threads per rank: a step's communication grows with the ranks, and cores of one host share memory
@@ -21,7 +22,7 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
     most = cluster.devices if cluster.kind == "cuda" else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
     plan = Plan(dp=min(most, job.global_batch) if weights is None else len(weights))
-    reasons = plan.check(job, cluster)
+    reasons = check_plan(plan, job, cluster)
     if plan.ranks > cluster.devices and cluster.kind == "cpu":
         reasons.append(
             f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has {cluster.devices} devices. "

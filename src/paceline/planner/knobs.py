@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
 

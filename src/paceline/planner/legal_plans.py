@@ -10,7 +10,7 @@ from typing import Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.check.case import DEGREES, Case
-from paceline.planner.check.check import CHECKS, reasons_of
+from paceline.planner.check.rules import CHECKS, reasons_of
 from paceline.planner.check.split_check import MEANT_FOR, microbatches_fit
 from paceline.plans.plan import Plan
 

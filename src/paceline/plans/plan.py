@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Host
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.read.nearest import nearest
-from paceline.planner.check.check import reasons_against
-from paceline.planner.check.nearest import nearest_plan
-from paceline.planner.check.warnings import warnings_about
 from paceline.plans.sync_info import SyncSpec, problem_with
 
 T = TypeVar("T")
@@ -135,28 +132,6 @@ class Plan:
     def threads_for(self, host: Host, local_ranks: int) -> int:
         """How many threads each of `local_ranks` ranks on `host` computes with, at least 1."""
         return self.threads or max(1, host.physical_cores // local_ranks)
-
-    def check(self, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
-        """Every reason why the plan cannot run the job on the cluster, each with the value that would work; empty where it can.
-
-        After the reasons comes the nearest plan that works, where one was found. A plan that divides the model has it built, without
-        memory for its weights where its code allows that. Says nothing of what only the data and a forward pass show: activations, the last
-        batch of an epoch, a loss of the user's own.
-
-        Args:
-            world: the number of ranks that were started already, as by torchrun; None where the plan says how many to start.
-
-        Raises:
-            JobError: the model cannot be built.
-        """
-        reasons = reasons_against(self, job, cluster, world)
-        if reasons and (nearest := nearest_plan(self, job, cluster, world)):
-            reasons.append(f"Nearest plan that works: {nearest}.")
-        return reasons
-
-    def warnings(self, job: Job, cluster: Cluster) -> list[str]:
-        """What makes a plan that runs slower than it need be, or its losses other than expected; each with the value that does not."""
-        return warnings_about(self, job, cluster)
 
 
 def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:

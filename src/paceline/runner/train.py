@@ -23,6 +23,8 @@ from paceline.files import private_folder
 from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
+from paceline.planner.check.check_plan import check_plan
+from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan, cores_of
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
@@ -89,7 +91,7 @@ def train(
             lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))
         record = _record(job, cluster, choice.plan, lock.run, before)
         console.print(f"plan {choice.plan} · run {record.path}", highlight=False, markup=False)
-        notes = choice.plan.warnings(job, cluster)
+        notes = warnings_about(choice.plan, job, cluster)
         if resume and before is None:
             notes.append(
                 f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one"
@@ -155,10 +157,10 @@ def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None =
     """
     if plan == "auto":
         kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
-        fits = kept is not None and kept.ranks <= cluster.devices and not kept.check(job, cluster)
+        fits = kept is not None and kept.ranks <= cluster.devices and not check_plan(kept, job, cluster)
         return Choice(kept) if kept is not None and fits else choose(job, cluster, say)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    reasons = chosen.check(job, cluster)
+    reasons = check_plan(chosen, job, cluster)
     if reasons:
         raise PlanError("\n".join(reasons))
     return Choice(chosen)
@@ -215,7 +217,7 @@ def _agreed_run(
     if group.rank == 0:
         try:
             chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
-            if reasons := chosen.check(job, cluster, group.size):
+            if reasons := check_plan(chosen, job, cluster, group.size):
                 raise PlanError("\n".join(reasons))
             refuse_what_cannot_divide(job, chosen, cluster, group.size)
             before = _to_resume(job, run) if resume else None

@@ -34,6 +34,7 @@ from paceline.planner.calibrate import (
     machine_of,
     tempo_s,
 )
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
 Say = Callable[[str], object]
@@ -175,6 +176,6 @@ def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list
     plan = Plan(**{axis: ranks}, microbatches=2 if axis == "pp" else 1)  # type: ignore[arg-type]
     enough = job.model_copy(update={"global_batch": max(1, job.global_batch // (4 * ranks)) * 4 * ranks})
     try:
-        return plan.check(enough, cluster)
+        return check_plan(plan, enough, cluster)
     except PlanError as error:
         return [str(error)]

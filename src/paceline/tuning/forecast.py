@@ -13,6 +13,7 @@ from paceline.cluster.discover import discover
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.probe import launch_to_look
+from paceline.planner.check.check_plan import check_plan
 from paceline.planner.shortlist import Forecast, recorrected
 from paceline.plans.plan import Plan
 
@@ -65,7 +66,7 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
     found = search(job, cluster, top=_LOOKED_AT, calibration=calibration)
     predictions = {candidate.plan: candidate.prediction for candidate in found.best}
     for plan in (default, Plan()):
-        if plan not in predictions and not plan.check(job, cluster):
+        if plan not in predictions and not check_plan(plan, job, cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
     if anatomy(job.model).batch_norms:  # it would normalise over fewer samples
         predictions = {plan: prediction for plan, prediction in predictions.items() if plan.microbatches == 1}

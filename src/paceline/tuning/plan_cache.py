@@ -11,6 +11,7 @@ from pathlib import Path
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.planner.check.check_plan import check_plan
 from paceline.planner.history import cache_folder, digests, hardware_of, made_cache_folder
 from paceline.planner.knobs import longest_run_s
 from paceline.plans.plan import Plan
@@ -36,7 +37,7 @@ def read(file: Path, job: Job, cluster: Cluster) -> Findings | None:
         plan = Plan.parse(found.best)
     except (OSError, ValueError, TypeError, KeyError, PlanError):
         return None  # never measured, or by another version
-    return found if not plan.check(job, cluster) else None
+    return found if not check_plan(plan, job, cluster) else None
 
 
 def enough(found: Findings, job: Job) -> bool:

@@ -17,6 +17,7 @@ from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.model import ModelSpec
 from paceline.job.read.dimensions import Dimensions
+from paceline.planner.check.check_plan import check_plan
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan
 from paceline.trace.anatomy import anatomy
@@ -114,16 +115,16 @@ def test_the_formula_is_that_of_the_zoos_gpt() -> None:
 
 def test_plans_are_checked_against_dimensions() -> None:
     many = job(heads=8, kv_heads=4, hidden=64, layers=4)
-    assert Plan.parse("tp=8").check(many, cluster(1))[0].startswith("plan tp=8 divides the model's heads of keys and values (4) by 8")
-    assert "stages" in Plan.parse("pp=8 microbatches=8").check(many, cluster(1))[0]
-    assert "divides sequences of 16 tokens among 3 ranks" in Plan.parse("cp=3").check(many, cluster(1))[0]
-    assert Plan.parse("tp=2 pp=2 cp=2 microbatches=2").check(many, cluster(1)) == []
+    assert check_plan(Plan.parse("tp=8"), many, cluster(1))[0].startswith("plan tp=8 divides the model's heads of keys and values (4) by 8")
+    assert "stages" in check_plan(Plan.parse("pp=8 microbatches=8"), many, cluster(1))[0]
+    assert "divides sequences of 16 tokens among 3 ranks" in check_plan(Plan.parse("cp=3"), many, cluster(1))[0]
+    assert check_plan(Plan.parse("tp=2 pp=2 cp=2 microbatches=2"), many, cluster(1)) == []
     assert "ep=2" in {str(plan) for plan in legal_plans(job(experts=4), cluster(1), 2)}
 
 
 def test_a_model_beyond_all_memory_is_refused_before_anything_starts() -> None:
     huge = Job.load(EXAMPLES / "gpt_1t.yaml")
-    assert "on a GPU that has 80.0 GiB" in Plan.parse("tp=8").check(huge, cluster(1))[0]
+    assert "on a GPU that has 80.0 GiB" in check_plan(Plan.parse("tp=8"), huge, cluster(1))[0]
 
 
 def test_training_dimensions_ends_before_anything_is_measured_or_written(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.job.job import Job
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.nearest import nearest_plan
+from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
@@ -50,7 +51,7 @@ def job(**changes: Any) -> Job:
 )
 def test_the_plan_that_was_most_likely_meant_is_proposed(plan: str, changes: dict[str, Any], nearest: str) -> None:
     assert str(nearest_plan(Plan.parse(plan), job(**changes), SERVERS)) == nearest
-    assert Plan.parse(plan).check(job(**changes), SERVERS)[-1] == f"Nearest plan that works: {nearest}."
+    assert check_plan(Plan.parse(plan), job(**changes), SERVERS)[-1] == f"Nearest plan that works: {nearest}."
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_plan_that_works_is_its_own_nearest() -> None:
 def test_nothing_is_proposed_where_nothing_works() -> None:
     weights = {"partition": {"weights": [1] * 9}}
     assert nearest_plan(Plan(dp=9), job(**weights), SERVERS) is None
-    assert "Nearest" not in "".join(Plan(dp=9).check(job(**weights), SERVERS))
+    assert "Nearest" not in "".join(check_plan(Plan(dp=9), job(**weights), SERVERS))
 
 
 def test_a_model_too_large_for_one_rank_is_never_proposed_whole() -> None:

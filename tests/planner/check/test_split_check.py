@@ -12,7 +12,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.job.job import Job
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.check_plan import check_plan
+from paceline.planner.check.rules import reasons_against
 from paceline.planner.check.split_check import microbatches_fit
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan
@@ -50,7 +51,7 @@ def job(**changes: Any) -> Job:
     ],
 )
 def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
-    assert Plan.parse(plan).check(job(**changes), SERVERS) == []
+    assert check_plan(Plan.parse(plan), job(**changes), SERVERS) == []
 
 
 @pytest.mark.parametrize(
@@ -206,8 +207,8 @@ def test_a_plan_of_1024_ranks_for_70_billion_parameters_is_checked_here() -> Non
     gpus = tuple(Device(index=i, name="H100", memory_bytes=80 * 2**30, bf16=True) for i in range(8))
     cluster = Cluster(hosts=tuple(Host(name=f"h{n}", cores=64, memory_bytes=2**40, gpus=gpus) for n in range(128)))
     model = {"zoo": "gpt", "args": {"layers": 80, "hidden": 8192, "heads": 64, "vocab": 128256, "context": 4096}}
-    assert Plan.parse("dp=16 fsdp=8 tp=8").check(job(model=model, global_batch=1024), cluster) == []
-    said = Plan.parse("dp=16 fsdp=8 tp=7").check(job(model=model, global_batch=1024), cluster)
+    assert check_plan(Plan.parse("dp=16 fsdp=8 tp=8"), job(model=model, global_batch=1024), cluster) == []
+    said = check_plan(Plan.parse("dp=16 fsdp=8 tp=7"), job(model=model, global_batch=1024), cluster)
     assert said[-1] == "Nearest plan that works: dp=16 fsdp=8 tp=8."
 
 

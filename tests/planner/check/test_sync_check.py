@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
 HOST = Cluster(name="this machine", hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
@@ -30,7 +31,7 @@ def job(**changes: Any) -> Job:
     ],
 )
 def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
-    assert Plan.parse(plan).check(job(), HOST) == []
+    assert check_plan(Plan.parse(plan), job(), HOST) == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_with_what_would(plan: str, changes: dict[str, Any], reason: str, nearest: str | None) -> None:
-    reasons = Plan.parse(plan).check(job(**changes), HOST)
+    reasons = check_plan(Plan.parse(plan), job(**changes), HOST)
     assert any(reason in r for r in reasons), reasons
     if nearest is not None:
         assert reasons[-1] == f"Nearest plan that works: {nearest}."

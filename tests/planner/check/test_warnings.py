@@ -6,6 +6,8 @@ import pytest
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.job.job import Job
+from paceline.planner.check.check_plan import check_plan
+from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
 
 LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),))
@@ -28,15 +30,15 @@ def gpt(**changes: Any) -> Job:
     ["dp=1", "dp=2 microbatches=4 transport=shm", "memory_format=channels_last fused=on pin=on compile=on transport=gloo"],
 )
 def test_a_plan_without_need_for_warnings_has_none(plan: str) -> None:
-    assert Plan.parse(plan).warnings(job(), LAPTOP) == []
+    assert warnings_about(Plan.parse(plan), job(), LAPTOP) == []
 
 
 @pytest.mark.parametrize(
     "plan", ["fsdp=2", "dp=2 tp=4 sequence=on", "pp=4 microbatches=8", "cp=2", "fsdp=2 zero=2 microbatches=4", "fsdp=2 offload=on"]
 )
 def test_a_split_without_need_for_warnings_has_none(plan: str) -> None:
-    assert Plan.parse(plan).check(gpt(), SERVERS) == []
-    assert Plan.parse(plan).warnings(gpt(), SERVERS) == []
+    assert check_plan(Plan.parse(plan), gpt(), SERVERS) == []
+    assert warnings_about(Plan.parse(plan), gpt(), SERVERS) == []
 
 
 @pytest.mark.parametrize(
@@ -95,8 +97,8 @@ def test_a_split_without_need_for_warnings_has_none(plan: str) -> None:
 def test_a_plan_that_runs_slower_than_need_be_is_warned_of(
     plan: str, cluster: Cluster, changes: dict[str, Any], warnings: list[str]
 ) -> None:
-    assert Plan.parse(plan).check(job(**changes), cluster) == []
-    assert Plan.parse(plan).warnings(job(**changes), cluster) == warnings
+    assert check_plan(Plan.parse(plan), job(**changes), cluster) == []
+    assert warnings_about(Plan.parse(plan), job(**changes), cluster) == warnings
 
 
 @pytest.mark.parametrize(
@@ -142,31 +144,31 @@ def test_a_plan_that_runs_slower_than_need_be_is_warned_of(
     ],
 )
 def test_a_split_that_runs_slower_than_need_be_is_warned_of(plan: str, cluster: Cluster, warning: str) -> None:
-    assert Plan.parse(plan).check(gpt(), cluster) == []
-    assert Plan.parse(plan).warnings(gpt(), cluster) == [warning]
+    assert check_plan(Plan.parse(plan), gpt(), cluster) == []
+    assert warnings_about(Plan.parse(plan), gpt(), cluster) == [warning]
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole_and_says_so() -> None:
-    assert Plan.parse("tp=2").check(gpt(model="bert"), SERVERS) == []
-    (warning,) = Plan.parse("tp=2").warnings(gpt(model="bert"), SERVERS)
+    assert check_plan(Plan.parse("tp=2"), gpt(model="bert"), SERVERS) == []
+    (warning,) = warnings_about(Plan.parse("tp=2"), gpt(model="bert"), SERVERS)
     assert warning == "plan tp=2 leaves the vocabulary whole on each rank, for 257 is no multiple of 2; 258 in the model would be divided."
 
 
 def test_batch_norm_says_what_microbatches_do_to_its_statistics() -> None:
     images = job(model={"zoo": "resnet50", "args": {"image_size": 32}})
-    (warning,) = Plan.parse("dp=2 microbatches=2").warnings(images, LAPTOP)
+    (warning,) = warnings_about(Plan.parse("dp=2 microbatches=2"), images, LAPTOP)
     assert warning == (
         "plan dp=2 microbatches=2: resnet.embedder.embedder.normalization and 52 more normalise by the statistics of 2 samples of a "
         "microbatch, not of the whole share, and move the running ones 2 times a step: losses differ from those of microbatches=1."
     )
     synchronised = job(model={"zoo": "resnet50", "args": {"image_size": 32}}, batch_norm="sync")
-    (warning,) = Plan.parse("fsdp=2 zero=2 microbatches=4").warnings(synchronised, LAPTOP)
+    (warning,) = warnings_about(Plan.parse("fsdp=2 zero=2 microbatches=4"), synchronised, LAPTOP)
     assert "by the statistics of one microbatch of each of 2 readers, not" in warning
-    assert Plan.parse("pp=2 schedule=gpipe").warnings(images, SERVERS) == [
+    assert warnings_about(Plan.parse("pp=2 schedule=gpipe"), images, SERVERS) == [
         "plan pp=2 schedule=gpipe has fewer microbatches than pipeline ranks, so some always wait; microbatches=8 keeps them busy."
     ]
 
 
 def test_a_model_that_cannot_be_built_is_no_matter_of_warnings() -> None:
     """The ranks say so, with its traceback."""
-    assert Plan.parse("dp=2 microbatches=2").warnings(job(model="no_such_module:model"), LAPTOP) == []
+    assert warnings_about(Plan.parse("dp=2 microbatches=2"), job(model="no_such_module:model"), LAPTOP) == []

@@ -17,7 +17,7 @@ from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.partition import PartitionSpec
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.memory import usable_bytes
 from paceline.planner.machines import machines

@@ -16,6 +16,7 @@ from paceline.job.job import Job
 from paceline.job.loss import LossSpec
 from paceline.job.zoo.models.gpt import GPT
 from paceline.launch.probe import launch_to_look
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.runner.preflight import _kept as kept_as
 from paceline.runner.preflight import refuse_what_cannot_divide
@@ -78,7 +79,7 @@ def job(model: str) -> Job:
 
 
 def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_that_works() -> None:
-    assert Plan.parse("dp=2 cp=2").check(job("Recurrent"), discover()) == [], "else it is known without dividing the model"
+    assert check_plan(Plan.parse("dp=2 cp=2"), job("Recurrent"), discover()) == [], "else it is known without dividing the model"
     *reasons, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("dp=2 cp=2"), discover())
     assert "no attention" in reasons[0]
     assert nearest == "Nearest plan that works: dp=2."

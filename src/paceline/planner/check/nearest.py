@@ -12,7 +12,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.job.read.nearest import closest
 from paceline.planner.check.case import DEGREES, READERS, Case, Check
-from paceline.planner.check.check import CHECKS
+from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 
 if TYPE_CHECKING:

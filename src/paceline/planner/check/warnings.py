@@ -19,7 +19,7 @@ _ZOO_WITHOUT_BATCH_NORM = ("mlp", "cifar_cnn", "bert", "gpt", "moe")
 
 
 def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
-    """See `Plan.warnings`."""
+    """What makes a plan that runs slower than it need be, or its losses other than expected; each with the value that does not."""
     case = Case(plan, job, cluster)
     found = [
         *_more_ranks_than_cores(case),

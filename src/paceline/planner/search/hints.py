@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.predict import Layouts

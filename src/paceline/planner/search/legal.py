@@ -9,7 +9,7 @@ from typing import Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.check.case import Case, Check
-from paceline.planner.check.check import CHECKS
+from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 from paceline.plans.plan import Plan
 

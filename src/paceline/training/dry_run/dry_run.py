@@ -33,6 +33,7 @@ from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.planner.check.case import STAGES_PER_RANK
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import Recorded, record
@@ -107,7 +108,7 @@ def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehear
     """
     started = time.monotonic()
     say("holding the plan against the job")
-    if reasons := plan.check(job, _cluster_for(plan)):
+    if reasons := check_plan(plan, job, _cluster_for(plan)):
         raise PlanError("\n".join(reasons))
     found = Rehearsal(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.planner.check.check import reasons_against
+from paceline.planner.check.check_plan import check_plan
+from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
 
 LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),))
@@ -33,7 +34,7 @@ def job(**changes: Any) -> Job:
     ],
 )
 def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
-    assert Plan.parse(plan).check(job(), LAPTOP) == []
+    assert check_plan(Plan.parse(plan), job(), LAPTOP) == []
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,14 @@ def test_no_two_ranks_share_a_gpu(plan: str, changes: dict[str, Any], reason: st
 
 def test_memory_is_shared_within_a_host_only() -> None:
     two = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**34) for name in "ab"))
-    assert Plan.parse("dp=2 transport=shm").check(job(), two) == []
+    assert check_plan(Plan.parse("dp=2 transport=shm"), job(), two) == []
     reason = "plan dp=3 transport=shm needs memory that all ranks share, but they are on 2 hosts: transport=auto."
-    assert Plan.parse("dp=3 transport=shm").check(job(), two) == [reason, "Nearest plan that works: dp=3."]
+    assert check_plan(Plan.parse("dp=3 transport=shm"), job(), two) == [reason, "Nearest plan that works: dp=3."]
 
 
 def test_every_reason_is_named_at_once_and_then_one_plan_that_heeds_them_all() -> None:
     plan = Plan.parse("dp=9 microbatches=2 fused=on memory_format=channels_last transport=gloo")
-    reasons = plan.check(job(model="bert", loss="contrastive", optimizer="lars"), SERVERS)
+    reasons = check_plan(plan, job(model="bert", loss="contrastive", optimizer="lars"), SERVERS)
     assert len(reasons) == 7
     assert reasons[-1] == "Nearest plan that works: dp=8."
     assert [line for line in reasons if "Nearest plan" in line] == reasons[-1:]
@@ -172,12 +173,12 @@ def test_a_batch_is_dealt_to_the_ranks_that_read_apart(plan: str, changes: dict[
 
 
 def test_ranks_that_read_the_same_samples_need_no_share_of_their_own() -> None:
-    assert Plan.parse("tp=4 pp=2 microbatches=2").check(job(model="gpt", global_batch=2), SERVERS) == []
+    assert check_plan(Plan.parse("tp=4 pp=2 microbatches=2"), job(model="gpt", global_batch=2), SERVERS) == []
 
 
 @pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "my_models:net"])
 def test_a_model_of_the_users_own_may_take_images(factory: str) -> None:
-    assert Plan(memory_format="channels_last").check(job(model=factory), LAPTOP) == []
+    assert check_plan(Plan(memory_format="channels_last"), job(model=factory), LAPTOP) == []
 
 
 @settings(deadline=None)
@@ -195,13 +196,13 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
     gpus = tuple(Device(index=i, name="T4", memory_bytes=2**34) for i in range(cores))
     cluster = Cluster(hosts=(Host(name="a", cores=cores, memory_bytes=1, gpus=gpus),))
     plan = Plan(dp=dp, microbatches=microbatches)
-    reasons = plan.check(work, cluster)
+    reasons = check_plan(plan, work, cluster)
     if not reasons:
         dealt = Partition(work.partition, samples=global_batch, global_batch=global_batch, seed=0, replica=0, replicas=dp)
         assert min(dealt.shares(0)) >= microbatches
     elif reasons[-1].startswith("Nearest plan that works: "):
         proposal = reasons[-1].removeprefix("Nearest plan that works: ").removesuffix(".")
-        assert Plan.parse(proposal).check(work, cluster) == []
+        assert check_plan(Plan.parse(proposal), work, cluster) == []
     else:
         assert weights
 

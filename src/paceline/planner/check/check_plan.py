@@ -1,0 +1,28 @@
+"""Whether a plan can run a job on a cluster: every reason against it, and the nearest plan that can."""
+
+from __future__ import annotations
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planner.check.nearest import nearest_plan
+from paceline.planner.check.rules import reasons_against
+from paceline.plans.plan import Plan
+
+
+def check_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
+    """Every reason why a plan cannot run a job on a cluster, each with the value that would work; empty where it can.
+
+    After the reasons comes the nearest plan that works, where one was found. A plan that divides the model has it built, without
+    memory for its weights where its code allows that. Says nothing of what only the data and a forward pass show: activations, the
+    last batch of an epoch, a loss of the user's own.
+
+    Args:
+        world: the number of ranks that were started already, as by torchrun; None where the plan says how many to start.
+
+    Raises:
+        JobError: the model cannot be built.
+    """
+    reasons = reasons_against(plan, job, cluster, world)
+    if reasons and (nearest := nearest_plan(plan, job, cluster, world)):
+        reasons.append(f"Nearest plan that works: {nearest}.")
+    return reasons
