@@ -8,7 +8,7 @@ all-reduces of 16 MiB, in tensors that each form recommends (`empty`), the media
 - `share_of_link_limit`: the time that 2 (h - 1) / h x 16 MiB take at the link's rate, without any headers / hierarchical's time.
 - `flat_link_bytes`, `hierarchical_link_bytes`: bytes that crossed each host's link each way, headers included / 2 (h - 1) / h x 16 MiB.
 - `median_error_of_formulas`: over all algorithms and 2 to 8 ranks, the median of measured / predicted time or its inverse, whichever is
-  larger, where the prediction is that of `cluster/doctor/link_speed.py` from latencies and bandwidths that the ranks measured when they met.
+  larger; predictions are those of `cluster/doctor/link_speed.py`, from latencies and bandwidths that ranks measured when they met.
 
 A block's time is that of its slowest rank. Before any time is taken, every result is held to the exact one, and all ranks to the same bits.
 """

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm import Group
 from paceline.job.batch import Batch
 from paceline.split.parts import Part, whole_parts
+from paceline.split.tensor import unpaired
 from paceline.split.tensor.division import TensorReport, shard_tensors
-from paceline.split.tensor.division import unpaired as tensor_lone
 
 Made = tuple[nn.Module, Batch]
 
@@ -61,7 +61,7 @@ def gradients_agree(
     make: Callable[[], Made], loss: Callable[[nn.Module, Batch], Tensor] = loss_of, *, sequence: bool = False, large: int = 1 << 40
 ) -> TensorReport:
     """Hold the loss, gradients and buffers of the divided model, over two steps, against the whole one's; what was divided."""
-    tensor_lone.LARGE = large
+    unpaired.LARGE = large
     group = own_group()
     full, batch = seeded(make)
     own, _ = seeded(make)

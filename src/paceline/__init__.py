@@ -6,8 +6,6 @@ The public API is what this module names, nothing else. Each name is imported wh
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.job.job import Job
     from paceline.parity.check import check
+    from paceline.planner.check.check_plan import check_plan
     from paceline.planner.choose import plan
     from paceline.planner.predict import predict
     from paceline.plans.plan import Plan
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.training.own_loop.setup import setup
     from paceline.training.record.run import Run
 
-__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "plan", "predict", "setup", "train"]
+__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "check_plan", "plan", "predict", "setup", "train"]
 
 _HOMES = {
     "Cluster": "paceline.cluster.cluster",
@@ -33,6 +32,7 @@ _HOMES = {
     "Run": "paceline.training.record.run",
     "bench": "paceline.benchmark.protocol",
     "check": "paceline.parity.check",
+    "check_plan": "paceline.planner.check.check_plan",
     "plan": "paceline.planner.choose",
     "predict": "paceline.planner.predict",
     "setup": "paceline.training.own_loop.setup",
@@ -48,23 +48,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Folder(ModuleType):
-    """A folder of this package that has the name of a verb, such as `train`: to call it is to call the verb."""
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        verb = self.__name__.rpartition(".")[2]
-        return getattr(importlib.import_module(_HOMES[verb]), verb)(*args, **keywords)
-
-
-class _Package(ModuleType):
-    """This package: once `paceline.training.loop`, say, is imported, the import system binds the folder `train` here, over the verb."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOMES and isinstance(value, ModuleType):
-            value.__class__ = _Folder
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -212,11 +212,14 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.planner.auto import auto_plan
 from paceline.planner import knobs
+from paceline.planner.check.check_plan import check_plan
+from paceline.planner.check.warnings import warnings_about
 cluster = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34),))
 job = Job(model="gpt", data="digits", loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1})
 auto_plan(job, cluster)
-found = Plan.parse("dp=2 microbatches=4 threads=4").check(job, cluster), Plan.parse("dp=2 microbatches=4").warnings(job, cluster)
-refused = Plan.parse("dp=16 fused=on schedule=gpipe cut=blocks.1").check(job, cluster)
+found = check_plan(Plan.parse("dp=2 microbatches=4 threads=4"), job, cluster), warnings_about(
+    Plan.parse("dp=2 microbatches=4"), job, cluster)
+refused = check_plan(Plan.parse("dp=16 fused=on schedule=gpipe cut=blocks.1"), job, cluster)
 assert found == ([], []) and refused[-1] == "Nearest plan that works: dp=8 fused=on.", (found, refused)
 print("torch" in sys.modules)
 """

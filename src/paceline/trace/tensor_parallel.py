@@ -1,7 +1,7 @@
 """Which products of a part of a model tensor parallelism divides, told by what flows into what (Shoeybi et al., 2019, arXiv:1909.08053).
 
 A pair begins with matrices divided by columns, whose results nothing but element-wise work and attention touches, head by head, and ends in
-one divided by rows. What cannot be told stays whole. `split/tensor/division.py` proves the same on the model itself before it divides anything.
+one divided by rows. What cannot be told stays whole. `split/tensor/division.py` proves the same on the model itself before it divides.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, accelerator
 from paceline.errors import ClusterError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "hardware.md"
 HEAD = (
     "| name | fp64 | fp32 | tf32 | bf16 | fp16 | fp8 | memory, GiB | its GB/s | in a host, GB/s | between hosts, Gbit/s | sources |\n"

@@ -23,7 +23,7 @@ from paceline.plans.plan import Plan
 from paceline.trace.anatomy import anatomy
 from paceline.trace.transformer import transformer
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "plan"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "seq": 16, "vocab": 50}
 
 

@@ -28,7 +28,7 @@ from paceline.planner.search.search import search
 from paceline.planner.search.space import REMATS, SCHEDULES, Space
 from paceline.plans.plan import Plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCHEDULE_OR_NONE = {True: SCHEDULES, False: ("1f1b",)}
 
 

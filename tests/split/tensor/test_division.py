@@ -15,8 +15,8 @@ from paceline.errors import PlanError
 from paceline.job.zoo.models.gpt import GPT
 from paceline.job.zoo.models.vision import mlp
 from paceline.split.parts import whole_parts
+from paceline.split.tensor import unpaired
 from paceline.split.tensor.division import shard_tensors
-from paceline.split.tensor.division import unpaired as tensor_lone
 from paceline.split.tensor.proof import prove
 from ranks import Ranks
 from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded
@@ -196,7 +196,7 @@ def odd() -> Made:
 
 def trained(make: Callable[[], Made], large: int, sequence: bool) -> dict[str, str]:
     """Train the whole model and its divided copy side by side; what was done to the layers."""
-    tensor_lone.LARGE = large
+    unpaired.LARGE = large
     group = own_group()
     full, batch = seeded(make)
     own, _ = seeded(make)
