@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from paceline.training.own_loop.setup import setup
     from paceline.training.record.run import Run
 
+    __version__: str
+
 __all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "check_plan", "plan", "predict", "setup", "train"]
 
 _HOMES = {
@@ -41,6 +43,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("paceline")
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer.main
 
+import paceline as package
 from commands import paceline
+from paceline.cli import app
+from paceline.plans.plan import Plan
+
+ROOT = Path(__file__).parent.parent.parent
 
 HEAVY = {"torch", "numpy", "pydantic", "yaml", "psutil", "transformers"}
 
@@ -74,3 +83,38 @@ def test_what_it_does_not_know_is_an_error_of_the_command_line(arguments: list[s
     shown = paceline(*arguments, folder=tmp_path, COLUMNS="200")
     assert shown.code == 2
     assert shown.says(*texts, "--help")
+
+
+def test_the_version_is_the_one_that_pyproject_names(tmp_path: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert package.__version__ == version
+    assert paceline("--version", folder=tmp_path).out == f"paceline {version}\n"
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+COMMANDS = ("train", "bench", "check", "doctor", "export", "links", "plan", "report")
+
+
+def test_every_command_is_tested_for_its_example() -> None:
+    assert set(COMMANDS) == set(vars(typer.main.get_command(app))["commands"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_an_example_that_the_command_takes(name: str, tmp_path: Path) -> None:
+    shown = paceline(name, "--help", folder=tmp_path, COLUMNS="200").out
+    example = shown.partition("Example: ")[2].strip()
+    program, command, *arguments = shlex.split(example)
+    assert (program, command) == ("paceline", name)
+    values = vars(typer.main.get_command(app))["commands"][name].make_context(name, arguments).params
+    if values.get("plan"):
+        Plan.parse(values["plan"])
+    assert [path for path in re.findall(r"examples/[\w/.]+", example) if not (ROOT / path).is_file()] == []
+
+
+def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    def completed(words: str, position: int) -> list[str]:
+        variables = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+        return paceline(folder=tmp_path, **variables).out.split()
+
+    assert completed("paceline tr", 1) == ["train"]
+    assert completed("paceline train job.yaml --res", 3) == ["--resume", "--restarts"]

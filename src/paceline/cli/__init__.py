@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+import paceline
 from paceline.cli import bench, check, doctor, export, links, plan, report, train
 from paceline.errors import PacelineError
 from paceline.printable import printable
 
-app = typer.Typer(name="paceline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("train")(train.command)
-app.command("bench")(bench.command)
-app.command("check")(check.command)
-app.command("doctor")(doctor.command)
-app.command("export")(export.command)
-app.command("links")(links.command)
-app.command("plan")(plan.command)
-app.command("report")(report.command)
+app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
+for _module in (train, bench, check, doctor, export, links, plan, report):
+    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE)(_module.command)
 
 
-@app.callback()
-def _about() -> None:
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {paceline.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: paceline train examples/digits.yaml")
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit.")
+    ] = False,
+) -> None:
     """Train any PyTorch model on the machines you have, and know how fast it went and why."""
 
 

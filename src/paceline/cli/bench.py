@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = "Example: paceline bench examples/digits.yaml --devices 1,2 --repeat 3"
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
     from paceline.parity.check import Parity, Worst
 
+EXAMPLE = 'Example: paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"'
 _NAMED = 10  # parameters, where parity fails
 CANNOT_TELL = 3  # the exit code
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.cluster.doctor.checks import Finding
     from paceline.comm.measure import speed
 
+EXAMPLE = "Example: paceline doctor --json"
 _WIDTH = 100
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _RANKS = (2, 8)  # on cores: at least, at most

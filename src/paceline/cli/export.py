@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = "Example: paceline export runs/mine model.safetensors"
+
 
 class Layout(StrEnum):
     """What `paceline export` writes."""

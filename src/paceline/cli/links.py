@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.runner.links import Found, Wanted
 
+EXAMPLE = "Example: paceline links --transports shm,tcp --sizes 1KiB,1MiB"
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.planner.explain.explain import Explanation
     from paceline.planner.explain.scaling import Scaled
 
+EXAMPLE = 'Example: paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
 _ON_PAGE = 30  # plans in the pictures of a page
 
 

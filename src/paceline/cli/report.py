@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = "Example: paceline report runs/mine"
+
 
 def command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run, or of a benchmark.")],

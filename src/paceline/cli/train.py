@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from paceline.training.record.run import Run
 
+EXAMPLE = 'Example: paceline train examples/digits.yaml --plan "dp=2"'
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
