@@ -265,8 +265,10 @@ def _shortened(stack: str) -> str:
 
 
 def _traceback_of_users_code(error: PacelineError) -> str:
-    """The traceback of the error in the user's code that `error` tells of, from the first frame that is neither paceline's nor Python's
-    importer; nothing where the message alone says it."""
+    """Traceback of the user's error behind `error`; "" where the message alone says it.
+
+    It begins at the first frame that is neither paceline's nor Python's importer.
+    """
     cause = error.__cause__
     if not error.from_users_code or cause is None:
         return ""

@@ -137,8 +137,10 @@ class TcpCollectives:
     # Parts of them
 
     def _ring(self, call: Call, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None) -> Steps:
-        """Some of the 2 (n - 1) steps of a ring all-reduce: in the first half rank r comes to have the sum of all ranks' share r, in the
-        second it comes by the shares of all. In step t a rank receives share r - t - 2 from its left; what it received, it passes on.
+        """Some of the 2 (n - 1) steps of a ring all-reduce.
+
+        After the first half rank r has the sum of all ranks' share r, after the second the sums of all shares. In step t a rank receives
+        share r - t - 2 from its left; what it received, it passes on.
         """
         n, last_sum = self.size, self.size - 2
         piece = self._piece(max(shares, key=len))

@@ -77,8 +77,9 @@ class Machines:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan, a model and machines, as numbers. The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp
-    (a run's mesh), unless `order` says otherwise.
+    """A plan, a model and machines, as numbers.
+
+    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless `order` says otherwise.
 
     Attributes:
         samples: of one microbatch of one reader (dp × fsdp × ep of them).

@@ -114,8 +114,9 @@ def _again(found: Calibration, remat: str) -> float:
 
 
 def _by_block(trace: Trace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
-    """The time of each block of the trace: segments are known by the name of the module with which they begin, and a block that has no
-    name of a segment is a part of the one that is under way, by its FLOPs.
+    """The measured time of each block of the trace.
+
+    A segment has the name of the module with which it begins; a block without a segment's name gets a part of the current one by its FLOPs.
     """
     places = {name: i for i, name in enumerate(segments)}
     last = len(segments) - 1

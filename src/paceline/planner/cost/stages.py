@@ -47,8 +47,9 @@ class StageCost(NamedTuple):
 
 
 def _together(device_s: float, python_s: float, meets: bool) -> float:
-    """Python runs ahead of the device, so that the slower of the two counts. Where ranks of tp meet in every layer, each meeting waits for
-    whichever of all ranks' Pythons and devices is late: more than the slower one, the more alike they are.
+    """The step time of Python and the device together: the slower of the two, as Python runs ahead.
+
+    With tensor parallelism every layer is a barrier, so launch and kernel jitter add up; modelled as a p-norm of the two times.
     """
     if not meets or not python_s:
         return max(device_s, python_s)

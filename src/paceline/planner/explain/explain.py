@@ -244,8 +244,10 @@ def explain(
 
 
 def shares_of_time(candidate: Candidate) -> tuple[Share, ...]:
-    """The parts of its step that take any time, in the order of `PARTS`. They sum to the step: where measurements made a part less than
-    nothing, it is taken off computing."""
+    """The parts of a candidate's step that take any time, in the order of `PARTS`.
+
+    They sum to the step: a part that measurements made negative is taken off computing.
+    """
     prediction = candidate.prediction
     parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
     parts["compute"] += sum(seconds for seconds in parts.values() if seconds < 0)

@@ -51,8 +51,10 @@ class Space:
 
     @cached_property
     def rows(self) -> dict[str, NDArray[Any]]:
-        """A row for each tp, cp, ep, pp, dp × fsdp (`shared`) and number of microbatches that the devices and the batch have room for;
-        with the samples of a microbatch (`size` is equal where they are), and the threads of a rank on CPUs."""
+        """A row for each tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches that the devices and the batch allow.
+
+        With the samples of a microbatch (`size` is equal where they are), and the threads of a rank on CPUs.
+        """
         pieces = [piece for degrees in self._inner_degrees() if len(piece := self._readers(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
         rows: dict[str, NDArray[Any]] = {key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)}
@@ -181,8 +183,11 @@ class Space:
         return np.concatenate([head, table], axis=1)
 
     def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
-        """What dp × fsdp may be: numbers of readers that deal the batch evenly; without a pipeline also those with uneven shares that no
-        smaller number matches (the fullest reader sets the pace, so of equally full ones the fewest readers win)."""
+        """The values of dp × fsdp: numbers of readers that deal the batch evenly.
+
+        Without a pipeline also those with uneven shares that no smaller number matches: the fullest reader sets the pace, so of equally
+        full ones the fewest readers win.
+        """
         weights = self.job.partition.weights
         if weights is not None:
             return [len(weights) // ep] if len(weights) % ep == 0 and len(weights) // ep <= most else []

@@ -217,7 +217,6 @@ def row_forward(module: nn.Module, join: Callable[[Tensor], Tensor]) -> Forward:
 
 def column_forward(module: nn.Module) -> Forward:
     """The forward of a `Conv1D`, whose own names its full width, with divided outputs."""
-
     layer = weighted(module)
 
     def forward(input: Tensor) -> Tensor:

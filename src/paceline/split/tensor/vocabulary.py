@@ -73,8 +73,9 @@ class ParallelLoss:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Rows of logits (m, c) and labels (m,) to a mean. Keeps the logits as they are and computes the probabilities again in the backward
-    pass: those would be another copy, of 32 bits.
+    """Mean cross-entropy of rows of logits (m, c) and labels (m,).
+
+    Keeps the logits as they are and computes the probabilities again in the backward pass: those would be another copy, of 32 bits.
 
     With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs
     (1 - e) w_y (Z - x_y) + e / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
