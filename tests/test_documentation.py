@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from paceline.cluster.cluster import Cluster
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import CODECS, RULES, CompressSpec
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "paceline"
+MAPS = [ROOT / "ARCHITECTURE.md", *sorted((DOCS / "design").glob("*.md"))]  # they name files by their place in the package, too
+PAGES = [*MAPS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -69,3 +73,56 @@ def test_the_page_names_every_script_of_examples_loops() -> None:
     text = (DOCS / "own_loop.md").read_text()
     there = {path.name for path in (DOCS.parent / "examples" / "loops").glob("*.py")}
     assert [name for name in there if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", MAPS, ids=lambda page: page.name)
+def test_every_file_and_definition_that_a_map_names_is_there(page: Path) -> None:
+    named = re.findall(r"`([\w./-]+(?:\.(?:py|md|yaml|toml|csv)|/))(?::([\w.]+))?`", page.read_text())
+    files = [(path, name) for path, name in named if not path.startswith(("runs/", "job.yaml", "cluster.yaml"))]
+    assert files
+    assert [path for path, _ in files if not _places(path)] == []
+    assert [f"{path}:{name}" for path, name in files if name and not _defines(_places(path)[0], name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_of_the_repository_that_a_page_names_is_there(page: Path) -> None:
+    named = re.findall(r"(?<![\w/.-])((?:src/paceline|examples|tests|benchmarks|docs)/[\w./-]*\w)", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_map_has_every_folder_of_the_package_and_is_short() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    folders = [path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    assert [folder for folder in folders if f"\n| `{folder}/` | " not in text] == []
+    assert len(text.splitlines()) <= 200
+
+
+def test_the_order_of_the_map_is_the_order_of_the_layers() -> None:
+    layers = re.findall(r"^    \"(paceline\..*)\",$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    place = {name.strip().removeprefix("paceline."): i for i, layer in enumerate(layers) for name in layer.split("|")}
+    shown = [place[folder] for folder in re.findall(r"^\| `(\w+)/` \| ", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)]
+    assert shown == sorted(shown)
+
+
+def _places(path: str) -> list[Path]:
+    """Where a path of a map lies: in the repository, or in the package."""
+    return [place for place in (ROOT / path, PACKAGE / path) if place.exists()]
+
+
+def _defines(file: Path, name: str) -> bool:
+    """Whether a module has a definition of this name, or a class of it a member: `Class.member`."""
+    body: list[ast.stmt] = ast.parse(file.read_text()).body
+    for word in name.split("."):
+        found = [node for node in body if word in _names(node)]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
