@@ -141,22 +141,22 @@ def _layout(cells: Cells, others: list[dict[str, str]], stack: StackFacts) -> La
     if gpus is None and dp is None:
         raise Unusable("n_gpus is not stated")
     ranks = int(gpus or inside * int(dp or 1))
-    readers, rest = divmod(ranks, inside)
-    if rest or not readers:
+    data_ranks, rest = divmod(ranks, inside)
+    if rest or not data_ranks:
         raise Unusable(f"{ranks} GPUs are no multiple of tp × pp × cp = {inside}")
     dimensions = _dimensions(cells, others, degrees)
-    batch = _whole(cells, "global_batch", _batch_default(cells, readers))
+    batch = _whole(cells, "global_batch", _batch_default(cells, data_ranks))
     if "token" in cells.get("global_batch", "").lower():
         batch = max(round(batch / dimensions.seq), 1)
-    samples = number(cells.get("micro_batch", "")) or _micro_default(cells, batch, readers)
-    microbatches = max(round(batch / readers / samples), 1)
+    samples = number(cells.get("micro_batch", "")) or _micro_default(cells, batch, data_ranks)
+    microbatches = max(round(batch / data_ranks / samples), 1)
     layout = Layout(
         transformer(dimensions),
         _machines(cells, device, ranks),
         tp=degrees["tp"],
         pp=degrees["pp"],
         cp=degrees["cp"],
-        samples=batch / readers / microbatches,
+        samples=batch / data_ranks / microbatches,
         microbatches=microbatches,
         precision=_precision(cells, device),
         remat=_remat(cells),
@@ -164,18 +164,18 @@ def _layout(cells: Cells, others: list[dict[str, str]], stack: StackFacts) -> La
         chunks=_chunks(cells, degrees["pp"], dimensions.layers),
     )
     layout = replace(layout, schedule="interleaved" if layout.chunks > 1 else _schedule(cells))
-    layout = _sharded(layout, cells, readers, degrees["ep"], stack)
+    layout = _sharded(layout, cells, data_ranks, degrees["ep"], stack)
     layout = replace(layout, cut=_cut(layout, dimensions.layers))
     return stack.laid_out(layout, cells)
 
 
-def _batch_default(cells: Cells, readers: int) -> int | None:
+def _batch_default(cells: Cells, data_ranks: int) -> int | None:
     micro = number(cells.get("micro_batch", ""))
-    return int(micro * readers) if micro and _whole(cells, "pp", 1) == 1 else None
+    return int(micro * data_ranks) if micro and _whole(cells, "pp", 1) == 1 else None
 
 
-def _micro_default(cells: Cells, batch: int, readers: int) -> float:
-    return 1.0 if _whole(cells, "pp", 1) > 1 else batch / readers
+def _micro_default(cells: Cells, batch: int, data_ranks: int) -> float:
+    return 1.0 if _whole(cells, "pp", 1) > 1 else batch / data_ranks
 
 
 def _dimensions(cells: Cells, others: list[dict[str, str]], degrees: Mapping[str, int]) -> Dimensions:
@@ -292,20 +292,20 @@ def _schedule(cells: Cells) -> Literal["gpipe", "1f1b", "zero-bubble"]:
     return "gpipe" if "gpipe" in text else "zero-bubble" if "zero" in text or "zb" in text else "1f1b"
 
 
-def _sharded(layout: Layout, cells: Cells, readers: int, ep: int, stack: StackFacts) -> Layout:
-    """Which of the readers share parameters, gradients or the optimizer's state."""
+def _sharded(layout: Layout, cells: Cells, data_ranks: int, ep: int, stack: StackFacts) -> Layout:
+    """The data-parallel ranks that shard parameters, gradients or the optimizer's state."""
     text = cells.get("zero_fsdp", "").lower()
-    readers, ep = (readers // ep, ep) if ep > 1 and readers % ep == 0 else (readers, 1)
+    data_ranks, ep = (data_ranks // ep, ep) if ep > 1 and data_ranks % ep == 0 else (data_ranks, 1)
     layout = replace(layout, ep=ep)
     stage = re.search(r"zero[-_ ]?(\d)", text)
     if re.search(r"shard_grad_op|zero[-_ ]?2|optim_grads(?!_params)", text):
-        return replace(layout, fsdp=readers, zero=2)
+        return replace(layout, fsdp=data_ranks, zero=2)
     if re.search(r"hybrid|hsdp", text):
-        width = min(layout.machines.per_host, readers)
-        return replace(layout, fsdp=width, dp=readers // width, zero=3)
+        width = min(layout.machines.per_host, data_ranks)
+        return replace(layout, fsdp=width, dp=data_ranks // width, zero=3)
     if (stage and stage[1] == "3") or re.search(r"fsdp|full_shard|optim_grads_params", text):
-        return replace(layout, fsdp=readers, zero=3)
-    return replace(layout, dp=readers, zero_dp=bool(stage and stage[1] == "1") or "dist-opt" in text)
+        return replace(layout, fsdp=data_ranks, zero=3)
+    return replace(layout, dp=data_ranks, zero_dp=bool(stage and stage[1] == "1") or "dist-opt" in text)
 
 
 def _cut(layout: Layout, layers: int) -> tuple[int, ...]:

@@ -109,9 +109,9 @@ class Ours(Training):
         return self.loop.engine.replica.traffic.sent_bytes
 
     def held_out(self) -> float:
-        engine, readers = self.loop.engine, self.loop.engine.readers
+        engine, data_group = self.loop.engine, self.loop.engine.data_group
         assert self.data.held_out is not None
-        batches = held_out_batches(self.data.held_out, batch=4, replica=readers.rank, replicas=readers.size)
+        batches = held_out_batches(self.data.held_out, batch=4, replica=data_group.rank, replicas=data_group.size)
         return engine.evaluate(batches, build_metrics((), engine.loss))["loss"]
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def candidate(plan: str, *, why: str = "", memory: float = 30e9, **parts: float)
         TRACE,
         MACHINES,
         **{axis: getattr(read, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
-        samples=64 / read.readers / read.microbatches,
+        samples=64 / read.data_ranks / read.microbatches,
         microbatches=read.microbatches,
         precision="bf16",
     )

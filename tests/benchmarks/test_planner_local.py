@@ -36,7 +36,7 @@ def test_there_are_at_least_forty_plans_and_all_can_run(local: Any) -> None:
     for case in all_cases:
         hosts = cases.RATES.get(case.place)
         assert case.plan.ranks == (2 if hosts or case.place == cases.TWO else 1)
-        assert cases.job_of(case.model).global_batch % (case.plan.readers * case.plan.microbatches) == 0
+        assert cases.job_of(case.model).global_batch % (case.plan.data_ranks * case.plan.microbatches) == 0
 
 
 def test_errors_and_regrets_are_those_of_the_chosen_plans(local: Any) -> None:

@@ -98,7 +98,7 @@ MANIFESTS: dict[str, Change] = {
     "a list for a table": lambda c: c.update(tensors=[]),
     "a negative step": lambda c: c.update(step=-2),
     "more ranks than shards": lambda c: c.update(world=2),
-    "a reader that there is not": lambda c: c["shards"][0].update(reader=3),
+    "a data-parallel rank that there is not": lambda c: c["shards"][0].update(reader=3),
     "format 1 without its parts": lambda c: (c.update(format=1), c.pop("shards")),
 }
 

@@ -92,7 +92,7 @@ def parity(ranks: Ranks, folder: Path, family: str, text: str, *, backend: str =
     (folder / "job.yaml").write_text(job.to_yaml())
     normalises = family == "resnet"  # statistics are of the samples that are normalised together
     alone = f"dp=1 precision=fp64 microbatches={plan.microbatches if normalises else 1}"
-    run_reference([str(folder), str(STEPS), alone, str(plan.readers if normalises else 1)])
+    run_reference([str(folder), str(STEPS), alone, str(plan.data_ranks if normalises else 1)])
     out = folder / "found"
     out.mkdir()
     ranks(plan.ranks, run_plan, [str(folder), str(STEPS), text, str(out)], deadline_s=100, backend=backend)  # type: ignore[arg-type]

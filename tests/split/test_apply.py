@@ -83,13 +83,13 @@ def assert_parts_of(one: dict[str, Any], many: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("plan", ["fsdp=4", "dp=2 fsdp=2 microbatches=3", "pp=2 microbatches=4"])
 def test_a_last_batch_that_leaves_ranks_without_samples_is_weighed_exactly(ranks: Ranks, plan: str) -> None:
-    """22 samples in batches of 8: the last one has 6; of the 4 readers of fsdp=4 all take part in every collective."""
+    """22 samples in batches of 8: the last one has 6; of the 4 data-parallel ranks of fsdp=4 all take part in every collective."""
     ranks_of = {"fsdp=4": 4, "dp=2 fsdp=2 microbatches=3": 4, "pp=2 microbatches=4": 2}[plan]
     assert_parts_of(own_loop("dp=1"), ranks(ranks_of, own_loop, plan, backend="shm"))
 
 
 def test_readers_without_samples_compute_all_the_same_and_count_as_nothing(ranks: Ranks) -> None:
-    """The last batch of 17 samples has 1, which one of 4 readers gets."""
+    """The last batch of 17 samples has 1, which one of 4 data-parallel ranks gets."""
     assert_parts_of(own_loop("dp=1", 6, 17), ranks(4, own_loop, "fsdp=4", 6, 17, backend="shm"))
 
 

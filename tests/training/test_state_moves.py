@@ -64,7 +64,7 @@ class Held(nn.Module):
         for name, tensor in own.items():
             self.register_parameter(name, nn.Parameter(tensor))
         if mesh.place["pp"] == 0:
-            self.register_buffer("mean", torch.full((2,), float(mesh.reader)))
+            self.register_buffer("mean", torch.full((2,), float(mesh.data_rank)))
             self.register_buffer("scratch", torch.full((2,), -1.0), persistent=False)
 
 
@@ -193,7 +193,7 @@ def test_on_the_same_mesh_every_rank_draws_on_and_keeps_its_buffers(tmp_path: Pa
         restore(rank, loaded)
         assert torch.equal(torch.rand(1), expected[mesh.world.rank])
         assert {name: buffer.tolist() for name, buffer in buffers.items()} == (
-            {"mean": [mesh.reader] * 2, "scratch": [9.0] * 2} if mesh.place["pp"] == 0 else {}
+            {"mean": [mesh.data_rank] * 2, "scratch": [9.0] * 2} if mesh.place["pp"] == 0 else {}
         )
 
 

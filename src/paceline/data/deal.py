@@ -21,7 +21,7 @@ from paceline.job.partition import Partition, PartitionSpec
 _READ_BY_TORCH = (DataLoader, StatefulDataLoader)
 
 
-def deal(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Loader:
+def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Loader:
     """This rank's share of every batch of `loader`, whose batches are the global ones. Every rank calls it.
 
     `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order is that of the loader's
@@ -30,7 +30,7 @@ def deal(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Lo
 
     Args:
         loader: a `DataLoader` as one process would use it.
-        readers: the ranks that read different samples.
+        data_group: the data-parallel ranks, which read different samples.
         world: all ranks.
         seed: of the order, where the loader shuffles without a generator of its own.
 
@@ -46,34 +46,36 @@ def deal(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Lo
         loader.worker_init_fn,
         loader.multiprocessing_context,
     )
-    partition = _partition(loader, readers, world, seed)
+    partition = _partition(loader, data_group, world, seed)
     return Loader(
         loader.dataset,
         partition,
         pin_memory=loader.pin_memory or world.device.type == "cuda",
         workers=workers,
-        samples=_samples(loader, partition, readers, seed),
+        samples=_samples(loader, partition, data_group, seed),
         rank=world.rank,
     )
 
 
-def _partition(loader: DataLoader[Any], readers: Group, world: Group, seed: int) -> Partition | Stream | Flow:
+def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Partition | Stream | Flow:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         length = len(loader) if hasattr(dataset, "__len__") else None
         name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        return Flow(name, readers=readers, world=world, seed=seed, length=length, batch_size=loader.batch_size, workers=loader.num_workers)
+        return Flow(
+            name, data_group=data_group, world=world, seed=seed, length=length, batch_size=loader.batch_size, workers=loader.num_workers
+        )
     if _is_plain(loader):
         batch_size = loader.batch_size
         assert batch_size is not None
         return Partition(
             PartitionSpec(shuffle=isinstance(loader.sampler, RandomSampler)),
             samples=len(dataset),
-            global_batch=batch_size if loader.drop_last else max(min(batch_size, len(dataset)), readers.size),
+            global_batch=batch_size if loader.drop_last else max(min(batch_size, len(dataset)), data_group.size),
             seed=seed,
-            replica=readers.rank,
-            replicas=readers.size,
-            hosts=readers.hosts,
+            replica=data_group.rank,
+            replicas=data_group.size,
+            hosts=data_group.hosts,
             drop_last=loader.drop_last,
         )
     single = loader.batch_sampler is None and not _is_bulk(loader)
@@ -81,7 +83,7 @@ def _partition(loader: DataLoader[Any], readers: Group, world: Group, seed: int)
     return Stream(
         sampler,
         dataset,
-        readers=readers,
+        data_group=data_group,
         world=world,
         seed=seed,
         batch_size=loader.batch_size,
@@ -91,20 +93,20 @@ def _partition(loader: DataLoader[Any], readers: Group, world: Group, seed: int)
     )
 
 
-def _samples(loader: DataLoader[Any], partition: Partition | Stream | Flow, readers: Group, seed: int) -> Samples:
+def _samples(loader: DataLoader[Any], partition: Partition | Stream | Flow, data_group: Group, seed: int) -> Samples:
     if isinstance(partition, Flow):
         return Iterated(
             loader.dataset,
             loader.collate_fn,
-            readers.rank,
-            readers.size,
+            data_group.rank,
+            data_group.size,
             seed,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
         )
     if isinstance(partition, Stream) and partition.single:
-        return Items(loader.dataset, loader.collate_fn, readers.rank, readers.size, seed)
-    return Samples(loader.dataset, loader.collate_fn, readers.rank, seed, bulk=_is_bulk(loader))
+        return Items(loader.dataset, loader.collate_fn, data_group.rank, data_group.size, seed)
+    return Samples(loader.dataset, loader.collate_fn, data_group.rank, seed, bulk=_is_bulk(loader))
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

@@ -58,7 +58,7 @@ class Stream:
         sampler: Any,
         dataset: Any,
         *,
-        readers: Group,
+        data_group: Group,
         world: Group,
         seed: int,
         batch_size: int | None,
@@ -67,7 +67,7 @@ class Stream:
         persistent: bool = False,
     ) -> None:
         self.sampler, self.dataset, self.world, self.seed = sampler, dataset, world, seed
-        self.replica, self.replicas = readers.rank, readers.size
+        self.replica, self.replicas = data_group.rank, data_group.size
         self.batch_size, self.single = batch_size, single
         self._generator, self._persistent = generator, persistent
         self._pure = sampler_state.is_pure(sampler)

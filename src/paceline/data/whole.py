@@ -195,10 +195,10 @@ class Flow:
     """
 
     def __init__(
-        self, name: str, *, readers: Group, world: Group, seed: int, length: int | None, batch_size: int | None, workers: int
+        self, name: str, *, data_group: Group, world: Group, seed: int, length: int | None, batch_size: int | None, workers: int
     ) -> None:
         self.name, self.world, self.seed = name, world, seed
-        self.replica, self.replicas = readers.rank, readers.size
+        self.replica, self.replicas = data_group.rank, data_group.size
         self.length, self.batch_size, self.workers = length, batch_size, workers
         self._totals: dict[int, int] = {}
         self._digests: dict[int, int] = {}  # of each loader process's first batch

@@ -25,17 +25,17 @@ def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
     return model(**{k: v for k, v in batch.items() if k != "labels"})
 
 
-def prepared(model: nn.Module, batch_norm: str, precision: str, readers: Group) -> nn.Module:
+def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group) -> nn.Module:
     """The model in its precision and with its batch norms synchronised where the job asks for that; before it is divided."""
     if precision == "fp64":
         model.double()
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:
             choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
-    _prepare_embeddings(model, readers)
+    _prepare_embeddings(model, data_group)
     synchronised = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
-    if batch_norm == "sync" or readers.size == 1:
-        return synchronise(model, readers)
+    if batch_norm == "sync" or data_group.size == 1:
+        return synchronise(model, data_group)
     if synchronised is not None:
         raise JobError(
             f'"{synchronised}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says batch_norm: local. '
@@ -44,13 +44,13 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, readers: Group) 
     return model
 
 
-def _prepare_embeddings(model: nn.Module, readers: Group) -> None:
+def _prepare_embeddings(model: nn.Module, data_group: Group) -> None:
     """Have embeddings make dense gradients, which every sum over ranks takes, and the same optimizer steps follow from."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         module.sparse = False
-        if module.scale_grad_by_freq and readers.size > 1:
+        if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
                 f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the global batch: dp=1, or '
                 "scale_grad_by_freq=False."

@@ -32,7 +32,7 @@ from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_ba
 from paceline.plans.plan import Compile, Plan
 from paceline.plans.sync_info import SyncSpec
 from paceline.split.compile_cache import keep_compiled_code_private
-from paceline.split.mesh import READERS, REPLICA
+from paceline.split.mesh import DATA_AXES, REPLICA
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm, unsynchronise
@@ -87,8 +87,8 @@ class Engine:
 
     Attributes:
         model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's stages.
-        loader: this reader's share of every global batch, one epoch per iteration. A replica that takes several ranks has one reader
-            or more; all its ranks that compute parts of the same samples read the same ones.
+        loader: this data-parallel rank's share of every global batch, one epoch per iteration. A replica of several ranks has one or
+            more data-parallel ranks; all its ranks that compute parts of the same samples have the same one.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
         rule: how the replicas agree.
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
@@ -115,7 +115,7 @@ class Engine:
         self.weighing = Weighing(self)
         self.step_loss = loss  # what a step minimises; in another form where the logits of a step stay divided
         self.plan, self.group, self.settings = plan, group, settings
-        self.readers = split.mesh.group(*READERS) if split else group
+        self.data_group = split.mesh.group(*DATA_AXES) if split else group
         self.device = group.device
         self.step_count = 0
         self.before_update: Callable[[], object] = lambda: None
@@ -129,8 +129,8 @@ class Engine:
         self._balances = any(isinstance(module, Router) for module in self.model.modules())
         self._attach()
         self.replica_state = ReplicaState(self)
-        # From here on every reader draws its own dropout masks.
-        torch.manual_seed(settings.seed * 1_000_003 + 1 + self.readers.rank)
+        # From here on every data-parallel rank draws its own dropout masks.
+        torch.manual_seed(settings.seed * 1_000_003 + 1 + self.data_group.rank)
 
     def step(self, batch: Batch | None) -> StepResult:
         """Forward, backward, agreement and update on this replica's share of a global batch.
@@ -188,14 +188,14 @@ class Engine:
         Every rank must call this, in the same order.
         """
         self._dealt += 1
-        return deal(loader, self.readers, self.group, self.settings.seed + 7919 * self._dealt)
+        return deal(loader, self.data_group, self.group, self.settings.seed + 7919 * self._dealt)
 
     def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
-        """The metrics over all readers' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
+        """The metrics over all data-parallel ranks' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
 
-        Every rank must call this, and where a replica has several readers each with as many batches as the others: None where it has
-        none left. For the measurement, replicas that train apart take the parameters that they agree on, and batch-norm statistics are
-        averaged over the readers.
+        Every rank must call this, and where a replica has several data-parallel ranks each with as many batches as the others: None where
+        it has none left. For the measurement, replicas that train apart take the parameters that they agree on, and batch-norm statistics
+        are averaged over the data-parallel ranks.
         """
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
         with self.measuring():
@@ -226,7 +226,7 @@ class Engine:
 
     def begin_measure(self, number: int) -> None:
         """Called before a held-out batch is computed: its random numbers are its own, where batches are dealt in turn."""
-        torch.manual_seed(self.settings.seed + number * self.readers.size + self.readers.rank)
+        torch.manual_seed(self.settings.seed + number * self.data_group.size + self.data_group.rank)
         self.on_phase("evaluate", self.step_count)  # a sign of life: the set may be long
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> Tensor:
@@ -234,7 +234,7 @@ class Engine:
         if self.split is not None:
             found = self.divided.output(batch)
         else:
-            assert batch is not None, "only readers of one replica wait for each other"
+            assert batch is not None, "only data-parallel ranks of one replica wait for each other"
             placed = self._place(batch)
             found = self._call(placed), placed
         if found is None or batch is None:
@@ -465,7 +465,7 @@ class Engine:
     @property
     def _is_whole_batch(self) -> bool:
         """Whether every microbatch is a whole global batch, over which a loss is the mean already, whatever its items are."""
-        return self.readers.size == self.plan.microbatches == self.plan.cp == 1
+        return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
 
     def _here(self) -> str:
         return f"in step {self.step_count + 1} on rank {self.group.rank}"
@@ -480,9 +480,9 @@ class Engine:
         target = self.weighing.target(part)
         if getattr(self.loss, "whole_batch", False):
             counts = self.loader.partition.shares(position.step)
-            outputs = gather(self.readers, _tensor(output), counts)
-            targets = gather(self.readers, target, counts)
-            return self.step_loss(outputs, targets), 1.0 / self.readers.size  # every rank has the same loss
+            outputs = gather(self.data_group, _tensor(output), counts)
+            targets = gather(self.data_group, target, counts)
+            return self.step_loss(outputs, targets), 1.0 / self.data_group.size  # every rank has the same loss
         loss = self.step_loss(output, target)
         if self._is_whole_batch:
             return loss, 1.0
@@ -549,9 +549,9 @@ class Engine:
 
     def _averaged_buffers(self) -> AbstractContextManager[None]:
         floating = [b for b in self.model.buffers() if b.is_floating_point()]
-        if self.readers.size == 1 or not floating or self.settings.batch_norm == "sync":
+        if self.data_group.size == 1 or not floating or self.settings.batch_norm == "sync":
             return nullcontext()
-        return _AveragedBuffers(floating, self.readers)
+        return _AveragedBuffers(floating, self.data_group)
 
 
 @dataclass

@@ -39,7 +39,7 @@ def examine(engine: Engine) -> list[str]:
             loss.terms = (Term("labels", shifted=True, ignored=IGNORED),)
         return []
     example = engine.loader.example(SAMPLES)
-    parts = engine.plan.readers * engine.plan.microbatches
+    parts = engine.plan.data_ranks * engine.plan.microbatches
     with _SetAside(engine), _Watch() as watch:
         whole = _told(engine, _loss_of(engine, example))
         terms = [term for call in watch.calls if (term := _traced(call, example)) is not None]

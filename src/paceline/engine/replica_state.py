@@ -13,7 +13,7 @@ from paceline.comm import Group
 from paceline.engine.max_norm import MaxNorm
 from paceline.errors import SyncError
 from paceline.plans.sync_info import SyncSpec
-from paceline.split.mesh import READERS
+from paceline.split.mesh import DATA_AXES
 from paceline.split.parts import local
 from paceline.sync.batchnorm import is_synchronised
 
@@ -68,9 +68,9 @@ class ReplicaState:
             if split.mesh.sizes[axis] > 1:
                 alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
                 # Ranks that divide a layer compute what they hold alike by sums of different terms, so only nearly the same.
-                yield split.mesh.group(axis), alike, axis in READERS
-        if engine.readers.size > 1 and (buffers := self._buffers()):
-            yield engine.readers, buffers, True
+                yield split.mesh.group(axis), alike, axis in DATA_AXES
+        if engine.data_group.size > 1 and (buffers := self._buffers()):
+            yield engine.data_group, buffers, True
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers that should be the same on ranks that read different samples."""

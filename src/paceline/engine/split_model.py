@@ -19,7 +19,7 @@ from paceline.job.zoo.losses import CrossEntropy
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import Recorded, recorded_from
-from paceline.split.mesh import READERS, Mesh
+from paceline.split.mesh import DATA_AXES, Mesh
 from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 
@@ -38,7 +38,7 @@ def divide(model: nn.Module | Recorded, plan: Plan, mesh: Mesh, loader: Loader, 
 def without_memory(recorded: Recorded, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
     """The same in shapes only, until `Split.allocate`."""
     precision = plan.precision or settings.precision
-    recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*READERS))
+    recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*DATA_AXES))
     example = loader.example(max(1, loader.smallest_share() // plan.microbatches))
     wide = torch.float64 if precision == "fp64" else None
     example = place(example, torch.device("cpu"), dtype=wide, channels_last=False)
@@ -56,8 +56,8 @@ def without_memory(recorded: Recorded, plan: Plan, mesh: Mesh, loader: Loader, l
 class Divided:
     """The forward and backward passes of one rank of a divided model.
 
-    All ranks that wait for each other in these passes take them equally often: a rank whose reader has no sample left in a step computes
-    one that it saw before, and counts it as nothing.
+    All ranks that wait for each other in these passes take them equally often: a rank without a sample left in a step computes one that
+    it saw before, and counts it as nothing.
     """
 
     def __init__(self, engine: Engine, split: Split) -> None:

@@ -157,8 +157,8 @@ class Weighing:
         if len(target) > 1:
             return output, target
         shares = engine.loader.partition.shares(position.step)
-        if max(shares) == min(shares) == 1 and engine.readers.size > 1 and isinstance(output, Tensor):  # and so on all ranks
-            return gather(engine.readers, output, shares), gather(engine.readers, target, shares)
+        if max(shares) == min(shares) == 1 and engine.data_group.size > 1 and isinstance(output, Tensor):  # and so on all ranks
+            return gather(engine.data_group, output, shares), gather(engine.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
         if not isinstance(output, Tensor):
             self._tell(f"the loss {self._name} gets single samples, whose outputs are no tensors, so what it is the mean over is unknown")

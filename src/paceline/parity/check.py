@@ -176,12 +176,12 @@ class _Parts(NamedTuple):
     """
 
     microbatches: int
-    readers: int
+    data_ranks: int
     together: bool = False
 
     @property
     def arguments(self) -> list[str]:
-        return [str(self.readers), "together" if self.together else "apart"]
+        return [str(self.data_ranks), "together" if self.together else "apart"]
 
 
 class Checks:
@@ -243,9 +243,9 @@ class Checks:
         from paceline.trace.anatomy import anatomy
 
         if anatomy(self.job.model).normalises_batches:
-            return _Parts(plan.microbatches, plan.readers, together=self.job.batch_norm == "sync")
+            return _Parts(plan.microbatches, plan.data_ranks, together=self.job.batch_norm == "sync")
         if plan.microbatches > 1 and json.loads((self._reference(_Parts(1, 1)) / "reference.json").read_text())["written"]:
-            return _Parts(plan.microbatches, plan.readers, together=True)
+            return _Parts(plan.microbatches, plan.data_ranks, together=True)
         return _Parts(1, 1)
 
     def _reference(self, parts: _Parts) -> Path:

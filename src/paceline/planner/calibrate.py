@@ -65,7 +65,7 @@ class Anchor:
     Attributes:
         axis: `none`: one rank alone has all cores.
         ranks: of the axis.
-        samples: of a microbatch; `microbatches` of them make a reader's share.
+        samples: of a microbatch; `microbatches` of them make a data-parallel rank's share.
         compute_s: of the mean rank, with the collectives inside of its passes.
         comm_s: all else that is not named, waiting for slower ranks included.
         peak_bytes: the most memory that a rank's process had at once, of the rank that had the least: it had done the least before.

@@ -90,7 +90,7 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
     """The fewest, one per stage or more, that the schedule runs and that the smallest share has samples for; of too few the most."""
-    share = job.global_batch // plan.readers
+    share = job.global_batch // plan.data_ranks
     fitting = [n for n in range(1, min(share, 4 * plan.pp + plan.microbatches) + 1) if microbatches_fit(plan.schedule, plan.pp, n)]
     enough = [n for n in fitting if n >= max(plan.pp, plan.microbatches)]
     return next(iter(enough or reversed(fitting)), None)

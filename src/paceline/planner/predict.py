@@ -100,7 +100,7 @@ def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Pr
 
     The cost is None where the cluster has no price or the job's stop rule does not name steps.
     """
-    even = job.global_batch / (_fullest_share(job, plan) * plan.readers)
+    even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
     mfu = prediction.mfu and prediction.mfu * even
     prediction = replace(prediction, throughput=prediction.throughput * even, mfu=mfu)
     if cluster.price_per_hour is None or job.stop.steps is None:
@@ -110,8 +110,8 @@ def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Pr
 
 
 def _fullest_share(job: Job, plan: Plan) -> int:
-    """Samples of the reader that has the most; the others wait for it."""
-    return ceil(job.global_batch / plan.readers)
+    """Samples of the data-parallel rank that has the most; the others wait for it."""
+    return ceil(job.global_batch / plan.data_ranks)
 
 
 def _threads(plan: Plan, cluster: Cluster) -> int:

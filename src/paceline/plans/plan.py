@@ -109,8 +109,11 @@ class Plan:
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
-    def readers(self) -> int:
-        """Into how many shares a global batch is dealt: along the other axes ranks read the same samples."""
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks, each with its own share of the batch: dp × fsdp × ep.
+
+        Along the other axes ranks read the same samples.
+        """
         return self.dp * self.fsdp * self.ep
 
     @property

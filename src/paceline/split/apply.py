@@ -169,7 +169,7 @@ class Split:
         return dict(self.modules[0].named_buffers()) if self.pipeline is None else self.pipeline.named_buffers()
 
     def microbatches(self, shares: Sequence[int]) -> int:
-        """How many microbatches every rank cuts its share of a global batch into, where reader i has `shares[i]` samples.
+        """How many microbatches every rank cuts its share of a global batch into, where data-parallel rank i has `shares[i]` samples.
 
         All ranks that meet in a collective of the forward pass need the same number, and a pipeline needs equal ones.
         """

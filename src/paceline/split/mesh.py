@@ -16,7 +16,7 @@ from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 
 AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # the last one varies fastest: its ranks are neighbours, which talk most
-READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones
+DATA_AXES = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones
 REPLICA = ("pp", "fsdp", "cp", "ep", "tp")
 
 
@@ -54,12 +54,12 @@ class Mesh:
         devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if divided else None
         mesh = cls(sizes, place, world, devices, {})
         by_replica = () if SyncSpec.parse(plan.sync).name == "allreduce" else (REPLICA,)
-        for axes in (*((axis,) for axis in AXES), READERS, *by_replica):
+        for axes in (*((axis,) for axis in AXES), DATA_AXES, *by_replica):
             mesh._groups[axes] = mesh._make_group(axes)
         return mesh
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along `axes` only: one axis, `READERS`, or, with rules that may need it, `REPLICA`."""
+        """The ranks that differ from this one along `axes` only: one axis, `DATA_AXES`, or, with rules that may need it, `REPLICA`."""
         return self._groups[axes]
 
     def devices(self, axis: str) -> DeviceMesh:
@@ -72,24 +72,27 @@ class Mesh:
         return prod(self.sizes[axis] for axis in axes)
 
     @property
-    def reader(self) -> int:
-        """Which share of the global batch this rank reads; ranks that divide layers, sequence or matrices read the same one."""
-        return self._number(READERS)
+    def data_rank(self) -> int:
+        """This rank's data-parallel rank: the share of the global batch it reads.
+
+        Ranks that divide layers, sequence or matrices read the same one.
+        """
+        return self._number(DATA_AXES)
 
     @property
-    def readers(self) -> int:
-        """Into how many shares the global batch is dealt."""
-        return self.size(*READERS)
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks, into which the global batch is dealt."""
+        return self.size(*DATA_AXES)
 
     @property
-    def reader_hosts(self) -> tuple[int, ...]:
-        """The host of each reader, which is that of its first rank."""
+    def data_rank_hosts(self) -> tuple[int, ...]:
+        """The host of each data-parallel rank, which is that of its first rank."""
         strides = {axis: prod(self.sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
         if len(self.world.hosts) != self.world.size:
-            return (0,) * self.readers
+            return (0,) * self.data_ranks
         return tuple(
-            self.world.hosts[sum(strides[axis] * place for axis, place in zip(READERS, places, strict=True))]
-            for places in product(*(range(self.sizes[axis]) for axis in READERS))
+            self.world.hosts[sum(strides[axis] * place for axis, place in zip(DATA_AXES, places, strict=True))]
+            for places in product(*(range(self.sizes[axis]) for axis in DATA_AXES))
         )
 
     def _number(self, axes: Sequence[str]) -> int:

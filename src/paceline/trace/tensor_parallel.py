@@ -90,14 +90,14 @@ class _Flow:
         self.refused: set[int] = set()
         self._spread: dict[int, _Spread] = {}
         self._picked: set[int] = set()  # storages of what belongs to heads, one cannot tell how
-        self._readers: dict[int, list[int]] = defaultdict(list)  # of each column, the kernels that work on its numbers
+        self._consumers: dict[int, list[int]] = defaultdict(list)  # of each column, the kernels that work on its numbers
         for index, kernel in enumerate(kernels):
             self._pass(index, kernel)
 
     def leaks(self, columns: frozenset[int]) -> bool:
         """Whether something besides rows needs what the columns make: then it would have to be put together for that."""
         wanted: set[int] = set()
-        for index in sorted({i for column in columns for i in (column, *self._readers[column])}, reverse=True):
+        for index in sorted({i for column in columns for i in (column, *self._consumers[column])}, reverse=True):
             kernel = self.kernels[index]
             if index not in self.rows and not wanted.intersection(kernel.writes):
                 return True
@@ -136,7 +136,7 @@ class _Flow:
     def _note(self, index: int, kernel: Kernel, columns: frozenset[int], made: _Spread) -> None:
         self.of.append(columns)
         for column in columns:
-            self._readers[column].append(index)
+            self._consumers[column].append(index)
         for storage in kernel.writes:
             if made.columns:
                 self._spread[storage] = made

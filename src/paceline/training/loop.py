@@ -66,7 +66,7 @@ def train_in(run: Run, group: Group) -> None:
     model = built(job, run.plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     engine = build_engine(job, run.plan, model, data, group)
-    seed_all(job.seed * 1_000_003 + 1 + engine.readers.rank)  # from here on every reader draws numbers of its own
+    seed_all(job.seed * 1_000_003 + 1 + engine.data_group.rank)  # from here on every data-parallel rank draws numbers of its own
     Loop(run, engine, data, group).run()
     engine.close()
 
@@ -118,16 +118,16 @@ def _kept(buffers: dict[str, Tensor], source: Source) -> dict[str, Tensor]:
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
-    """This reader's share of the data."""
-    hosts = mesh.reader_hosts
+    """This data-parallel rank's share of the data."""
+    hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
     partition = Partition(
         job.partition,
         samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
         global_batch=job.global_batch,
         seed=job.seed,
-        replica=mesh.reader,
-        replicas=mesh.readers,
+        replica=mesh.data_rank,
+        replicas=mesh.data_ranks,
         hosts=hosts,
         host_samples=host_samples,
         labels=getattr(data.train, "labels", None),
@@ -268,7 +268,7 @@ class Loop:
             return None
         self._phase("evaluate", engine.step_count)
         whole = getattr(engine.loss, "whole_batch", False)  # then a measure of a batch depends on which samples are in it
-        rank, size = engine.readers.rank, engine.readers.size
+        rank, size = engine.data_group.rank, engine.data_group.size
         batch = self.job.global_batch if whole else max(1, self.job.global_batch // size)
         batches: Iterable[Batch | None]
         batches = held_out_batches(self.data.held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)

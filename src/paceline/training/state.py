@@ -77,8 +77,9 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
 def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
     """Put a loaded checkpoint into the engine, whatever plan saved it; returns the loop's values. Every rank must call this.
 
-    Random states, and what belongs to a rank alone of replicas that trained apart, return only on the same mesh; on another, every reader
-    draws from a fresh seed of its own, and all go on from the parameters that they agreed on. `report` is told of what is left behind.
+    Random states, and what belongs to a rank alone of replicas that trained apart, return only on the same mesh; on another, every
+    data-parallel rank draws from a fresh seed of its own, and all go on from the parameters that they agreed on. `report` is told of what
+    is left behind.
 
     Raises:
         CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
@@ -104,7 +105,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     if loaded.mesh == held.seat.sizes:
         _restore_random(own, loaded.own_values[held.seat.rank])
     else:
-        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.seat.reader + 7919 * engine.step_count)
+        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.seat.data_rank + 7919 * engine.step_count)
     loop: dict[str, Any] = values["loop"]
     return loop
 

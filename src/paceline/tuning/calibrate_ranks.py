@@ -176,7 +176,7 @@ class _Calibrating:
     def _measured_steps(self, axis: Axis, precision: str, group: Group) -> list[Anchor]:
         counts = _PIPELINED if axis == "pp" else _ACCUMULATED
         plan = Plan(**({} if axis == "none" else {axis: group.size}), microbatches=counts[0], precision=precision)  # type: ignore[arg-type]
-        unit = plan.readers * counts[1]
+        unit = plan.data_ranks * counts[1]
         job = _quiet(self.job, max(1, self.job.global_batch // 2 // unit) * unit)
         torch.set_num_threads(self.cores if axis == "none" else self.threads)
         _trim()

@@ -97,7 +97,8 @@ def test_a_plan_that_does_not_fit_is_told_what_would(plan: str, changes: dict[st
         (
             "dp=9",
             {"partition": {"weights": [1] * 9}},
-            "needs 9 ranks; this cluster has 8 devices. The job's partition has 9 weights, one per reader: at most 8 can work here.",
+            "needs 9 ranks; this cluster has 8 devices. The job's partition has 9 weights, "
+            "one per data-parallel rank: at most 8 can work here.",
         ),
         ("dp=3 fsdp=3", {}, "needs 9 ranks (dp=3 · fsdp=3); this cluster has 8 devices: dp is at most 2."),
         (
@@ -147,24 +148,25 @@ def test_degrees_multiply_to_the_ranks_that_were_started(plan: str, reason: str)
         (
             "dp=2 fsdp=2",
             {"global_batch": 3},
-            "has 4 readers (dp=2 · fsdp=2) for a global batch of 3, and each needs a sample: "
+            "has 4 data-parallel ranks (dp=2 · fsdp=2) for a global batch of 3, and each needs a sample: "
             "dp × fsdp × ep is at most 3, or the job's global_batch at least 4.",
         ),
         (
             "fsdp=2 tp=2 microbatches=5",
             {},
-            "cuts a reader's share of the global batch into 5 parts, but the smallest share is 4 samples: microbatches is at most 4.",
+            "cuts a data-parallel rank's share of the global batch into 5 parts, but the smallest share is 4 samples: "
+            "microbatches is at most 4.",
         ),
         (
             "dp=2 fsdp=2",
             {"partition": {"weights": [1, 1]}},
-            "has 4 readers (dp=2 · fsdp=2), but the job's partition has 2 weights, one per reader: "
+            "has 4 data-parallel ranks (dp=2 · fsdp=2), but the job's partition has 2 weights, one per data-parallel rank: "
             "dp=1, or 4 weights in the job would fit.",
         ),
         (
             "fsdp=2",
             {"partition": {"weights": [99, 1]}},
-            "deals a global batch of 8 by the job's weights, which leave a reader no sample: a global_batch of 100 is enough.",
+            "deals a global batch of 8 by the job's weights, which leave a data-parallel rank no sample: a global_batch of 100 is enough.",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_batch_norm_says_what_microbatches_do_to_its_statistics() -> None:
     )
     synchronised = job(model={"zoo": "resnet50", "args": {"image_size": 32}}, batch_norm="sync")
     (warning,) = warnings_about(Plan.parse("fsdp=2 zero=2 microbatches=4"), synchronised, LAPTOP)
-    assert "by the statistics of one microbatch of each of 2 readers, not" in warning
+    assert "by the statistics of one microbatch of each of 2 data-parallel ranks, not" in warning
     assert warnings_about(Plan.parse("pp=2 schedule=gpipe"), images, SERVERS) == [
         "plan pp=2 schedule=gpipe has fewer microbatches than pipeline ranks, so some always wait; microbatches=8 keeps them busy."
     ]

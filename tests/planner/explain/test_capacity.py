@@ -50,7 +50,7 @@ def test_a_sample_that_is_too_large_for_any_number_of_hosts_is_said_to_be() -> N
 
 
 def test_readers_are_no_more_than_samples() -> None:
-    assert least(on("64x8xH100-SXM"), 2).layout.readers <= 2
+    assert least(on("64x8xH100-SXM"), 2).layout.data_ranks <= 2
 
 
 def test_a_rank_alone_on_a_host_has_all_of_its_memory() -> None:

@@ -47,16 +47,16 @@ def gpt(batch: int = 8, **dimensions: Any) -> Job:
 
 
 def every_plan(job: Job, cluster: Cluster) -> list[Plan]:
-    """All that may run, but for those that only add waiting: an uneven deal of samples that fewer readers or microbatches match."""
+    """All plans that may run, but for an uneven deal of samples that fewer data-parallel ranks or microbatches match."""
     devices, batch = cluster.devices, job.global_batch
     plans = []
     for dp, fsdp, tp, pp, cp, ep in product(range(1, devices + 1), repeat=6):
-        readers = dp * fsdp * ep
-        if readers * tp * pp * cp > devices or readers > batch or -(-batch // -(-batch // readers)) != readers:
+        data_ranks = dp * fsdp * ep
+        if data_ranks * tp * pp * cp > devices or data_ranks > batch or -(-batch // -(-batch // data_ranks)) != data_ranks:
             continue
-        share = -(-batch // readers)
-        for microbatches in range(1, batch // readers + 1):
-            if (pp > 1 and batch % (readers * microbatches)) or -(-share // -(-share // microbatches)) != microbatches:
+        share = -(-batch // data_ranks)
+        for microbatches in range(1, batch // data_ranks + 1):
+            if (pp > 1 and batch % (data_ranks * microbatches)) or -(-share // -(-share // microbatches)) != microbatches:
                 continue
             for schedule, remat, sequence, zero in product(
                 SCHEDULE_OR_NONE[pp > 1], REMATS, (False, True)[: 1 + (tp > 1)], (3, 2, 1) if fsdp > 1 and pp == 1 else (3,)
@@ -177,7 +177,7 @@ def test_what_cannot_work_is_told_with_the_reason() -> None:
     assert "8" in reasons["tp"] or "tp" not in reasons
     assert "no mixture of experts" in reasons["ep"]
     assert "4 repeated blocks" in reasons["pp"]
-    assert "deals evenly to 1, 2, 3, 6 readers" in reasons["dp × fsdp × ep"]
+    assert "deals evenly to 1, 2, 3, 6 data-parallel ranks" in reasons["dp × fsdp × ep"]
 
 
 def test_plans_that_need_more_than_there_is_are_told_with_how_much() -> None:
@@ -204,7 +204,7 @@ def test_more_weights_than_devices_are_told() -> None:
     job = gpt(batch=8).model_copy(update={"partition": PartitionSpec(weights=(1.0, 1.0, 2.0))})
     with pytest.raises(PlanError, match="3 weights"):
         search(job, gpus(1, 2))
-    assert search(job, gpus(1, 4)).best[0].plan.readers == 3
+    assert search(job, gpus(1, 4)).best[0].plan.data_ranks == 3
 
 
 def test_rules_that_change_the_training_are_told_and_not_chosen() -> None:

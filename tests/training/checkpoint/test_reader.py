@@ -138,7 +138,7 @@ def test_a_checkpoint_of_the_format_before_is_read_as_it_was(run: Path) -> None:
     old = load(path, rank=0, world=1)
     assert old.shared.keys() == before.keys()
     assert all(torch.equal(old.shared[name], tensor) for name, tensor in before.items())
-    assert (old.mesh, old.readers, old.own.keys()) == ({}, 1, new.own.keys())
+    assert (old.mesh, old.data_ranks, old.own.keys()) == ({}, 1, new.own.keys())
     assert old.own_values == [{"scalars": {"head.weight": {"momentum_buffer": None}}}]
 
 
@@ -147,19 +147,19 @@ def test_of_another_plan_a_reader_gets_the_buffers_of_its_share_of_the_data(tmp_
 
     def snapshot(mesh: Mesh) -> Snapshot:
         stage = mesh.place["pp"]
-        own = {f"buffer/mean{stage}": torch.tensor(float(mesh.reader)), "rng/torch": torch.tensor(mesh.world.rank)}
+        own = {f"buffer/mean{stage}": torch.tensor(float(mesh.data_rank)), "rng/torch": torch.tensor(mesh.world.rank)}
         return Snapshot({}, own, seat=Seat.of(mesh))
 
     loaded = load(save_all(tmp_path, 1, [snapshot(mesh) for mesh in meshes(dp=2, pp=2)]), rank=0, world=1)
     for mesh in meshes(dp=2, pp=2):
         own = loaded.own_of(Seat.of(mesh))
-        assert [own[n].item() for n in (f"buffer/mean{mesh.place['pp']}", "rng/torch")] == [mesh.reader, mesh.world.rank], (
+        assert [own[n].item() for n in (f"buffer/mean{mesh.place['pp']}", "rng/torch")] == [mesh.data_rank, mesh.world.rank], (
             "its own, on the same mesh"
         )
-        assert own[f"buffer/mean{1 - mesh.place['pp']}"] == mesh.reader, "and its reader's, where the model is cut elsewhere now"
+        assert own[f"buffer/mean{1 - mesh.place['pp']}"] == mesh.data_rank, "and its reader's, where the model is cut elsewhere now"
     for mesh in meshes(fsdp=2):
         own = loaded.own_of(Seat.of(mesh))
-        assert {own["buffer/mean0"].item(), own["buffer/mean1"].item()} == {mesh.reader}, "both stages', of the same share of the data"
+        assert {own["buffer/mean0"].item(), own["buffer/mean1"].item()} == {mesh.data_rank}, "both stages', of the same share of the data"
     for mesh in meshes(dp=3):
         assert loaded.own_of(Seat.of(mesh))["buffer/mean1"] == 0.5, "shares that are no more: their mean, as an evaluation takes it"
 

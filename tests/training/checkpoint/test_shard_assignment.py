@@ -35,7 +35,7 @@ def receipt(tensors: dict[str, tuple[tuple[int, ...], list[Box]]], rank: int = 0
         )
         for name, (shape, boxes) in tensors.items()
     }
-    return Receipt(shard=ShardEntry(bytes=0, sha256="", reader=0, own={}, own_values={}), tensors=entries, aliases={})
+    return Receipt(shard=ShardEntry(bytes=0, sha256="", data_rank=0, own={}, own_values={}), tensors=entries, aliases={})
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from paceline.trace.anatomy import Anatomy
 
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-READERS = ("dp", "fsdp", "ep")  # along these the ranks read different samples
+DATA_AXES = ("dp", "fsdp", "ep")  # along these the ranks read different samples
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 def loss_is_tried(job: Job, plan: Plan) -> bool:
     """Whether the plan computes batches in parts, and the loss is one that only trying tells to be a mean over samples."""
-    in_parts = plan.cp == 1 and plan.readers * plan.microbatches > 1
+    in_parts = plan.cp == 1 and plan.data_ranks * plan.microbatches > 1
     return in_parts and (job.loss.name == "model" or ":" in job.loss.name)
 
 
@@ -87,17 +87,20 @@ class Case:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The different numbers of samples that readers get of a full global batch: by the job's weights, where there is one per reader."""
-        weights, batch, readers = self.job.partition.weights, self.job.global_batch, self.plan.readers
-        if weights is None or len(weights) != readers or readers > batch:
-            return (batch // readers, batch // readers + 1) if batch % readers else (batch // readers,)
+        """The distinct shares of a full global batch, in samples, that data-parallel ranks get.
+
+        They follow the job's weights where there is one per data-parallel rank.
+        """
+        weights, batch, data_ranks = self.job.partition.weights, self.job.global_batch, self.plan.data_ranks
+        if weights is None or len(weights) != data_ranks or data_ranks > batch:
+            return (batch // data_ranks, batch // data_ranks + 1) if batch % data_ranks else (batch // data_ranks,)
         spec = PartitionSpec(weights=weights)
-        shares = Partition(spec, samples=batch, global_batch=batch, seed=0, replica=0, replicas=readers).shares(0)
+        shares = Partition(spec, samples=batch, global_batch=batch, seed=0, replica=0, replicas=data_ranks).shares(0)
         return tuple(sorted(set(shares)))
 
     @property
     def smallest_share(self) -> int:
-        """That of the reader with the fewest."""
+        """That of the data-parallel rank with the fewest."""
         return self.shares[0]
 
 

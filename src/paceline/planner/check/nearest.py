@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.job.read.nearest import closest
-from paceline.planner.check.case import DEGREES, READERS, Case, Check
+from paceline.planner.check.case import DATA_AXES, DEGREES, Case, Check
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 
@@ -106,10 +106,10 @@ def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 def _values(case: Case, key: str, most: int) -> list[int]:
     """Other values of a degree that pass the checks of it alone, ascending: small ones, powers of 2, divisors, what the job suggests."""
-    own, weights, readers = getattr(case.plan, key), case.job.partition.weights or (), case.plan.readers
+    own, weights, data_ranks = getattr(case.plan, key), case.job.partition.weights or (), case.plan.data_ranks
     powers = [2**n for n in range(max(1, most).bit_length())]
     nearby = [own - 1, own + 1, *(n for n in range(1, min(own, 4096)) if own % n == 0)]
-    others = max(1, (readers if key in READERS else case.plan.ranks) // own)
+    others = max(1, (data_ranks if key in DATA_AXES else case.plan.ranks) // own)
     suggested = [most, most // others, case.job.global_batch // others, len(weights) // others]
     candidates = sorted({n for n in (*range(1, 17), *powers, *nearby, *suggested) if 1 <= n <= most and n != own})
     alone = [check for check in CHECKS if check.keys == (key,)]

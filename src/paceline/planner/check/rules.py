@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import DEGREES, READERS, Case, Check, count, degrees
+from paceline.planner.check.case import DATA_AXES, DEGREES, Case, Check, count, degrees
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.planner.check.sync_check import SYNC_CHECKS
 
@@ -48,7 +48,8 @@ def _too_few_devices(case: Case) -> str | None:
         return None
     have = f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}; {cluster.name} has {count(case.devices, 'device')}"
     if len(weights) > case.devices:
-        return f"{have}. The job's partition has {count(len(weights), 'weight')}, one per reader: at most {case.devices} can work here."
+        limit = f"one per data-parallel rank: at most {case.devices} can work here"
+        return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
     others = plan.ranks // plan.dp
     most = case.devices // others
     return f"{have}: {f'dp is at most {most}' if most else f'degrees that multiply to at most {case.devices}'}."
@@ -71,36 +72,36 @@ def _too_little_memory(case: Case) -> str | None:
 
 def _other_weights(case: Case) -> str | None:
     plan, weights = case.plan, case.job.partition.weights
-    if weights is None or len(weights) == plan.readers:
+    if weights is None or len(weights) == plan.data_ranks:
         return None
-    others = plan.readers // plan.dp
+    others = plan.data_ranks // plan.dp
     room = case.world or case.devices
     fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
     fitting = f"dp={len(weights) // others}, or " if fits else ""
     return (
-        f"plan {plan} has {_readers(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per {_reader(plan)}: "
-        f"{fitting}{count(min(plan.readers, room), 'weight')} in the job would fit."
+        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per {_data_rank(plan)}: "
+        f"{fitting}{count(min(plan.data_ranks, room), 'weight')} in the job would fit."
     )
 
 
 def _share_too_small(case: Case) -> str | None:
     plan, batch = case.plan, case.job.global_batch
-    if plan.readers > batch:
-        limited = "dp" if plan.readers == plan.dp else "dp × fsdp × ep"
+    if plan.data_ranks > batch:
+        limited = "dp" if plan.data_ranks == plan.dp else "dp × fsdp × ep"
         return (
-            f"plan {plan} has {_readers(plan)} for a global batch of {batch}, and each needs a sample: "
-            f"{limited} is at most {batch}, or the job's global_batch at least {plan.readers}."
+            f"plan {plan} has {_data_ranks(plan)} for a global batch of {batch}, and each needs a sample: "
+            f"{limited} is at most {batch}, or the job's global_batch at least {plan.data_ranks}."
         )
     share = case.smallest_share
     if share == 0 and (weights := case.job.partition.weights):
         enough = math.ceil(sum(weights) / min(weights))
         return (
-            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_reader(plan)} no sample: "
+            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no sample: "
             f"a global_batch of {enough} is enough."
         )
     if plan.microbatches > share:
         return (
-            f"plan {plan} cuts a {_reader(plan)}'s share of the global batch into {plan.microbatches} parts, but the smallest share is "
+            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} parts, but the smallest share is "
             f"{count(share, 'sample')}: microbatches is at most {share}."
         )
     return None
@@ -117,11 +118,11 @@ def _loss_over_the_whole_batch(case: Case) -> str | None:
 def _models_loss_over_the_whole_batch(case: Case) -> str | None:
     """A loss that a model computes over the samples that it sees cannot be put together from those of parts."""
     plan = case.plan
-    if plan.microbatches * plan.readers == 1 or case.job.loss.name != "model" or not case.anatomy.compares_samples:
+    if plan.microbatches * plan.data_ranks == 1 or case.job.loss.name != "model" or not case.anatomy.compares_samples:
         return None
     return (
-        f"plan {plan} computes a batch in {plan.microbatches * plan.readers} parts, but the model's own loss compares all samples of a "
-        f"batch with each other: {' '.join(f'{key}=1' for key in ('microbatches', *READERS) if getattr(plan, key) > 1)}. Or compute the "
+        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss compares all samples of a "
+        f"batch with each other: {' '.join(f'{key}=1' for key in ('microbatches', *DATA_AXES) if getattr(plan, key) > 1)}. Or compute the "
         "loss from the model's outputs by a function of your own that has whole_batch = True."
     )
 
@@ -162,25 +163,25 @@ def _multiplied(plan: Plan) -> str:
     return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
 
 
-def _reader(plan: Plan) -> str:
-    return "replica" if plan.readers == plan.dp else "reader"
+def _data_rank(plan: Plan) -> str:
+    return "replica" if plan.data_ranks == plan.dp else "data-parallel rank"
 
 
-def _readers(plan: Plan) -> str:
-    """The ranks of a replica that divide its batch read apart."""
-    if plan.readers == plan.dp:
+def _data_ranks(plan: Plan) -> str:
+    """The plan's number of data-parallel ranks as text, with the degrees that they come from."""
+    if plan.data_ranks == plan.dp:
         return count(plan.dp, "replica")
-    return f"{plan.readers} readers ({' · '.join(f'{key}={n}' for key in READERS if (n := getattr(plan, key)) > 1)})"
+    return f"{plan.data_ranks} data-parallel ranks ({' · '.join(f'{key}={n}' for key in DATA_AXES if (n := getattr(plan, key)) > 1)})"
 
 
 CHECKS: tuple[Check, ...] = (
     Check(_other_world, DEGREES),
     Check(_too_few_devices, DEGREES),
     Check(_too_little_memory, DEGREES),
-    Check(_other_weights, READERS),
-    Check(_share_too_small, ("microbatches", *READERS)),
+    Check(_other_weights, DATA_AXES),
+    Check(_share_too_small, ("microbatches", *DATA_AXES)),
     Check(_loss_over_the_whole_batch, ("microbatches",)),
-    Check(_models_loss_over_the_whole_batch, ("microbatches", *READERS)),
+    Check(_models_loss_over_the_whole_batch, ("microbatches", *DATA_AXES)),
     Check(_no_fused_step, ("fused",)),
     Check(_no_images, ("memory_format",)),
     Check(_no_cuda_graphs, ("compile",)),

@@ -111,9 +111,9 @@ def _fewer_microbatches(case: Case) -> list[str]:
     fitting = next(n for n in range(plan.microbatches, 0, -1) if not any(share % n for share in shares))
     if plan.pp == 1 or fitting == plan.microbatches:
         return []
-    per_reader, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.readers * plan.microbatches
+    per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches
     return [
-        f"plan {plan} has {per_reader}, which do not divide in {plan.microbatches} equal microbatches, so {fitting} will be used; "
+        f"plan {plan} has {per_rank}, which do not divide in {plan.microbatches} equal microbatches, so {fitting} will be used; "
         f"a global batch of {-(-case.job.global_batch // equal) * equal} would divide."
     ]
 
@@ -161,12 +161,12 @@ def _statistics_of_microbatches(case: Case) -> list[str]:
         return []
     if not norms:
         return []
-    share = max(1, job.global_batch // plan.readers // plan.microbatches)
+    share = max(1, job.global_batch // plan.data_ranks // plan.microbatches)
     where = norms[0] + (f" and {len(norms) - 1} more" if norms[1:] else "")
     over = (
         f"{count(share, 'sample')} of a microbatch"
-        if job.batch_norm == "local" or plan.readers == 1
-        else f"one microbatch of each of {plan.readers} readers"
+        if job.batch_norm == "local" or plan.data_ranks == 1
+        else f"one microbatch of each of {plan.data_ranks} data-parallel ranks"
     )
     return [
         f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole "

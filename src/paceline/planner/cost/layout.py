@@ -82,8 +82,8 @@ class Layout:
     The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless `order` says otherwise.
 
     Attributes:
-        samples: of one microbatch of one reader (dp × fsdp × ep of them).
-        microbatches: of one reader in a step.
+        samples: of one microbatch of one data-parallel rank (dp × fsdp × ep of them).
+        microbatches: of one data-parallel rank in a step.
         chunks: virtual stages of a pipeline's rank.
         zero: what fsdp shares out, 1 to 3. `zero_dp`: whether the optimizer's state is shared out over dp as well (ZeRO-1 of others).
         parameter_bytes, gradient_bytes, optimizer_bytes: per parameter; a master copy counts to the optimizer.
@@ -128,14 +128,14 @@ class Layout:
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
-    def readers(self) -> int:
+    def data_ranks(self) -> int:
         """Into how many shares a global batch is dealt."""
         return self.dp * self.fsdp * self.ep
 
     @property
     def global_batch(self) -> float:
         """Samples of a step."""
-        return self.readers * self.samples * self.microbatches
+        return self.data_ranks * self.samples * self.microbatches
 
     @property
     def number_bytes(self) -> int:

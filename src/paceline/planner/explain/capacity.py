@@ -34,7 +34,7 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
 
     Args:
         layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not its degrees.
-        global_batch: samples of a step; a plan cannot have more readers.
+        global_batch: samples of a step; a plan cannot have more data-parallel ranks.
     """
     here = least(layout, global_batch)
     if here.fits:

@@ -1,4 +1,4 @@
-"""Branch and bound over the space of plans: rows of degrees and microbatches, their variants, and how readers are shared out."""
+"""Branch and bound over the space of plans: degrees and microbatches, variants, and dp × fsdp factorisations."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Hunt:
         return found
 
     def _shared_out(self, variants: Columns) -> Columns:
-        """Every way to share out their readers over dp and fsdp that may be among the best and may fit."""
+        """Every factorisation of their data-parallel ranks into dp × fsdp that may be among the best and may fit."""
         space, bounds, table = self.space, self.bounds, self.space.rows
         several, place = np.unique(table["shared"][variants.row], return_inverse=True)
         ways = [divisors(int(n)) for n in several]

@@ -131,13 +131,13 @@ def nothing_fits(space: Space, tally: Tally, layout: Layout) -> PlanError:
 
 
 def _uneven_batch(space: Space) -> Excluded | None:
-    """Numbers of readers that leave a rest of the batch, for which all wait."""
+    """Numbers of data-parallel ranks that leave a remainder of the batch, for which all wait."""
     batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
     even = [n for n in range(1, most + 1) if batch % n == 0]
     if space.job.partition.weights is not None or len(even) == most:
         return None
     shown = ", ".join(map(str, even[:12])) + (", …" if len(even) > 12 else "")
-    reason = f"a global batch of {batch:,} deals evenly to {shown} readers; with others all wait for those with one sample more"
+    reason = f"a global batch of {batch:,} deals evenly to {shown} data-parallel ranks; with others all wait for those with one sample more"
     return Excluded("dp × fsdp × ep", reason)
 
 
@@ -145,8 +145,8 @@ def _no_rows(space: Space) -> str:
     batch, weights = space.job.global_batch, space.job.partition.weights
     if weights is not None:
         return (
-            f"the job's partition has {len(weights)} weights, one for each reader, and {space.cluster.name} has {space.devices} devices: "
-            f"give at most {space.devices} weights, or none for equal shares."
+            f"the job's partition has {len(weights)} weights, one for each data-parallel rank, and {space.cluster.name} has "
+            f"{space.devices} devices: give at most {space.devices} weights, or none for equal shares."
         )
     return f"no plan divides a global batch of {batch} over {space.devices} devices of {space.cluster.name}."
 

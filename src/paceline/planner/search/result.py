@@ -90,7 +90,7 @@ class Found:
         seconds: that the search took.
         evaluated: plans predicted in full.
         pruned: plans that a lower bound of their time, or dominance, set aside without predicting them.
-        weights: shares of the batch by speed (`job.partition.weights`, one for each reader of the best plan); None where all are equal.
+        weights: shares of the batch by speed (`job.partition.weights`, one per data-parallel rank of the best plan); None: equal shares.
         weights_gain: the part of the step's time that they save.
         cut: the blocks with which the stages after the first begin (`Plan.cut`); () where the even cut is as good.
         cut_gain: the part of the step's time that it saves.

@@ -1,8 +1,8 @@
 """The fastest plans of a job on a cluster, out of every legal one: branch and bound over degrees, microbatches and variants.
 
-Rows (degrees and microbatches) are taken in the order of what they take at least; each is expanded to its variants, and these to the ways
-of sharing their readers out over dp and fsdp, as long as what they take at least is below the best found. So what is left out is slower,
-and the answer is that of looking at all of them. It depends on nothing but its arguments: no clock ends it.
+Rows (degrees and microbatches) are taken in the order of their lower bounds; each is expanded to its variants, and these to the
+factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best found. So what is left out is
+slower, and the answer is that of looking at all of them. It depends on nothing but its arguments: no clock ends it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Space:
 
         With the samples of a microbatch (`size` is equal where they are), and the threads of a rank on CPUs.
         """
-        pieces = [piece for degrees in self._inner_degrees() if len(piece := self._readers(*degrees))]
+        pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
         rows: dict[str, NDArray[Any]] = {key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)}
         if not self.legality.allows_microbatches():
@@ -71,7 +71,7 @@ class Space:
 
     @cached_property
     def sharings(self) -> Ints:
-        """In how many ways each row's readers can be shared out over dp and fsdp, each with what fsdp shares out, and the knobs."""
+        """The number of each row's variants: factorisations into dp × fsdp, each with its `zero` stages and knobs."""
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
         return np.asarray((ways + np.where(self.rows["pp"] == 1, 2 * (ways - 1), 0)) * self.rows["knobs"])
@@ -106,7 +106,7 @@ class Space:
         return {name: np.array(works[name], np.bool_)[place] for name in SCHEDULES}
 
     def shares(self, rows: Ints, fsdp: Ints, schedules: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
-        """Which of these rows cannot have their readers shared out so, with these schedules (of `SCHEDULES`); for each reason."""
+        """A mask of the rows that this `fsdp` and these schedules (of `SCHEDULES`) rule out, for each reason."""
         keys, place = numbered(self.rows["pp"][rows], schedules)
         for i, (pp, schedule) in enumerate(keys):
             if refusal := self.legality.sharing_refusal(SCHEDULES[schedule], pp):
@@ -172,7 +172,7 @@ class Space:
                 for ep in (n for n in self.degrees["ep"] if tp * cp * n <= self.devices):
                     yield from ((tp, cp, ep, pp) for pp in self.degrees["pp"] if tp * cp * ep * pp <= self.devices)
 
-    def _readers(self, tp: int, cp: int, ep: int, pp: int) -> Ints:
+    def _with_data_ranks(self, tp: int, cp: int, ep: int, pp: int) -> Ints:
         """The rows of these degrees."""
         shared = self._shared(ep, self.devices // (tp * cp * ep * pp), pp > 1)
         if not shared:
@@ -183,19 +183,23 @@ class Space:
         return np.concatenate([head, table], axis=1)
 
     def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
-        """The values of dp × fsdp: numbers of readers that deal the batch evenly.
+        """The values of dp × fsdp: numbers of data-parallel ranks that deal the batch evenly.
 
-        Without a pipeline also those with uneven shares that no smaller number matches: the fullest reader sets the pace, so of equally
-        full ones the fewest readers win.
+        Without a pipeline also those with uneven shares that no smaller number matches: the fullest data-parallel rank sets the pace, so of
+        equally full ones the fewest data-parallel ranks win.
         """
         weights = self.job.partition.weights
         if weights is not None:
             return [len(weights) // ep] if len(weights) % ep == 0 and len(weights) // ep <= most else []
-        return [readers // ep for readers in _useful_readers(self.job.global_batch, equal) if readers % ep == 0 and readers // ep <= most]
+        return [
+            data_ranks // ep
+            for data_ranks in _useful_data_ranks(self.job.global_batch, equal)
+            if data_ranks % ep == 0 and data_ranks // ep <= most
+        ]
 
 
 @cache
-def _useful_readers(batch: int, equal: bool) -> tuple[int, ...]:
+def _useful_data_ranks(batch: int, equal: bool) -> tuple[int, ...]:
     if equal:
         return tuple(n for n in range(1, batch + 1) if batch % n == 0)
     fullest: set[int] = {-(-batch // share) for share in range(1, int(batch**0.5) + 2)}
@@ -204,17 +208,17 @@ def _useful_readers(batch: int, equal: bool) -> tuple[int, ...]:
 
 
 @cache
-def _parts(batch: int, readers: int, equal: bool) -> Ints:
-    """Rows of (readers, microbatches): numbers of microbatches that divide a share evenly; those of uneven shares as evenly as can be.
+def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
+    """Rows of (data-parallel ranks, microbatches) whose microbatches divide a share evenly; uneven shares as evenly as can be.
 
     Ranks without a pipeline compute one after the other, so of numbers with equally large parts only the least is there.
     """
-    share, smallest = -(-batch // readers), batch // readers
+    share, smallest = -(-batch // data_ranks), batch // data_ranks
     if equal:
         counts = [n for n in range(1, share + 1) if share % n == 0]
     else:
         counts = sorted({-(-share // size) for size in range(1, share + 1)})
-    return np.array([(readers, n) for n in counts if n <= smallest], np.int64).reshape(-1, 2)
+    return np.array([(data_ranks, n) for n in counts if n <= smallest], np.int64).reshape(-1, 2)
 
 
 @cache

@@ -18,25 +18,25 @@ from paceline.planner.search.result import Candidate
 
 _LEAST_GAIN = 0.01  # of the step: less is not worth a word
 _MESH = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # of a run, its last axis between neighbours
-_READERS = ("dp", "fsdp", "ep")
+_DATA_AXES = ("dp", "fsdp", "ep")
 Floats = NDArray[np.float64]
 
 
 def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
-    """Shares of the batch for the readers of a plan, by the speed of the slowest rank of each, and what part of the step they save.
+    """Shares of the batch for a plan's data-parallel ranks, by the speed of the slowest rank of each, and the part of the step saved.
 
     None where all are equally fast, where the job has weights already, where stages of a pipeline need equal shares, or where the batch
     is too small to be dealt out otherwise.
     """
     layout = best.layout
-    if not layout.machines.speeds or job.partition.weights is not None or layout.pp > 1 or layout.readers == 1:
+    if not layout.machines.speeds or job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
         return None, 0.0
-    speeds = _speeds(layout, _READERS)
+    speeds = _speeds(layout, _DATA_AXES)
     weights = tuple(float(round(speed / speeds.mean(), 3)) for speed in speeds)
     shares = _shares(job, weights)
     if shares.min() < layout.microbatches:
         return None, 0.0
-    slowest = float((shares / speeds).max())  # samples that take the slowest device as long as the reader that is last
+    slowest = float((shares / speeds).max())  # samples that take the slowest device as long as the data-parallel rank that is last
     then = estimate(replace(layout, samples=slowest / layout.microbatches)).step_time_s
     gain = 1 - then / best.prediction.step_time_s
     return (weights, gain) if gain >= _LEAST_GAIN else (None, 0.0)

@@ -16,7 +16,7 @@ IN_TRANSFORM = (
 
 
 def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
-    """The largest number of microbatches up to `wanted` that divides what every reader has of a batch, so that all are equal."""
+    """The largest number of microbatches up to `wanted` that divides every data-parallel rank's share evenly."""
     some = [n for n in shares if n] or [1]
     return next(m for m in range(wanted, 0, -1) if not any(n % m for n in some))
 

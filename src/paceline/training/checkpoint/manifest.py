@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import CheckpointError
 from paceline.files import read_text, write_whole
@@ -68,11 +68,11 @@ class OwnEntry(BaseModel):
 class ShardEntry(BaseModel):
     """One rank's file, which share of the data that rank read, and what belongs to it alone."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
     bytes: int
     sha256: str
-    reader: int
+    data_rank: int = Field(alias="reader")
     own: dict[str, OwnEntry]
     own_values: dict[str, Any]
 
@@ -80,7 +80,7 @@ class ShardEntry(BaseModel):
 class Receipt(BaseModel):
     """What one rank says when its file is written: the file, and all tensors that it holds, with the pieces that it wrote of them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, serialize_by_alias=True)
 
     shard: ShardEntry
     tensors: dict[str, TensorEntry]
@@ -93,13 +93,13 @@ class Manifest(BaseModel):
     Format 2. In format 1 every rank held the whole model, and a tensor was in one piece.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
     format: Literal[2] = 2
     step: int
     world: int
     mesh: dict[str, int]  # ranks along each axis that had more than one
-    readers: int
+    data_ranks: int = Field(alias="readers")
     shards: list[ShardEntry]
     tensors: dict[str, TensorEntry]  # the shared ones
     aliases: dict[str, str]

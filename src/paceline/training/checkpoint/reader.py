@@ -115,7 +115,7 @@ class Loaded:
     own_values: list[dict[str, Any]]
     aliases: dict[str, str]
     seat: Seat
-    readers: int
+    data_ranks: int
     shards: list[ShardEntry] = field(repr=False)
 
     @cached_property
@@ -130,7 +130,7 @@ class Loaded:
         one, with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its pipeline stage.
         """
         own = dict(Pieces(self.own_entries(seat), self.shared.files))
-        if self.readers != seat.readers:
+        if self.data_ranks != seat.data_ranks:
             own |= {name: buffer for name, buffer in self.averaged_buffers().items() if name in own}
         return own
 
@@ -140,20 +140,20 @@ class Loaded:
         for rank, shard in enumerate(self.shards):
             for name, entry in self._entries_of(rank):
                 if name.startswith("buffer/"):
-                    found.setdefault(name, {}).setdefault(shard.reader, entry)
+                    found.setdefault(name, {}).setdefault(shard.data_rank, entry)
         averaged = {}
         for name, entries in found.items():
             same = len({(entry.dtype, tuple(entry.shape)) for entry in entries.values()}) == 1
             dtype = DTYPES[next(iter(entries.values())).dtype]
             if len(entries) > 1 and same and dtype.is_floating_point:
-                read = Pieces({str(reader): entry for reader, entry in entries.items()}, self.shared.files)
+                read = Pieces({str(data_rank): entry for data_rank, entry in entries.items()}, self.shared.files)
                 averaged[name] = torch.stack([read[key].double() for key in read]).mean(dim=0).to(dtype)
         return averaged
 
     def own_entries(self, seat: Seat) -> dict[str, TensorEntry]:
         """What `own_of` gives: dtypes, shapes, and the shards that hold them."""
-        reader = seat.reader if self.readers == seat.readers else 0
-        chosen = [rank for rank, shard in enumerate(self.shards) if shard.reader == reader]
+        data_rank = seat.data_rank if self.data_ranks == seat.data_ranks else 0
+        chosen = [rank for rank, shard in enumerate(self.shards) if shard.data_rank == data_rank]
         if self.mesh == seat.sizes:
             chosen.insert(0, seat.rank)  # the others only for what is of another stage now: the model may be cut elsewhere
         entries: dict[str, TensorEntry] = {}
@@ -244,7 +244,7 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -
         [entry.own_values for entry in manifest.shards],
         manifest.aliases,
         seat,
-        manifest.readers,
+        manifest.data_ranks,
         manifest.shards,
     )
 
@@ -252,12 +252,13 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """What in a manifest no checkpoint of ours says: from such a one, tensors would be filled in part, twice, or not at all."""
     shards = len(manifest.shards)
-    if manifest.step < 0 or shards != manifest.world or not all(n >= 1 for n in (manifest.readers, *manifest.mesh.values())):
-        yield f"step {manifest.step}, {shards} shards of {manifest.world} ranks, mesh {manifest.mesh}, {manifest.readers} readers"
+    if manifest.step < 0 or shards != manifest.world or not all(n >= 1 for n in (manifest.data_ranks, *manifest.mesh.values())):
+        ranks = f"{manifest.world} ranks, {manifest.data_ranks} of them data-parallel"
+        yield f"step {manifest.step}, {shards} shards of {ranks}, mesh {manifest.mesh}"
     taken: set[tuple[int, str]] = set()
     for rank, shard in enumerate(manifest.shards):
-        if shard.bytes < 0 or not 0 <= shard.reader < manifest.readers:
-            yield f"shard {rank} has {shard.bytes} bytes and reader {shard.reader} of {manifest.readers}"
+        if shard.bytes < 0 or not 0 <= shard.data_rank < manifest.data_ranks:
+            yield f"shard {rank} has {shard.bytes} bytes and data-parallel rank {shard.data_rank} of {manifest.data_ranks}"
         for name, own in shard.own.items():
             taken.add((rank, name))
             if own.dtype not in DTYPES or any(n < 0 for n in own.shape):

@@ -30,21 +30,21 @@ class Seat:
         rank: its number among all ranks.
         sizes: ranks along each mesh axis that has more than one.
         place: the rank's coordinate on each of these.
-        reader: which share of the global batch it reads; ranks of one reader have the same buffers.
-        readers: into how many shares the global batch is dealt.
+        data_rank: data-parallel rank, the share of the global batch it reads; ranks with the same one have the same buffers.
+        data_ranks: number of data-parallel ranks, into which the global batch is dealt.
     """
 
     rank: int
     sizes: dict[str, int]
     place: dict[str, int]
-    reader: int
-    readers: int
+    data_rank: int
+    data_ranks: int
 
     @classmethod
     def of(cls, mesh: Mesh) -> Seat:
         """The seat of a mesh's rank."""
         sizes = {axis: n for axis, n in mesh.sizes.items() if n > 1}
-        return cls(mesh.world.rank, sizes, {axis: mesh.place[axis] for axis in sizes}, mesh.reader, mesh.readers)
+        return cls(mesh.world.rank, sizes, {axis: mesh.place[axis] for axis in sizes}, mesh.data_rank, mesh.data_ranks)
 
     @classmethod
     def plain(cls, rank: int, world: int) -> Seat:

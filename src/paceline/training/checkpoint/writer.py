@@ -129,9 +129,9 @@ class Checkpointer:
         self._shard.begin(pieces, snapshot.own)
         self._copied.clear()
         self._hurry.clear()
-        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", reader=seat.reader, own=own, own_values=own_values)
+        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", data_rank=seat.data_rank, own=own, own_values=own_values)
         manifest = Manifest(
-            step=step, world=self.world, mesh=seat.sizes, readers=seat.readers, shards=[], tensors={}, aliases={}, values=values
+            step=step, world=self.world, mesh=seat.sizes, data_ranks=seat.data_ranks, shards=[], tensors={}, aliases={}, values=values
         )
         self._work = self._pieces(manifest, entry, division, dict(snapshot.aliases))
         # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back. It is

@@ -84,7 +84,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 
 def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
     """Every n-th batch of `data`, and None for those that a rank lacks where the ranks of a replica compute together."""
-    group: Group = engine.readers
+    group: Group = engine.data_group
     own, count = _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
     if engine.split is None or not engine.split.all_must_compute:
         return iter(own)
@@ -97,7 +97,7 @@ def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
 
 def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int | None]:
     """This rank's batches, and the most that any rank has."""
-    group: Group = engine.readers
+    group: Group = engine.data_group
     check(loader, engine.group)
     if isinstance(loader.dataset, IterableDataset):  # read by every rank, which keeps its part of each batch
         dealt = deal(loader, group, engine.group, engine.settings.seed)

@@ -207,10 +207,10 @@ class OwnLoop(Engine):
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows (dim 0) of all ranks in rank order, for a loss over the whole batch; gradients flow back to every rank's own."""
-        counts = torch.zeros(self.readers.size, dtype=torch.int64, device=self.device)
-        counts[self.readers.rank] = len(rows)
-        self.readers.all_reduce(counts)
-        return gather(self.readers, rows, counts.tolist())
+        counts = torch.zeros(self.data_group.size, dtype=torch.int64, device=self.device)
+        counts[self.data_group.rank] = len(rows)
+        self.data_group.all_reduce(counts)
+        return gather(self.data_group, rows, counts.tolist())
 
     def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
         """The mean over all ranks of a number that each has of its share of the batch (or of `items`)."""
@@ -354,18 +354,18 @@ class OwnLoop(Engine):
         if items is None:
             share = self._share()
             mean = (own * share).to(self.device) if share else torch.zeros((), dtype=torch.float64, device=self.device)
-            self.readers.all_reduce(mean)
+            self.data_group.all_reduce(mean)
             return 1.0 if self.apart and share else share, mean
         count = torch.as_tensor(items, dtype=torch.float64, device=self.device)
         sums = torch.stack([torch.where(count > 0, own * count, 0.0), count])
-        self.readers.all_reduce(sums)
+        self.data_group.all_reduce(sums)
         total = sums[1].clamp(min=torch.finfo(torch.float64).tiny)
         own_share: Tensor = (count > 0) if self.apart else count / total  # a replica that trains apart takes the step of its own mean
         return own_share.to(loss.dtype), sums[0] / total
 
     def _check_data(self) -> None:
         """Refuse batches that were not dealt to this rank, where they should have been: all ranks would train on their own."""
-        if self.readers.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
+        if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
                 "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader yet. Write "
                 "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every rank brings its own data"
@@ -386,7 +386,7 @@ class OwnLoop(Engine):
                 "the mean of, engine.backward(loss, items=len(x))"
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
-        share = shares.pop() if shares else 1.0 / self.readers.size
+        share = shares.pop() if shares else 1.0 / self.data_group.size
         if self._read_ahead and any(before is not None and before.local / before.total != share for _, before in seen.values()):
             raise DataError(
                 "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the weight of this loss is "

@@ -21,7 +21,7 @@ from paceline.job.loss import Loss
 from paceline.job.zoo.items import hands_on_models_loss
 from paceline.job.zoo.losses import ModelsOwn
 from paceline.plans.plan import Plan, Precision
-from paceline.split.mesh import READERS, Mesh
+from paceline.split.mesh import DATA_AXES, Mesh
 from paceline.training.own_loop.loop import OnStep, OwnLoop
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def setup(
         _fuse(one)
     settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed, buffers)
     mesh = Mesh.of(chosen, group)
-    dealt = None if loader is None else deal(loader, mesh.group(*READERS), group, seed)
+    dealt = None if loader is None else deal(loader, mesh.group(*DATA_AXES), group, seed)
     extra = _outside(module, optimizers, loss)
     if not chosen.splits:
         _refuse_own_forward(chosen, loss)
