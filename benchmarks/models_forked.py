@@ -52,10 +52,10 @@ def fork_to_look(module_args: list[str], job: Job, cluster: Cluster, plan: Plan)
         records = [Path(folder) / f"rank-{rank}.error" for rank in range(plan.ranks)]
         started: list[ForkServerProcess] = []
         with on_this_machine(plan.ranks)[0].listen(None, 64) as listener:
-            address, port = listener.getsockname()[:2]
-            environment = {"WORLD_SIZE": plan.ranks, "LOCAL_WORLD_SIZE": plan.ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
+            port = listener.getsockname()[1]
+            places = on_this_machine(plan.ranks)
             for rank, record in enumerate(records):
-                own = {k: str(v) for k, v in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                own = places[rank].environment(rank, plan.ranks, places[0], port).to_env()
                 arguments = (module_args, own, record, job.deadline_s, list(sys.path), None if rank else listener)
                 started.append(_fork.Process(target=_run, args=arguments))
                 started[-1].start()

@@ -18,7 +18,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.cluster.emulate.hosts import EmulatedHost
 from paceline.launch.place import on_hosts, on_this_machine
-from paceline.launch.port import ADDRESS
 
 _END_S = 20.0  # for the processes to end when nothing more is asked
 
@@ -74,7 +73,7 @@ class Ranks:
         variables, command = self._variables(rank, port), [sys.executable, *self.command]
         kept: list[int] = []
         if self.hosts:
-            variables |= self.places[rank].environment | {"MASTER_ADDR": self.places[0].address}
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # an emulated host has no GPU
             command = ["ip", "netns", "exec", self.hosts[rank].namespace, *command]
             if rank == 0:
                 kept = [listener.fileno()]
@@ -134,17 +133,11 @@ class Ranks:
         return f"rank {self.processes.index(process)} of {' '.join(self.command)}, asked for {question}, {what}"
 
     def _variables(self, rank: int, port: int) -> dict[str, str]:
-        """torchrun's environment, on loopback."""
+        """The environment of a rank in its place, with torchrun's store where that is on loopback."""
         variables = {
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": ADDRESS,
-            "MASTER_PORT": str(port),
+            **self.places[rank].environment(rank, self.size, self.places[0], port).to_env(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             **self.environment,
         }

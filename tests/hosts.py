@@ -33,9 +33,9 @@ class EmulatedHosts:
             RankError: with the traceback of the rank that failed first, or the stacks of those that were not done at the deadline.
         """
         with self.places[0].listen(None, _PARTY) as listener:
-            address, port = listener.getsockname()
-            run = {"WORLD_SIZE": str(len(self.places)), "MASTER_ADDR": address, "MASTER_PORT": str(port), "PACELINE_ATTEMPT": "0"}
-            environments = [{**run, **place.environment, "RANK": str(rank)} for rank, place in enumerate(self.places)]
+            port = listener.getsockname()[1]
+            of_ranks = [place.environment(rank, len(self.places), self.places[0], port) for rank, place in enumerate(self.places)]
+            environments = [{**environment.to_env(), "CUDA_VISIBLE_DEVICES": ""} for environment in of_ranks]
             return run_processes(environments, function, args, deadline_s, listener=listener)
 
     def cut(self, host: int) -> None:

@@ -155,11 +155,12 @@ def _run_rank(start: _Start, folder: str, stack: Path, outcome: Connection) -> N
     import paceline.comm.transport
     from paceline.cluster.emulate.hosts import enter_host
     from paceline.launch.failure import ErrorRecord
+    from paceline.rank_environment import HostEntry
 
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(folder)
-    enter_host()
+    enter_host(HostEntry.from_env())
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if start.listener is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.engine.status import PHASES, Phase, StatusBoard
+from paceline.rank_environment import RankEnvironment
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def board(tmp_path: Path) -> Iterator[StatusBoard]:
 
 
 def mark_as(rank: int, file: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase, step: int) -> None:
-    monkeypatch.setenv("PACELINE_STATUS", str(file))
-    monkeypatch.setenv("RANK", str(rank))
+    for name, value in RankEnvironment(rank, 3, "127.0.0.1", 1, status_file=file).to_env().items():
+        monkeypatch.setenv(name, value)
     own = StatusBoard.of_this_rank()
     own.mark(phase, step)
     own.close()
@@ -51,7 +52,7 @@ def test_a_mark_of_the_same_phase_counts_as_a_change(board: StatusBoard, tmp_pat
 
 def test_marks_of_another_process_are_seen(board: StatusBoard, tmp_path: Path) -> None:
     code = "from paceline.engine.status import StatusBoard; StatusBoard.of_this_rank().mark('sync', 9)"
-    environment = {**os.environ, "PACELINE_STATUS": str(tmp_path / "status"), "RANK": "2"}
+    environment = os.environ | RankEnvironment(2, 3, "127.0.0.1", 1, status_file=tmp_path / "status").to_env()
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert (board.read()[2].phase, board.read()[2].step) == ("sync", 9)
 

@@ -234,7 +234,7 @@ def test_an_error_of_the_caller_s_own_ends_the_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_with_its_step_its_stack_and_who_waits() -> None:
     text = failure("stand_still", "sync", "compute", deadline_s=1)
     assert text.startswith("rank 1 ")
-    assert "has been in compute of step 37 for 1 s while rank 0 waits for it" in text
+    assert re.search(r"has been in compute of step 37 for \d+ s while rank 0 waits for it", text)
     assert "in stand_still" in text
     assert "launch/rank.py" not in text
 
@@ -247,7 +247,7 @@ def test_a_stopped_rank_is_named_as_stopped() -> None:
 
 def test_ranks_that_only_wait_for_one_another_hang() -> None:
     text = failure("stand_still", "sync", "sync", deadline_s=1)
-    assert "have waited for one another in sync for 6 s (rank 0 in step 37, rank 1 in step 37)" in text
+    assert re.search(r"have waited for one another in sync for \d+ s \(rank 0 in step 37, rank 1 in step 37\)", text)
 
 
 def test_a_rank_that_never_starts_is_named_after_a_deadline_of_its_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from paceline.launch.signals import StopSignals
 from paceline.planner.auto import auto_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
+from paceline.rank_environment import is_rank
 from paceline.runner.train import train
 from paceline.training.record.run import WARM_UP_STEPS, read_lines
 from paceline.tuning.auto import choose
@@ -100,7 +100,7 @@ class Benchmark:
         console: Console | None = None,
         command: str = "paceline.bench",
     ) -> None:
-        if {"RANK", "PACELINE_STATUS"} & os.environ.keys():
+        if is_rank():
             raise LaunchError("bench starts the ranks itself: call it without torchrun, in a script under `if __name__ == '__main__':`.")
         if repeat < 1:
             raise RunError(f"repeat is how often each setting is run, at least 1, not {repeat}")

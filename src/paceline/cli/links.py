@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from paceline.rank_environment import is_rank
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
@@ -53,7 +54,7 @@ def command(
         _words("--algorithms", algorithms, links.ALGORITHMS) or links.algorithms_of(where),
         _sizes(sizes) or links.SIZES,
     )
-    if "RANK" in os.environ:
+    if is_rank():
         found = _as_rank(wanted, transports)
         if found is None:  # rank 0 speaks for all
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,16 +36,17 @@ def command(
     """Train a job on every device of this machine, on hosts that it emulates, or on the ranks of a torchrun."""
     from paceline.cli.where import to_run_on
     from paceline.printable import printable
+    from paceline.rank_environment import is_rank, own_rank
     from paceline.runner.torchrun import fail
     from paceline.runner.train import train
 
     try:
         record = train(job, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
     except Exception as error:
-        if "RANK" in os.environ:
+        if is_rank():
             fail(error)
         raise
-    if os.environ.get("RANK", "0") != "0":  # of a torchrun, where rank 0 speaks for all
+    if own_rank() != 0:  # of a torchrun, where rank 0 speaks for all
         return
     typer.echo(printable(summary(record)))
     end = last(record, "end")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 
+from paceline.rank_environment import MASTER_ADDR, MASTER_PORT, HostEntry, named_address
+
 
 def own_address() -> str:
     """The address named by PACELINE_ADDRESS, else the one from which this host reaches the rendezvous (MASTER_ADDR); else loopback."""
-    if named := os.environ.get("PACELINE_ADDRESS"):
+    if named := named_address():
         return named
-    master = os.environ.get("MASTER_ADDR")
+    master = os.environ.get(MASTER_ADDR)
     if master is None:
         return "127.0.0.1"
-    where = (master, int(os.environ.get("MASTER_PORT", "1")))
+    where = (master, int(os.environ.get(MASTER_PORT, "1")))
     family = socket.getaddrinfo(*where, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # sends nothing
@@ -31,7 +33,8 @@ def own_interface() -> str | None:
 
 def own_host() -> str:
     """The name of this host, as errors and reports call it; an emulated host has one of its own."""
-    return os.environ.get("PACELINE_HOST") or socket.gethostname()
+    host = HostEntry.from_env()
+    return host.name if host else socket.gethostname()
 
 
 def host_identity() -> str:

@@ -23,6 +23,7 @@ from paceline.comm.deadline import register
 from paceline.comm.group import Group
 from paceline.comm.transport import Transport, choose
 from paceline.errors import ClusterError, LaunchError, tell_of_failure
+from paceline.rank_environment import LOCAL_RANK, RankEnvironment, is_rank, take_store_fd
 
 
 @contextmanager
@@ -52,10 +53,11 @@ def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
     """
     device, store, note = _device(), None, None
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
+        if not is_rank():
             return Group(device=device, deadline_s=deadline_s)
-        store = _store(deadline_s)
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        environment = RankEnvironment.from_env()
+        rank, size = environment.rank, environment.world_size
+        store = _store(environment, deadline_s)
         backend = "nccl"
         if device.type == "cpu":
             backend, note = choose(store, rank, size, transport, deadline_s)
@@ -84,7 +86,7 @@ def leave(group: Group) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = int(os.environ.get(LOCAL_RANK, 0))
     if local >= torch.cuda.device_count():
         raise ClusterError(
             f"local rank {local} has no GPU: this host shows {torch.cuda.device_count()}. Start at most one rank per GPU, "
@@ -94,21 +96,15 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def _store(deadline_s: float) -> Store:
+def _store(environment: RankEnvironment, deadline_s: float) -> Store:
     """The rendezvous' store, scoped by attempt so that a restarted run never reads the keys of the one before."""
-    absent = [k for k in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-    if absent:
-        raise LaunchError(f"RANK is set but {', '.join(absent)} not. Start the script with torchrun, or with `paceline train`.")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("PACELINE_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank, world = environment.rank, environment.world_size
+    address, port = environment.master_address, environment.master_port
     timeout = timedelta(seconds=deadline_s)
     try:
-        if (
-            "PACELINE_STORE_FD" in os.environ
-        ):  # rank 0 serves on the socket that the launcher bound: no other interface, no race for the port
-            fd = int(os.environ.pop("PACELINE_STORE_FD"))
-            store: Store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+        # Rank 0 serves on the socket that the launcher bound: no other interface, no race for the port.
+        if (listening := take_store_fd()) is not None:
+            store: Store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=listening)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
             store = TCPStore(address, port, world, False, timeout, wait_for_workers=False)
         else:
@@ -118,7 +114,7 @@ def _store(deadline_s: float) -> Store:
             f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or rank 0 not started? "
             "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
         ) from error
-    return PrefixStore(f"paceline/{attempt}", store)
+    return PrefixStore(f"paceline/{environment.attempt}", store)
 
 
 def _listen(address: str, port: int) -> int:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from paceline.rank_environment import RankEnvironment, is_our_rank
+
 Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint", "evaluate", "done"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -64,12 +66,12 @@ class StatusBoard:
 
     @classmethod
     def of_this_rank(cls) -> StatusBoard:
-        """The board that PACELINE_STATUS names, for marks by rank RANK; without a launcher of ours, one that nobody reads."""
-        path = os.environ.get("PACELINE_STATUS")
-        if path is None:
+        """This rank's slot of its launcher's board; without a launcher of ours, a board that nobody reads."""
+        environment = RankEnvironment.from_env() if is_our_rank() else None
+        if environment is None or environment.status_file is None:
             return cls(mmap.mmap(-1, _SLOT_BYTES))
-        with open(path, "r+b") as file:
-            board = cls(mmap.mmap(file.fileno(), 0), rank=int(os.environ["RANK"]))
+        with open(environment.status_file, "r+b") as file:
+            board = cls(mmap.mmap(file.fileno(), 0), rank=environment.rank)
         board._slot[_PID] = os.getpid()
         return board
 

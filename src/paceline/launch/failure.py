@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline.engine.status import RankStatus
 from paceline.errors import PacelineError, SyncError
+from paceline.rank_environment import HostEntry
 
 HOST = socket.gethostname()
 _LOST_PEER = (
@@ -109,7 +110,7 @@ class ErrorRecord:
             lines = "".join(traceback.format_exception(type(error), error, inner))
         return cls(
             rank,
-            os.environ.get("PACELINE_HOST", HOST),
+            host.name if (host := HostEntry.from_env()) else HOST,
             os.getpid(),
             time.time(),
             type(error).__name__,

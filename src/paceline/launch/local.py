@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,11 +25,13 @@ from paceline.launch.failure import HOST, ErrorRecord, Failure, RankEnd, hang, r
 from paceline.launch.place import Place, on_this_machine
 from paceline.launch.procfs import is_stopped, oom_kills
 from paceline.launch.signals import StopSignals
+from paceline.rank_environment import RankEnvironment
 
 # glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the step of a small
 # convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient, which would only lie there;
 # benchmarks/overhead.py measures what that brings.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
 _TICK_S = 0.2
 _COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
@@ -216,18 +218,15 @@ class _Attempt:
 
     def _start(self, number: int, folder: Path, listener: socket.socket) -> None:
         record = folder / f"rank-{number}.error"
-        serves = number == 0
-        environment = {**os.environ, **self._environment(number, record, listener), **self.setting.env}
-        if serves:
-            environment["PACELINE_STORE_FD"] = str(listener.fileno())
+        environment = self._environment(number, record, listener)
         process = None
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.launch.rank", *self.setting.module_args],
-                env=environment,
+                env={**os.environ, **self._variables(environment)},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
-                pass_fds=(*self.setting.inherited, *([listener.fileno()] if serves else [])),
+                pass_fds=[*environment.inherited_fds, *([] if environment.store_fd is None else [environment.store_fd])],
             )
             pidfd = os.pidfd_open(process.pid)
         except OSError as error:
@@ -238,26 +237,29 @@ class _Attempt:
         self.ranks.append(_Rank(number, process, pidfd, record))
         self.poll.register(pidfd, select.POLLIN)
 
-    def _environment(self, number: int, record: Path, listener: socket.socket) -> dict[str, str]:
-        setting = self.setting
-        environment = {
-            "RANK": number,
-            "WORLD_SIZE": setting.ranks,
-            "MASTER_ADDR": setting.places[0].address,
-            "MASTER_PORT": listener.getsockname()[1],
-            **setting.places[number].environment,
-            "OMP_NUM_THREADS": setting.threads,
-            "MKL_NUM_THREADS": setting.threads,
-            **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else lost peers' C++ stacks bury the first error
-            "PACELINE_ATTEMPT": setting.number,
-            "PACELINE_LAUNCHER": os.getpid(),
-            "PACELINE_STATUS": record.with_name("status"),
-            "PACELINE_ERROR_FILE": record,
-            "PACELINE_INHERITED": ",".join(map(str, setting.inherited)),
-            "PACELINE_CORES": ",".join(map(str, setting.pin_cores[number])) if setting.pin_cores else "",
+    def _environment(self, number: int, record: Path, listener: socket.socket) -> RankEnvironment:
+        setting, port = self.setting, listener.getsockname()[1]
+        place = setting.places[number].environment(number, setting.ranks, setting.places[0], port)
+        return replace(
+            place,
+            attempt=setting.number,
+            threads=setting.threads,
+            cores=tuple(setting.pin_cores[number]) if setting.pin_cores else (),
+            status_file=record.with_name("status"),
+            error_file=record,
+            launcher=os.getpid(),
+            store_fd=listener.fileno() if number == 0 else None,
+            inherited_fds=setting.inherited,
+        )
+
+    def _variables(self, environment: RankEnvironment) -> dict[str, str]:
+        """All that the rank finds in its environment besides what this process has."""
+        return {
+            **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
+            **({"CUDA_VISIBLE_DEVICES": ""} if environment.host else {}),  # an emulated host has no GPU
+            **environment.to_env(),
+            **self.setting.env,
         }
-        return {key: str(value) for key, value in environment.items()}
 
     def _note_ends(self, wait_s: float) -> None:
         """Wait for any rank to end, `wait_s` at most, and take the exit codes."""

@@ -11,6 +11,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
 from paceline.cluster.emulate.namespace import inside
 from paceline.launch.port import ADDRESS, listen
+from paceline.rank_environment import RankEnvironment
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,19 @@ class Place:
     interface: str = "lo"
     host: EmulatedHost | None = None
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the rank finds in its environment about its host."""
-        return {
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "GLOO_SOCKET_IFNAME": self.interface,  # gloo, too, listens only there
-            "PACELINE_ADDRESS": self.address,
-            **({**self.host.entry, "CUDA_VISIBLE_DEVICES": ""} if self.host else {}),  # an emulated host has no GPU
-        }
+    def environment(self, rank: int, world_size: int, master: Place, port: int) -> RankEnvironment:
+        """The environment of the rank in this place; `master` is the place of rank 0, which serves the rendezvous at `port`."""
+        return RankEnvironment(
+            rank,
+            world_size,
+            master.address,
+            port,
+            self.local_rank,
+            self.local_size,
+            address=self.address,
+            interface=self.interface,
+            host=self.host.entry if self.host else None,
+        )
 
     def listen(self, port: int | None, backlog: int) -> socket.socket:
         """A socket at this place's address, for the rendezvous that its rank serves. None takes a free port."""

@@ -23,6 +23,7 @@ from paceline.cluster.emulate.hosts import enter_host
 from paceline.errors import ClusterError, on_failure
 from paceline.job.read.imports import load_object
 from paceline.launch.failure import ErrorRecord
+from paceline.rank_environment import RankEnvironment, own_rank
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was killed
@@ -30,17 +31,20 @@ _ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was kil
 
 def main() -> None:
     """Run the function that the first argument names; exit 0 when it returns, its own code on SystemExit, 1 on any other exception."""
-    _end_with_launcher(int(os.environ["PACELINE_LAUNCHER"]))
-    for descriptor in filter(None, os.environ.pop("PACELINE_INHERITED", "").split(",")):
-        os.set_inheritable(int(descriptor), False)  # held by this rank, and not by a program that it starts
-    record = Path(os.environ["PACELINE_ERROR_FILE"])
+    environment = RankEnvironment.from_env()
+    assert environment.launcher is not None
+    assert environment.error_file is not None
+    _end_with_launcher(environment.launcher)
+    for descriptor in environment.inherited_fds:
+        os.set_inheritable(descriptor, False)  # held by this rank, and not by a program that it starts
+    record = environment.error_file
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     on_failure(lambda error: _record(error, record))
     try:
-        enter_host()  # before torch, or anything of the user's, starts a thread
-        _pin(os.environ.get("PACELINE_CORES"))
+        enter_host(environment.host)  # before torch, or anything of the user's, starts a thread
+        _pin(environment)
         target, *arguments = sys.argv[1:]
         load_object(target)(arguments)
     except SystemExit as error:
@@ -65,7 +69,7 @@ def _record(error: BaseException, path: Path) -> None:
         return
     try:
         before = ErrorRecord.read(path)
-        now = ErrorRecord.of(error, int(os.environ["RANK"]))
+        now = ErrorRecord.of(error, own_rank())
         (now if before is None else replace(now, time=before.time)).write(path)
     except OSError:  # the launcher and its folder are gone, or the disk is full: then nobody else shows it
         traceback.print_exception(error)
@@ -73,8 +77,9 @@ def _record(error: BaseException, path: Path) -> None:
 
 def _clean_up_for_the_launcher() -> None:
     """Remove the launcher's temporary folder, where it was killed and cannot."""
-    if os.getppid() != int(os.environ["PACELINE_LAUNCHER"]):
-        shutil.rmtree(Path(os.environ["PACELINE_ERROR_FILE"]).parent, ignore_errors=True)
+    environment = RankEnvironment.from_env()
+    if os.getppid() != environment.launcher and environment.error_file is not None:
+        shutil.rmtree(environment.error_file.parent, ignore_errors=True)
 
 
 def _kill_when_orphaned(launcher_fd: int) -> None:
@@ -84,16 +89,16 @@ def _kill_when_orphaned(launcher_fd: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _pin(cores: str | None) -> None:
+def _pin(environment: RankEnvironment) -> None:
     """Keep this rank on its cores. Must precede the import of torch, which sizes its thread pools by them."""
-    if not cores:
+    if not environment.cores:
         return
-    wanted = {int(core) for core in cores.split(",")}
     try:
-        os.sched_setaffinity(0, wanted)
+        os.sched_setaffinity(0, environment.cores)
     except OSError as error:
-        allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise ClusterError(f"rank {os.environ['RANK']} cannot be pinned to cores {cores}: this process may use cores {allowed}") from error
+        wanted, allowed = (", ".join(map(str, sorted(cores))) for cores in (environment.cores, os.sched_getaffinity(0)))
+        who = f"rank {environment.rank} cannot be pinned to cores {wanted}"
+        raise ClusterError(f"{who}: this process may use cores {allowed}") from error
 
 
 def _leave(error: BaseException, path: Path, code: int) -> None:

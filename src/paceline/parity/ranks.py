@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,7 @@ from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.plans.plan import Plan
+from paceline.rank_environment import is_our_rank
 from paceline.split.layout import Layout
 from paceline.split.parts import local
 from paceline.training.loop import build_engine, built, seed_all
@@ -115,7 +115,7 @@ def _comparable(job: Job, plan: Plan) -> Iterator[None]:
 
 
 def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
-    if "PACELINE_STATUS" in os.environ:  # a process that a launcher started for this alone
+    if is_our_rank():  # a process that a launcher started for this alone
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     seed_all(job.seed)
     model = built(job, plan)

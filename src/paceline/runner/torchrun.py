@@ -11,11 +11,12 @@ from typing import NoReturn
 
 from paceline.launch.failure import ErrorRecord
 from paceline.printable import printable
+from paceline.rank_environment import own_rank
 
 
 def fail(error: Exception) -> NoReturn:
     """Tell of `error`, caught now, and end this rank with exit code 1."""
-    record = ErrorRecord.of(error, int(os.environ["RANK"]))
+    record = ErrorRecord.of(error, own_rank())
     text = record.text(ranks=1)  # what became of the others is torchrun's to tell
     with suppress(OSError):  # whoever read it has gone, or the disk is full: what is left is the exit code
         print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from paceline.launch.place import places_on
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan, cores_of
+from paceline.rank_environment import is_our_rank, is_rank
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
 from paceline.training.record.progress import LiveProgress
@@ -70,12 +70,12 @@ def train(
     Raises:
         PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and what to do.
     """
-    if "PACELINE_STATUS" in os.environ:
+    if is_our_rank():
         raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
     cluster = to_run_on(cluster)
-    if "RANK" in os.environ:
+    if is_rank():
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     console.print(cluster.describe(), highlight=False, markup=False)

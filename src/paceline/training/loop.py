@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.job.zoo.models.moe import add_counts
 from paceline.plans.plan import Plan
+from paceline.rank_environment import is_our_rank
 from paceline.split.layout import Layout
 from paceline.split.memory import predicted_bytes
 from paceline.split.mesh import Mesh
@@ -157,7 +157,7 @@ class Loop:
         self.saving = Saving(self.checkpointer, self.job.checkpoint, engine.notes, self._event)
         engine.before_update = lambda: self.saving.before_update(engine.step_count + 1)
         self.recorder = Recorder(run.path, engine, epoch_steps=self.epoch_steps)
-        self.progress = PlainProgress(self.total_steps) if group.rank == 0 and "PACELINE_STATUS" not in os.environ else None
+        self.progress = PlainProgress(self.total_steps) if group.rank == 0 and not is_our_rank() else None
         self.slow_ranks = SlowRanks(engine.plan, group.hosts)
         self.rejected: list[int] = []  # steps whose batch a rewind leaves out
         self.rewinds = 0

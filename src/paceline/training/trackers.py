@@ -7,19 +7,19 @@ Any function of a `StepResult` is one. TensorBoard, wandb and mlflow are importe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.engine.engine import StepResult
+from paceline.rank_environment import own_rank
 
 OnStep = Callable[[StepResult], object]
 
 
 def tensorboard(folder: str | Path) -> OnStep:
     """Write loss and gradient norm of every step as TensorBoard events into `folder`."""
-    if not _is_first_rank():
+    if own_rank() != 0:
         return _ignore
     from paceline.training.tensorboard import TensorBoard
 
@@ -29,7 +29,7 @@ def tensorboard(folder: str | Path) -> OnStep:
 
 def wandb(**settings: Any) -> OnStep:
     """Log every step to Weights & Biases; `settings` are those of `wandb.init`."""
-    if not _is_first_rank():
+    if own_rank() != 0:
         return _ignore
     import wandb as package
 
@@ -39,7 +39,7 @@ def wandb(**settings: Any) -> OnStep:
 
 def mlflow(**settings: Any) -> OnStep:
     """Log every step to MLflow; `settings` are those of `mlflow.start_run`."""
-    if not _is_first_rank():
+    if own_rank() != 0:
         return _ignore
     import mlflow as package
 
@@ -49,10 +49,6 @@ def mlflow(**settings: Any) -> OnStep:
 
 def _scalars(result: StepResult) -> dict[str, float]:
     return {"loss": result.loss, "grad_norm": result.grad_norm}
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _ignore(result: StepResult) -> None:

@@ -53,8 +53,10 @@ def receive(end: socket.socket, size: int) -> bytes:
 
 def run_inside(host: EmulatedHost, code: str) -> str:
     """What a new process prints that enters the host first."""
-    script = f"from paceline.cluster.emulate.hosts import enter_host; enter_host()\n{code}"
-    return subprocess.run([sys.executable, "-c", script], env=os.environ | host.entry, check=True, capture_output=True, text=True).stdout
+    imports = "from paceline.cluster.emulate.hosts import enter_host\nfrom paceline.rank_environment import HostEntry\n"
+    script = f"{imports}enter_host(HostEntry.from_env())\n{code}"
+    environment = os.environ | host.entry.to_env()
+    return subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float = 30) -> None:

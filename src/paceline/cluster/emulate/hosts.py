@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ from paceline.cluster.emulate.namespace import enter
 from paceline.cluster.emulate.network import INTERFACE, Wire, build, carried, plug, unplug, wires
 from paceline.cluster.emulate.record import Owner, Record, remove_abandoned
 from paceline.errors import ClusterError
-
-_ENTRY = ("PACELINE_HOST", "PACELINE_NAMESPACE", "PACELINE_CGROUP")
+from paceline.rank_environment import HostEntry
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,18 @@ class EmulatedHost:
     group: Path | None
 
     @property
-    def entry(self) -> dict[str, str]:
-        """The variables by which a process enters the host with `enter_host`, and knows its name."""
-        return dict(zip(_ENTRY, (self.name, self.namespace, str(self.group or "")), strict=True))
+    def entry(self) -> HostEntry:
+        """What a process needs to enter the host with `enter_host`."""
+        return HostEntry(self.name, self.namespace, self.group)
 
 
-def enter_host(environment: Mapping[str, str] = os.environ) -> None:
-    """Move this process into the emulated host that its environment names, if it names one. To be called before any thread is started."""
-    _, namespace, group = (environment.get(name) for name in _ENTRY)
-    if namespace:
-        enter(namespace)
-    if group:
-        enter_group(Path(group))
+def enter_host(entry: HostEntry | None) -> None:
+    """Move this process into an emulated host, if there is one to enter. To be called before any thread is started."""
+    if entry is None:
+        return
+    enter(entry.network_namespace)
+    if entry.control_group is not None:
+        enter_group(entry.control_group)
 
 
 class Emulation:

@@ -21,6 +21,7 @@ from paceline.cluster.emulate.cgroup import cpu_quota
 from paceline.comm.c10d.operation import Lane, Operation, after
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
+from paceline.rank_environment import RankEnvironment, is_our_rank
 
 _SPIN_S = 20e-6  # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
@@ -86,7 +87,7 @@ class Progress:
 
     def expect(self, ranks: int) -> None:
         """Learn that a group has so many ranks on this host: with more than there are cores for, spinning would slow down the others."""
-        pinned = bool(os.environ.get("PACELINE_CORES"))  # then this process' own affinity says nothing of the other ranks' cores
+        pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)  # then its affinity says nothing of the other ranks' cores
         cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
         self.crowded = self.crowded or ranks > min(cores, cpu_quota() or cores)
 

@@ -1,0 +1,165 @@
+"""A rank's place in its run, as its launcher tells it: the one reader and writer of RANK, MASTER_ADDR, PACELINE_… variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import LaunchError
+
+# A rank that torchrun or another launcher has started has the first five and no PACELINE_ variable but those that a user has set.
+RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"
+_ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """What a process needs to enter an emulated host and to know its name.
+
+    Attributes:
+        control_group: folder of the group that limits the host's cores; None where they are not limited.
+    """
+
+    name: str
+    network_namespace: str
+    control_group: Path | None = None
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that `from_env` reads."""
+        return {_HOST: self.name, "PACELINE_NAMESPACE": self.network_namespace, "PACELINE_CGROUP": str(self.control_group or "")}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> HostEntry | None:
+        """The emulated host that the variables name; None where they name none."""
+        name = environ.get(_HOST)
+        return cls(name, environ.get("PACELINE_NAMESPACE", ""), _path(environ.get("PACELINE_CGROUP"))) if name else None
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """One rank's place in a run: who it is, where the others are, and how its launcher watches it.
+
+    Attributes:
+        local_rank: number among the ranks of its host, `local_world_size` of them.
+        master_address: host of the rendezvous, which rank 0 serves on `master_port`.
+        attempt: number of restarts before; every attempt has a rendezvous of its own.
+        address: where the other ranks reach this one; None where the rank finds it out.
+        interface: network interface of that address.
+        threads: of each torch operation; None leaves it to torch.
+        cores: that the rank is kept on; empty leaves it to the kernel.
+        host: emulated host to enter; None on this machine as it is.
+        status_file: where the rank says what it does; None without a launcher of paceline's.
+        error_file: where the rank leaves its error for the launcher.
+        launcher: process id of the launcher.
+        store_fd: descriptor of the socket on which rank 0 serves the rendezvous.
+        inherited_fds: descriptors that the rank holds open until it ends; not the processes that it starts.
+    """
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    local_rank: int = 0
+    local_world_size: int = 1
+    attempt: int = 0
+    address: str | None = None
+    interface: str | None = None
+    threads: int | None = None
+    cores: tuple[int, ...] = ()
+    host: HostEntry | None = None
+    status_file: Path | None = None
+    error_file: Path | None = None
+    launcher: int | None = None
+    store_fd: int | None = None
+    inherited_fds: tuple[int, ...] = ()
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that `from_env` reads; none for what is None or empty."""
+        values = {
+            RANK: self.rank,
+            WORLD_SIZE: self.world_size,
+            MASTER_ADDR: self.master_address,
+            MASTER_PORT: self.master_port,
+            LOCAL_RANK: self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "PACELINE_ATTEMPT": self.attempt,
+            _ADDRESS: self.address,
+            "GLOO_SOCKET_IFNAME": self.interface,  # gloo, too, listens only there
+            "OMP_NUM_THREADS": self.threads,
+            "MKL_NUM_THREADS": self.threads,
+            "PACELINE_CORES": ",".join(map(str, self.cores)) or None,
+            _STATUS: self.status_file,
+            "PACELINE_ERROR_FILE": self.error_file,
+            "PACELINE_LAUNCHER": self.launcher,
+            _STORE_FD: self.store_fd,
+            "PACELINE_INHERITED": ",".join(map(str, self.inherited_fds)) or None,
+        }
+        own = {name: str(value) for name, value in values.items() if value is not None}
+        return own | (self.host.to_env() if self.host else {})
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """The place that the variables name.
+
+        Raises:
+            LaunchError: RANK is not set, or the number of ranks or the rendezvous is not.
+        """
+        absent = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if name not in environ]
+        if absent:
+            raise LaunchError(f"RANK is set but {', '.join(absent)} not. Start the script with torchrun, or with `paceline train`.")
+        threads = environ.get("OMP_NUM_THREADS", "")
+        return cls(
+            rank=int(environ[RANK]),
+            world_size=int(environ[WORLD_SIZE]),
+            master_address=environ[MASTER_ADDR],
+            master_port=int(environ[MASTER_PORT]),
+            local_rank=int(environ.get(LOCAL_RANK, 0)),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+            attempt=int(environ.get("PACELINE_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            address=environ.get(_ADDRESS) or None,
+            interface=environ.get("GLOO_SOCKET_IFNAME"),
+            threads=int(threads) if threads.isdecimal() else None,  # OpenMP allows a list, one number for each level
+            cores=_numbers(environ.get("PACELINE_CORES")),
+            host=HostEntry.from_env(environ),
+            status_file=_path(environ.get(_STATUS)),
+            error_file=_path(environ.get("PACELINE_ERROR_FILE")),
+            launcher=int(environ["PACELINE_LAUNCHER"]) if "PACELINE_LAUNCHER" in environ else None,
+            store_fd=int(environ[_STORE_FD]) if _STORE_FD in environ else None,
+            inherited_fds=_numbers(environ.get("PACELINE_INHERITED")),
+        )
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank, of a launcher of paceline's or of another such as torchrun."""
+    return RANK in os.environ
+
+
+def is_our_rank() -> bool:
+    """Whether this process is a rank that paceline's own launcher started and watches."""
+    return _STATUS in os.environ
+
+
+def own_rank() -> int:
+    """This process's rank; 0 where it is no rank, which like rank 0 speaks for all."""
+    return int(os.environ.get(RANK, "0"))
+
+
+def take_store_fd() -> int | None:
+    """The socket on which rank 0 serves the rendezvous, handed out once; None where the launcher opened none."""
+    descriptor = os.environ.pop(_STORE_FD, None)
+    return None if descriptor is None else int(descriptor)
+
+
+def named_address() -> str | None:
+    """The address at which the other ranks reach this one, where the launcher or the user names it."""
+    return os.environ.get(_ADDRESS) or None
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, filter(None, (text or "").split(","))))
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
