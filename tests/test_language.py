@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
-CLEAN: tuple[str, ...] = ()
+CLEAN = ("job", "plans")
 
 MOST_WORDS = 15
 # Openings that leave the subject to the signature.

@@ -1,1 +1,1 @@
-"""What to train: the job, its parts, and how each is built."""
+"""The job: what to train, its parts, and how each is built."""

@@ -1,4 +1,4 @@
-"""What a batch is to the engine: move it, split it, find its target."""
+"""Batches as the engine sees them: move them, split them, find their target."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def split(batch: Batch, parts: int) -> Iterator[Batch]:
 
 
 def target_of(batch: Batch) -> Any:
-    """What the loss compares the output with.
+    """The part of a batch that the loss compares the output with.
 
     Raises:
         DataError: a mapping without "labels", or a tuple without a target.
@@ -59,7 +59,10 @@ def target_of(batch: Batch) -> Any:
 
 
 def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, channels_last: bool) -> Batch:
-    """The batch on `device`; floating-point parts as `dtype` where one is given, images (4-D) channels-last where wanted."""
+    """The batch on `device`.
+
+    Floating-point parts become `dtype` if one is given; images (4-D) become channels-last if `channels_last`.
+    """
     if device.type == "cpu" and dtype is None and not channels_last:
         return batch
 

@@ -1,4 +1,4 @@
-"""Where a job's data comes from, and how it becomes a training set and a held-out set."""
+"""The data of a job: its source, and its division into training and validation (held-out) sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ImageShape = tuple[PositiveInt, PositiveInt, PositiveInt]  # channels, height, w
 
 
 class DataSets(NamedTuple):
-    """What `DataSpec.build` returns. `held_out` is None where the job keeps none. `synthetic` marks figures made on invented data."""
+    """The training and validation sets that `DataSpec.build` returns.
+
+    `held_out`, the validation set, is None if the job keeps none. `synthetic` marks figures made on generated data.
+    """
 
     train: Dataset[Any]
     held_out: Dataset[Any] | None
@@ -97,10 +100,11 @@ class Text(_Data):
 
 
 class Arrays(_Data):
-    """Numbers from a `.npz`, a `.parquet`, or a folder of `.npy` files; `inputs` and `target` name arrays, columns or files (`x`: x.npy).
+    """Numbers from a `.npz`, a `.parquet`, or a folder of `.npy` files.
 
-    Columns, one or several, become a float32 matrix (a Parquet column of equally long lists is many of them). A single array of more
-    dimensions keeps its shape, its integers as int64. An integer target is a class, any other a quantity to predict.
+    `inputs` and `target` name arrays, columns or files (`x`: x.npy). Columns, one or several, become a float32 matrix
+    (a Parquet column of equally long lists is many of them). A single array of more dimensions keeps its shape, its
+    integers as int64. An integer target is a class, any other a quantity to predict.
     """
 
     kind: Literal["arrays"]

@@ -20,16 +20,17 @@ from paceline.job.stop import StopSpec
 
 
 class EvaluateSpec(Spec):
-    """When the held-out set is measured: every so many steps, or every so many epochs (the default: each). Always at the end."""
+    """Steps or epochs between evaluations on the validation set (default: every epoch; always at the end)."""
 
     every_steps: int | None = Field(None, ge=1)
     every_epochs: int = Field(1, ge=1)
 
 
 class CheckpointSpec(Spec):
-    """When the run is saved, and how many of the newest checkpoints are kept. Always at the end, on SIGINT and on SIGTERM.
+    """Interval between checkpoints, and how many of the newest are kept.
 
-    `every_steps` and `every_seconds` say how much may be lost: one that takes long to write is begun earlier.
+    The run is also saved at the end, on SIGINT and on SIGTERM. `every_steps` and `every_seconds` say how much may be
+    lost: a checkpoint that takes long to write is begun earlier.
     """
 
     every_steps: int | None = Field(None, ge=1)
@@ -39,11 +40,13 @@ class CheckpointSpec(Spec):
 
 
 class Job(Spec):
-    """What to train, until when, and on what data.
+    """A training job: what to train, until when, and on what data.
 
     `global_batch` and `seed` belong to the job, so any two plans do the same work and their losses agree.
-    In Python, parts take the same short forms as in YAML, and `model`, `data` and `loss` a function or class as well:
-    `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64, stop={"epochs": 3})`.
+
+    In Python, parts take the same short forms as in YAML, and `model`, `data` and `loss` also take a function or class:
+    `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64,
+    stop={"epochs": 3})`.
 
     Raises:
         JobError: a key or value is wrong. Names every one, and the nearest key for a misspelled one.
@@ -77,7 +80,7 @@ class Job(Spec):
     @field_validator("model", "data", "loss", mode="before")
     @classmethod
     def _name_python_objects(cls, value: Any) -> Any:
-        """A function or class stands for its import path, alone or as the `factory` or `name` of a part."""
+        """Replace functions and classes, alone or as `factory` or `name`, by their import paths."""
         if isinstance(value, dict):
             return {key: import_path_of(entry) if callable(entry) else entry for key, entry in value.items()}
         return import_path_of(value) if callable(value) else value
@@ -100,10 +103,11 @@ class Job(Spec):
 
     @classmethod
     def load(cls, file: str | Path) -> Job:
-        """Read a job from a YAML file; paths in it count from the file's own folder.
+        """Read a job from a YAML file; relative paths start at the file's own folder.
 
         Raises:
-            JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a misspelled one.
+            JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
+                misspelled one.
         """
         from paceline.job.read.yaml_file import read_job
 

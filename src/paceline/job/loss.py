@@ -1,4 +1,4 @@
-"""Which loss a job minimises and which metrics it reports."""
+"""The loss that a job minimises and the metrics that it reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Loss(Protocol):
-    """What the engine calls. A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
+    """The loss function that the engine calls.
+
+    A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
 
     A batch is computed in parts, by ranks and microbatches. Before the first update the engine holds the loss of a few samples against
     those of their parts, and refuses a loss that is something else than it says. Optional attributes say what it is:
@@ -60,7 +62,7 @@ class LossSpec(Spec):
 
     @property
     def is_over_whole_batch(self) -> bool:
-        """Whether the loss compares the samples of a batch with each other: `contrastive`, and those that have `whole_batch = True`."""
+        """True if the loss compares samples of a batch: `contrastive`, and losses with `whole_batch = True`."""
         return self.name == "contrastive" or (":" in self.name and bool(getattr(self.build(), "whole_batch", False)))
 
     def build(self) -> Loss:

@@ -1,4 +1,4 @@
-"""Where a job's model comes from: the zoo, a Hugging Face config, a factory in the user's own code; or its dimensions alone."""
+"""The model of a job: zoo, Hugging Face config, user's factory, or dimensions alone."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ModelSpec(Spec):
         return build_model(self)
 
     def input_shape(self) -> tuple[int, ...] | None:
-        """The shape of one sample that the model wants (channels, height, width), or None where it takes what the data has.
+        """Shape of one sample (channels, height, width) that the model needs; None if the data decides.
 
         Raises:
             JobError: see `build`.

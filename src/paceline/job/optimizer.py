@@ -1,4 +1,4 @@
-"""Which optimizer and which learning-rate schedule a job asks for."""
+"""The optimizer and learning-rate schedule of a job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OptimizerSpec(Spec):
         return self
 
     def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over those of a model's parameters that are trainable; `fused` uses torch's fused step where it has one.
+        """The optimizer over a model's trainable parameters; `fused` uses torch's fused step where available.
 
         Raises:
             JobError: none is trainable.
@@ -51,7 +51,7 @@ class OptimizerSpec(Spec):
 
 
 class ScheduleSpec(Spec):
-    """How the learning rate moves: `warmup_steps` of linear rise, then `constant`, `linear`, `cosine` or `step` decay.
+    """Learning-rate schedule: `warmup_steps` of linear rise, then `constant`, `linear`, `cosine` or `step` decay.
 
     `decay_steps` is the step at which the decay ends; without it, the job's stop rule must name steps or epochs.
     """
@@ -102,7 +102,7 @@ _SCHEDULE_KEYS = {
 
 
 def _refuse_unused(spec: Any, keys: Mapping[str, tuple[str, ...]]) -> None:
-    """A key that the chosen kind ignores is most likely a mistake; say so instead of training without it."""
+    """Refuse a key that the chosen kind ignores, which is most likely a mistake."""
     unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys[spec.name])]
     if unused:
         raise ValueError(f"{spec.name} has no {' or '.join(unused)}; it takes {', '.join(keys[spec.name])}")

@@ -1,6 +1,7 @@
-"""How the samples of an epoch are dealt to the replicas.
+"""Partition of an epoch's samples over the replicas.
 
-Everything here is a pure function of (spec, sizes, seed, epoch): each rank computes its own part, and no rank asks another.
+Everything here is a pure function of (spec, sizes, seed, epoch): each rank computes its own part, and no rank asks
+another.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PartitionSpec(Spec):
 
 
 class Partition:
-    """One replica's view of how each epoch's samples are dealt: every sample exactly once per epoch over all replicas.
+    """One replica's view of the partition: over all replicas, every sample once per epoch.
 
     Args:
         samples: in the whole training set, over all hosts.
@@ -97,7 +98,10 @@ class Partition:
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     def shares(self, step: int) -> tuple[int, ...]:
-        """Samples of each replica in that step of an epoch (0-based); they sum to `size(step)`, and do not depend on the epoch."""
+        """Number of samples of each replica in step `step` of an epoch (0-based).
+
+        They sum to `size(step)`, and do not depend on the epoch.
+        """
         return tuple(self._deal.shares(step).tolist())
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[int]]:
@@ -106,7 +110,7 @@ class Partition:
 
 
 def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
-    """So many samples cut into nearly equal parts, one for each replica."""
+    """Divide `samples` into nearly equal numbers, one for each replica."""
     return tuple(np.diff(_cuts(_bounds(np.ones(replicas)), samples)).tolist())
 
 
@@ -119,7 +123,7 @@ class _Deal(Protocol):
 
 
 class _Uniform:
-    """Step s takes positions [s·B, (s+1)·B) of one order, and each replica a contiguous slice of them."""
+    """Contiguous slices of one order: step s takes positions [s·B, (s+1)·B), divided over the replicas."""
 
     def __init__(self, partition: Partition, weights: Floats) -> None:
         self.partition = partition
@@ -129,7 +133,7 @@ class _Uniform:
         return np.diff(_cuts(self.bounds, self.partition.size(step)))
 
     def order(self, epoch: int) -> NDArray[np.integer[Any]]:
-        """All samples in the epoch's order; the same for any number of replicas and any weights."""
+        """All samples in the epoch's order, which depends on neither replicas nor weights."""
         return _order(self.partition, self.partition.samples, epoch)
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
@@ -142,11 +146,11 @@ class _Uniform:
 
 
 class _Stratified(_Uniform):
-    """As `_Uniform`, but the order mixes the classes evenly, and a batch is dealt class by class instead of cut into slices.
+    """Stratified partition: the order mixes classes evenly; batches are dealt class by class.
 
-    A batch is dealt by halving the replicas until one is left. At each halving every class is split in proportion, rounded down, or up
-    where most is owed from the batches before. So over any number of steps a replica's part stays within two or three samples of its due
-    in each class, and a replica computes only the halvings that lead to itself.
+    A batch is dealt by halving the replicas until one is left. At each halving every class is split in proportion,
+    rounded down, or up where most is owed from the batches before. So over any number of steps a replica's part stays
+    within two or three samples of its due in each class, and a replica computes only the halvings that lead to itself.
     """
 
     def __init__(self, partition: Partition, weights: Floats, codes: Ints) -> None:
@@ -155,7 +159,10 @@ class _Stratified(_Uniform):
         self.class_sizes: Ints = np.bincount(codes)
 
     def order(self, epoch: int) -> NDArray[np.integer[Any]]:
-        """Each class shuffled, and its i-th of n samples put at the place (i + offset) / n of the epoch (systematic sampling)."""
+        """All samples in an order that spreads each class evenly (systematic sampling).
+
+        Each class is shuffled, and its i-th of n samples is put at the place (i + offset) / n of the epoch.
+        """
         shuffled = super().order(epoch)
         by_class = shuffled[np.argsort(self.codes[shuffled], kind="stable")]
         offsets = _random(self.partition.seed, epoch, 1).random(len(self.class_sizes))
@@ -181,7 +188,10 @@ class _Stratified(_Uniform):
 
 
 class _Hierarchical:
-    """Each host owns a range of the samples; a step takes from all hosts in proportion, cut for a host's replicas by weight."""
+    """Partition by host: each host owns a range of the samples.
+
+    A step takes from all hosts in proportion; a host's part is divided over its replicas by weight.
+    """
 
     def __init__(self, partition: Partition, weights: Floats, owners: Ints, held: Ints | None) -> None:
         self.partition = partition
@@ -272,13 +282,16 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
 
 
 def _bounds(weights: Floats) -> Floats:
-    """Where each part ends on a line of length 1, 0 in front."""
+    """Cumulative shares from 0 to 1: the parts' ends on a unit line."""
     bounds: Floats = np.concatenate(([0.0], np.cumsum(weights)))
     return bounds / float(bounds[-1])
 
 
 def _cuts(bounds: Floats, count: int) -> Ints:
-    """Where `count` items are cut so that each part has its share to within one item, and all together have all. Halves go up."""
+    """Positions that cut `count` items with each part within one item of its share.
+
+    All together have all items. Halves are rounded up.
+    """
     return np.floor(bounds * count + 0.5).astype(np.int64)
 
 
@@ -294,12 +307,18 @@ def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArr
 
 
 def _ranks_in_runs(lengths: Ints) -> Ints:
-    """0, 1, … within each of the runs of these lengths: [2, 3] gives 0 1 0 1 2."""
+    """Position of each item within its run, for runs of these lengths.
+
+    For lengths [2, 3] it gives 0 1 0 1 2.
+    """
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
-    """The splits on the way to this replica alone: each time the first replica of the lower half, and the first of the upper."""
+    """The binary splits that lead to this replica alone.
+
+    Each is (first replica of the lower half, first replica of the upper half).
+    """
     first, end = 0, replicas
     while end - first > 1:
         middle = (first + end) // 2
@@ -308,22 +327,26 @@ def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
 
 
 def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
-    """Split off `total` of the items, of each class in proportion, rounded down, or up where most is owed. Updates `owed`."""
-    whole, rest = np.divmod(counts * total, max(int(counts.sum()), 1))
-    owed += rest / max(int(counts.sum()), 1)
+    """Split off `total` items, from each class in proportion, rounded down or up. Updates `owed`.
+
+    Rounded up are the classes that are owed most.
+    """
+    whole, remainder = np.divmod(counts * total, max(int(counts.sum()), 1))
+    owed += remainder / max(int(counts.sum()), 1)
     spare = total - int(whole.sum())
     if spare:
-        most_owed = np.argsort(np.where(rest > 0, -owed, np.inf), kind="stable")[:spare]
+        most_owed = np.argsort(np.where(remainder > 0, -owed, np.inf), kind="stable")[:spare]
         whole[most_owed] += 1
         owed[most_owed] -= 1
     return whole
 
 
 def _counts_per_host(sizes: Ints, global_batch: int) -> Ints:
-    """Samples of each host in each step, shape (steps, hosts): rows sum to the global batch, columns to the hosts' sizes.
+    """Samples of each host in each step, shape (steps, hosts).
 
-    A host gives its exact share rounded down in every step. What it has left over is spread evenly over the epoch: all hosts' merge into
-    one sequence, by the place (i + 1) / n of a host's i-th of n (Jefferson's rule), and the steps take from that what they lack.
+    Rows sum to the global batch, columns to the hosts' sizes. A host gives its exact share rounded down in every step.
+    What it has left over is spread evenly over the epoch: all hosts' merge into one sequence, by the place (i + 1) / n
+    of a host's i-th of n (Jefferson's rule), and the steps take from that what they lack.
     """
     samples = int(sizes.sum())
     totals = np.full(-(-samples // global_batch), global_batch)

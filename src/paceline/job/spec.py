@@ -1,4 +1,4 @@
-"""The shape that every part of a job shares: strict keys, frozen values, and a short form where one word is enough."""
+"""The common base of a job's parts: strict keys, frozen values, and one-word short forms."""
 
 from typing import Any, ClassVar, TypeAlias
 

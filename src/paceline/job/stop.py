@@ -1,4 +1,4 @@
-"""When a job ends: the first of its stop rules that comes true, by name."""
+"""Stop rules: a job ends at the first one that comes true, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from paceline.job.spec import Spec
 
 
 class PlateauSpec(Spec):
-    """Stop when the mean training loss of the last `over` steps is not lower by more than `less_than` than that of the `over` before."""
+    """Stop when the training loss no longer falls.
+
+    It no longer falls when the mean over the last `over` steps is not lower by more than `less_than` than that of the
+    `over` steps before.
+    """
 
     less_than: float = Field(gt=0)
     over: int = Field(ge=1)
@@ -37,7 +41,7 @@ class StopSpec(Spec):
         return self
 
     def total_steps(self, steps_per_epoch: int) -> int | None:
-        """The most steps that the rule allows, or None where only time, loss or metrics bound the run."""
+        """Upper limit on steps; None if only time, loss or metrics bound the run."""
         bounds = [b for b in (self.steps, self.epochs and self.epochs * steps_per_epoch) if b]
         return min(bounds) if bounds else None
 
@@ -72,7 +76,10 @@ class StopRule:
         return self._bound(step) or self._loss_below(step) or self._plateau(step)
 
     def ended(self, step: int) -> str | None:
-        """The reason not to go on after optimizer step `step`, from what is known of the run: it may have been resumed after its end."""
+        """The reason to stop after optimizer step `step`; None to go on.
+
+        Only what is recorded decides, as the run may have been resumed after its end.
+        """
         reason = self._bound(step) or self._loss_below(step) or self._plateau(step) or self._metric_above()
         was_out_of_time = self.elapsed_before_s >= (self.spec.seconds or math.inf)  # by a clock that all ranks share
         return reason or (self.out_of_time() if was_out_of_time else None)
@@ -89,7 +96,7 @@ class StopRule:
         return self._metric_above()
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed run needs to stop where an undisturbed one would have."""
+        """The state that lets a resumed run stop where an undisturbed one would."""
         return {
             "elapsed_s": self.elapsed_s,
             "losses": list(self._losses),

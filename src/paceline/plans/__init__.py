@@ -1,4 +1,4 @@
-"""Every parallel choice of a run, explicit, in one line of text: plain data that imports nothing heavy.
+"""Plans: every parallel choice of a run, explicit, in one line of text.
 
-Read `plan.py` first.
+They are plain data that imports nothing heavy. Read `plan.py` first.
 """

@@ -44,34 +44,36 @@ _SWITCHES = {"on": True, "off": False}
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run a job. The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
+    """The parallel choices that say how to run a job.
+
+    The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
 
     Raises:
         PlanError: a value that the field does not take.
     """
 
     dp: int = 1  # replicas, each with a share of the global batch
-    fsdp: int = 1  # ranks that share out the state of a replica, each with a share of its batch (FSDP2)
-    tp: int = 1  # ranks that share out the matrices of every layer
-    pp: int = 1  # stages of layers, one after the other
-    cp: int = 1  # ranks that share out the tokens of every sequence
-    ep: int = 1  # ranks that share out the experts of every mixture, each with a share of the batch
-    zero: int = 3  # of fsdp, what is shared out: 1 optimizer state, 2 and gradients, 3 and parameters
-    offload: bool = False  # of fsdp: keep its shards in host memory
-    sequence: bool = False  # of tp: share out the tokens between the matrices as well (sequence parallel)
-    schedule: Schedule = "1f1b"  # of pp: the order in which microbatches pass the stages
-    cut: str = ""  # of pp: the modules that begin the second and later stages, comma between; "": balanced by measured cost
-    remat: Remat = "none"  # what the backward pass computes again instead of keeping it
-    microbatches: int = 1  # parts of a replica's share, computed one after the other
-    precision: Precision | None = None  # of the arithmetic; None: the job's
-    memory_format: MemoryFormat = "contiguous"  # of images and convolutions
+    fsdp: int = 1  # ranks that shard a replica's parameters, gradients and optimizer state, each with a share of its batch (FSDP2)
+    tp: int = 1  # tensor-parallel ranks, which shard the matrices of every layer
+    pp: int = 1  # pipeline stages
+    cp: int = 1  # context-parallel ranks, which shard the tokens of every sequence
+    ep: int = 1  # expert-parallel ranks, which shard the experts of every mixture, each with a share of the batch
+    zero: int = 3  # fsdp: what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters
+    offload: bool = False  # fsdp: keep the shards in host memory
+    sequence: bool = False  # tp: shard the tokens between the matrices as well (sequence parallel)
+    schedule: Schedule = "1f1b"  # pp: the order in which microbatches pass the stages
+    cut: str = ""  # pp: the modules that begin the second and later stages, separated by commas; "": balanced by measured cost
+    remat: Remat = "none"  # activation checkpointing: what the backward pass recomputes
+    microbatches: int = 1  # parts of a data-parallel rank's share, computed one after the other
+    precision: Precision | None = None  # compute dtype; None: the job's
+    memory_format: MemoryFormat = "contiguous"  # layout of images and convolutions
     compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode of that name, which replays CUDA graphs
-    threads: int = 0  # per rank; 0: the host's physical cores, shared out evenly
+    threads: int = 0  # per rank; 0: the host's physical cores, divided evenly
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step
-    sync: str = "allreduce"  # how the replicas come to agree: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or a rule of one's own
-    compress: str = "none"  # what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
-    transport: Transport = "auto"  # of bytes between ranks on CPUs; auto: shared memory within a host. GPUs have NCCL
+    sync: str = "allreduce"  # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
+    compress: str = "none"  # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    transport: Transport = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
 
     def __post_init__(self) -> None:
         problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
@@ -105,7 +107,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the plan needs: one per device, where there are enough."""
+        """Number of ranks that the plan needs: one per device, where there are enough."""
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
@@ -118,12 +120,15 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """Whether a replica takes more than one rank, or is divided in time (remat)."""
+        """True if a replica takes more than one rank or recomputes activations (remat)."""
         return self.ranks > self.dp or self.remat != "none"
 
     @property
     def inexact(self) -> str:
-        """The words of the plan by which replicas do not apply the exact mean of all gradients in every step; "" where they do."""
+        """The plan's inexact choices as text, e.g. `compress=int8`; "" if there are none.
+
+        With an inexact choice, replicas do not apply the exact mean of all gradients in every step.
+        """
         local = f"sync={self.sync}" if not SyncSpec.parse(self.sync).agrees_every_step else ""
         coded = f"compress={self.compress}" if self.compress != "none" else ""
         return " ".join(word for word in (local, coded) if word)
@@ -133,15 +138,16 @@ class Plan:
         return self.precision or job.precision
 
     def threads_for(self, host: Host, local_ranks: int) -> int:
-        """How many threads each of `local_ranks` ranks on `host` computes with, at least 1."""
+        """Compute threads of each of `local_ranks` ranks on `host`, at least 1."""
         return self.threads or max(1, host.physical_cores // local_ranks)
 
 
 def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:
-    """The ids of the cores that one of a host's ranks is pinned to: a contiguous part of those we may use, the physical ones first.
+    """Ids of the cores that a rank is pinned to, physical ones first.
 
-    No two ranks share a core, nor a physical core while there is one for each; with more ranks than cores, they take turns.
-    Where control groups allow less time than there are cores, the ranks still spread over all of them.
+    They are a contiguous part of the cores this process may use. No two ranks share a core, nor a physical core while
+    there is one for each; with more ranks than cores, they take turns. Where control groups allow less time than there
+    are cores, the ranks still spread over all of them.
     """
     physical = host.affinity or tuple((core,) for core in range(host.cores))
     if local_ranks <= len(physical):
@@ -165,7 +171,7 @@ def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
 
 
 def _value(key: str, text: str) -> Any:
-    """The value as its type, or the text itself where it is none (`_problem` then says so)."""
+    """The value with its type, or the text itself if it has none (`_problem` then says so)."""
     if key in _LEAST:
         return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
     return text if key in _CHOICES or key in _TEXTS else _SWITCHES.get(text, text)

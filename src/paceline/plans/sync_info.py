@@ -1,4 +1,7 @@
-"""The values of `sync=` and `compress=`: a rule or codec, what is given to it, and what is wrong with that. No rule is imported."""
+"""Values of `sync=` and `compress=`: rules and codecs, their arguments, and their checks.
+
+No rule is imported.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class SyncSpec:
 
     @property
     def agrees_every_step(self) -> bool:
-        """Whether the gradients are those of all replicas in every step, so that they stay equal. Taken for granted of others' rules."""
+        """True if every step uses the gradients of all replicas, so that replicas stay equal.
+
+        Assumed of rules from outside paceline.
+        """
         return self.name not in LOCAL
 
 
@@ -80,7 +86,7 @@ class CompressSpec:
 
 @dataclass(frozen=True)
 class _Argument:
-    """What a rule or codec takes."""
+    """One argument that a rule or codec takes."""
 
     convert: Callable[[str], Any]
     default: Any  # None: it must be given
@@ -148,7 +154,7 @@ def others() -> dict[str, EntryPoint]:
 
 
 def problem_with(key: str, value: object) -> str | None:
-    """What is wrong with a value of `sync` or `compress`; None where nothing is."""
+    """The problem with a value of `sync` or `compress`; None if it is valid."""
     if not isinstance(value, str) or not value:
         return f'{key} is text, e.g. {key}={"allreduce:ring" if key == "sync" else "int8"}, not "{value}"'
     if key == "compress" and value in ("none", "auto"):
@@ -161,7 +167,10 @@ def problem_with(key: str, value: object) -> str | None:
 
 
 def _check_together(text: str, arguments: Mapping[str, Any]) -> None:
-    """Of a rule with fragments: each is sent once in a period, and is there before it is sent again."""
+    """Check the fragments of a rule against its period.
+
+    Each fragment is sent once in a period, and has arrived before it is sent again.
+    """
     period, fragments, overlap = arguments[""], arguments.get("fragments", 1), arguments.get("overlap", 0)
     if fragments > 1 and fragments > period:
         raise PlanError(
@@ -174,7 +183,7 @@ def _check_together(text: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
-    """The name, and what is given to it by the key; the value after the colon under ""."""
+    """Split the text into its name and options; the value after the colon is under ""."""
     head, *options = text.split(",")
     name, colon, value = head.partition(":")
     given = {"": value} if colon else {}

@@ -1,4 +1,4 @@
-"""Reading job files: YAML with line numbers, import paths, and errors that name the nearest known word.
+"""Readers of job files: YAML with line numbers, import paths, and helpful error messages.
 
 Read `yaml_file.py` first, then `messages.py`.
 """

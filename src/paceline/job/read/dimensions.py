@@ -1,4 +1,4 @@
-"""A transformer by its dimensions alone: a model that nobody has at hand can be planned by them, not trained."""
+"""A transformer given by its dimensions alone, which can be planned but not trained."""
 
 from __future__ import annotations
 

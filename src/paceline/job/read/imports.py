@@ -39,7 +39,7 @@ def load_object(path: str) -> Any:
 
 
 def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
-    """Make the file of `file.py:name` absolute, from the folder of the job file (`context["base"]`) or the current one.
+    """Make the file of `file.py:name` absolute, from the job file's folder or the current one.
 
     Raises:
         ValueError: `path` has another form, or there is no such file.
@@ -56,10 +56,13 @@ def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
 
 
 def import_path_of(function_or_class: Any) -> str:
-    """The import path by which every rank can find `function_or_class`; `/abs/script.py:name` for what the running script defines.
+    """The import path by which every rank can find `function_or_class`.
+
+    For what the running script defines it is `/abs/script.py:name`.
 
     Raises:
-        ValueError: it cannot be imported: a lambda, an instance, something defined inside a function or typed into an interactive session.
+        ValueError: it cannot be imported: a lambda, an instance, something defined inside a function or typed into an
+            interactive session.
     """
     name, module = getattr(function_or_class, "__qualname__", None), getattr(function_or_class, "__module__", None)
     if name is None or module is None:
@@ -105,5 +108,5 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _unique_name(file: Path) -> str:
-    """For a file whose plain name another module has, such as a second `model.py` or one's own `random.py`."""
+    """A module name for a file whose plain name is taken, e.g. a second `model.py`."""
     return f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"

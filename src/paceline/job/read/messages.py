@@ -1,4 +1,4 @@
-"""pydantic's findings in the user's words: which key, what is wrong with it, and what was probably meant."""
+"""Messages for pydantic's findings: the key, what is wrong with it, and the probable intention."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ _HINTS = {
 
 
 class Positions(Protocol):
-    """Where the keys of a job stand, for the start of each message."""
+    """Line numbers of a job file's keys, for the start of each message."""
 
     def place(self, path: Path) -> tuple[int, str]:
-        """`(line, "examples/digits.yaml, line 7")` of the deepest key on `path` that is there; line 0 where none is."""
+        """Position of the deepest existing key on `path`: `(line, "examples/digits.yaml, line 7")`; line 0 for none."""
 
 
 def explain(error: ValidationError, spec: type[Spec], positions: Positions | None = None) -> str:
-    """Every finding of `error` as a line of its own, in the order of the file, each with its place where `positions` are known."""
+    """All findings of `error`, one per line, in the order of the file.
+
+    Each starts with its place if `positions` are given.
+    """
     findings: dict[str, int] = {}
     located: list[_Located] = [(*_named(details["loc"], spec), details) for details in error.errors(include_url=False)]
     for path, group in itertools.groupby(_without_misspelled(located), key=lambda entry: entry[0]):
@@ -52,7 +55,7 @@ def explain(error: ValidationError, spec: type[Spec], positions: Positions | Non
 
 
 def wrong_value(details: ErrorDetails) -> str:
-    """What a value should have been and what it is: `should be a whole number, got 'abc'`."""
+    """Expected and actual value as text: `should be a whole number, got 'abc'`."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])
@@ -88,7 +91,10 @@ _WANTED = (
 
 
 def _without_misspelled(located: list[_Located]) -> list[_Located]:
-    """The findings without those of missing keys that are there under a misspelled name, which has a finding of its own."""
+    """The findings without missing keys that are there under a misspelled name.
+
+    The misspelled name has a finding of its own.
+    """
     meant = {
         (*path[:-1], closest(str(path[-1]), owner.model_fields))
         for path, owner, details in located
@@ -141,14 +147,20 @@ def _dotted(path: Path) -> str:
 
 
 class _Step(NamedTuple):
-    """A type on the way down a location, and whether pydantic's next entry there is its own (which member of a union) and no key."""
+    """A type on the way down a location.
+
+    `internal`: pydantic's next entry there is its own (the member of a union) and no key.
+    """
 
     members: Sequence[Any]
     internal: bool
 
 
 def _named(location: Path, spec: type[Spec]) -> tuple[Path, type[Spec] | None]:
-    """The keys and indices of pydantic's `location`, without its own entries, and the spec that has (or lacks) the last key."""
+    """The keys of pydantic's `location` and the spec that has (or lacks) the last one.
+
+    Pydantic's own entries are left out.
+    """
     path: list[str | int] = []
     annotation: Any = spec
     owner: type[Spec] | None = spec
@@ -176,7 +188,10 @@ def _step(annotation: Any) -> _Step:
 
 
 def _member(members: Sequence[Any], tag: str) -> Any:
-    """The member of a union that `tag` stands for: a spec by its kind, anything else by being the only one that can hold more."""
+    """The member of a union that `tag` stands for.
+
+    A spec is known by its kind, anything else by being the only one that can hold more.
+    """
     for member in members:
         if _is_spec(member):
             if tag in get_args(member.model_fields["kind"].annotation):

@@ -1,4 +1,4 @@
-"""The one hint that every unknown name gets: what was most likely meant, or else what there is."""
+"""The hint for an unknown name: the most likely one, or all known ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`, if any is like it; capitals do not count."""
+    """The known name most similar to `name`, if any is similar; case is ignored."""
     by_lower_case = {n.lower(): n for n in known}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
     return by_lower_case[close[0]] if close else None

@@ -1,4 +1,4 @@
-"""Reading a job file: YAML with the line of every key, so that each mistake is named where it stands."""
+"""Reader of job files: YAML that remembers the line of every key for error messages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from paceline.job.job import Job
 
 
 def read_job(file: Path) -> Job:
-    """Read a job from a YAML file; relative paths in it count from the file's own folder.
+    """Read a job from a YAML file; relative paths start at the file's own folder.
 
     Raises:
-        JobError: the file cannot be read, is no YAML, or has wrong keys or values. Each mistake is a line of its own, with its place.
+        JobError: the file cannot be read, is no YAML, or has wrong keys or values. Each mistake is a line of its own,
+            with its place.
     """
     values, positions = _parse(_read_text(file), file)
     return Job.model_validate(values, context={"base": file.parent.resolve(), "positions": positions})
@@ -37,7 +38,7 @@ class YamlPositions:
     root: yaml.MappingNode
 
     def place(self, path: tuple[str | int, ...]) -> tuple[int, str]:
-        """`(line, "examples/digits.yaml, line 7")` of the deepest key on `path` that the file has; line 0 where it has none."""
+        """Position of the deepest existing key on `path`: `(line, "examples/digits.yaml, line 7")`; line 0 for none."""
         line = 0
         node: yaml.Node = self.root
         for part in path:

@@ -1,4 +1,4 @@
-"""Building the model that a job names: from this zoo, from a Hugging Face configuration, or by a factory of the user's."""
+"""Builder of a job's model: zoo, Hugging Face configuration, or a user's factory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
 
 def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
-    """The shape of one sample that the model wants (channels, height, width), or None where it takes what the data has.
+    """Shape of one sample (channels, height, width) that the model needs; None if the data decides.
 
     Raises:
         JobError: an unknown model, or arguments that do not fit.

@@ -1,4 +1,4 @@
-"""Checks of a job's `args` before they go to what they are for, so that a mistake is named and not raised from within."""
+"""Checks of a job's `args` before they are used, so that mistakes are named clearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items that a loss is the mean over: its own word for them, and what is known of torch's losses.
+"""Items that a loss is the mean over: its own `items`, or torch's definition.
 
 A batch is computed in parts (data-parallel ranks, microbatches). The parts' losses make up the loss of the batch only when each is weighed
 by the number of items that it is the mean over: samples for most losses, labels that are not ignored for others.
@@ -37,9 +37,10 @@ _MEANS_OVER_ELEMENTS = (
 
 
 def items_of(loss: object) -> Items | None:
-    """How a loss counts the items that it is the mean over; None where these are the samples.
+    """The function that counts the items of a loss's mean; None if they are samples.
 
-    That is its own `items`, and for torch's cross-entropy and NLL loss the labels that they do not ignore, or the weights of these.
+    That is its own `items`, and for torch's cross-entropy and NLL loss the labels that they do not ignore, or the
+    weights of these.
     """
     own = getattr(loss, "items", None)
     if callable(own) and not isinstance(loss, (Mapping, nn.ModuleDict)):
@@ -55,20 +56,23 @@ def items_of(loss: object) -> Items | None:
 
 
 def adds_up(loss: object) -> bool:
-    """Whether a loss is a sum over the samples: torch's with `reduction="sum"`, and others that have this attribute."""
+    """True if a loss is a sum over the samples (`reduction="sum"`)."""
     if isinstance(loss, functools.partial) and "reduction" in loss.keywords:
         return bool(loss.keywords["reduction"] == "sum")
     return getattr(loss, "reduction", None) == "sum"
 
 
 def is_known(loss: object) -> bool:
-    """Whether a loss is one of torch's own, whose mean is known; derived classes are not."""
+    """True if a loss is torch's own, whose mean is known; derived classes are not."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in (F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss)
 
 
 def reads_models_loss(loss: object) -> bool:
-    """Whether a loss reads `loss` of the model's output, so that the model needs the labels: `lambda output, _: output.loss`."""
+    """True if a loss reads `output.loss`, so that the model needs the labels.
+
+    An example is `lambda output, _: output.loss`.
+    """
     call = loss if inspect.isfunction(loss) else getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
     if not inspect.isfunction(call) or call.__code__.co_argcount < 1 + (call is not loss):
         return False
@@ -80,7 +84,7 @@ def reads_models_loss(loss: object) -> bool:
 
 
 def hands_on_models_loss(loss: object) -> bool:
-    """Whether a function returns the loss that the model computed, and nothing else."""
+    """True if a function returns the loss that the model computed, and nothing else."""
     if not (inspect.isfunction(loss) and reads_models_loss(loss)):
         return False
     output = _OnlyALoss()

@@ -71,7 +71,7 @@ class CrossEntropy:
         return torch.where(self.items(target) > 0, mean, 0.0)
 
     def items(self, target: Tensor) -> Tensor:
-        """What the mean is over: the number of labels that are not -100, or the sum of their weights."""
+        """Number of items in the mean: labels other than -100, or their weights' sum."""
         counted = target != IGNORED
         if self.weight is None:
             return counted.sum()
@@ -79,7 +79,10 @@ class CrossEntropy:
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """`check_labels` of `target` for as many classes as the output has; only its shape is looked at."""
+        """Check `target` by `check_labels` against the output's number of classes.
+
+        Only the output's shape is used.
+        """
         logits = logits_of(output)
         if logits.dim() > 1:  # else the loss says that the shapes do not fit
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
@@ -102,7 +105,10 @@ class MeanAbsoluteError:
 
 
 class BinaryCrossEntropy:
-    """The mean binary cross-entropy between logits and a target from 0 to 1 of the same shape."""
+    """Mean binary cross-entropy between logits and a target from 0 to 1.
+
+    Both have the same shape.
+    """
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
@@ -110,9 +116,10 @@ class BinaryCrossEntropy:
 
 
 class Contrastive:
-    """NT-Xent (Chen et al., 2020, arXiv:2002.05709) over two views of each sample (n, 2, d) of length 1; the target is not looked at.
+    """NT-Xent loss (Chen et al., 2020, arXiv:2002.05709) over two views of each sample (n, 2, d) of length 1.
 
-    Each view has to find its partner among all other views of the batch, so the loss needs the batch as a whole.
+    Each view has to find its partner among all other views of the batch, so the loss needs the whole batch. The target
+    is ignored.
     """
 
     whole_batch = True
@@ -137,7 +144,7 @@ class ModelsOwn:
         self.terms: tuple[Term, ...] = ()
 
     def items_in(self, batch: Any) -> float | Tensor:
-        """What the loss of a batch is the mean over; the batch as the model takes it, or its labels alone."""
+        """Number of items in a batch's mean loss; `batch` is the model's input or labels."""
         if isinstance(batch, Mapping) and "num_items_in_batch" in batch:  # whole sequences, of whose tokens this rank has some
             items: Tensor = batch["num_items_in_batch"].sum()
             return items
@@ -163,7 +170,7 @@ class ModelsOwn:
 
 @dataclass(frozen=True)
 class Term:
-    """The items that a part of a model's loss is the mean over: the labels in a batch's `key` that are not ignored.
+    """Items of one part of a model's loss: labels under `key` that are not ignored.
 
     Attributes:
         shifted: each token is to predict the next one, so that the first label of a sequence is for none.
@@ -196,7 +203,9 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
 
 
 def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int] | None = None) -> None:
-    """Check that labels lie in 0..classes-1 or are -100; `where` says which labels these are, e.g. `in batch 37`.
+    """Check that labels lie in 0..classes-1 or are -100.
+
+    `where` says which labels these are, e.g. `in batch 37`. `in batch 37`.
 
     `samples` are the indices in the data set of the rows of `target`, to be named. Costs a pass over the labels: for a whole data set's
     labels once, or a batch on the host on its way to a GPU.
@@ -242,7 +251,9 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and target in one shape and one dtype of at least 32 bits; a last dimension of size 1 may be left out.
+    """Output and target in one shape and one dtype of at least 32 bits.
+
+    A last dimension of size 1 may be left out.
 
     Raises:
         DataError: other differences in shape, which torch would broadcast into a wrong result.
@@ -288,7 +299,10 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
 
 
 def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> None:
-    """Raise what torch's error means where it is the user's to mend; looks at the values, so only after a failure."""
+    """Raise an error that says what torch's means, where it is the user's to fix.
+
+    It looks at the values, so it is called only after a failure.
+    """
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(f"the model returned logits {_sort(logits)} for labels {_sort(labels)}; there should be one label per sample")
     if weight is not None and len(weight) != logits.shape[1]:

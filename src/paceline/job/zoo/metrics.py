@@ -34,7 +34,10 @@ def build_metric(name: str) -> Metric:
 
 
 class BuiltIn:
-    """A measure of a batch, `(total, count)` as tensors or numbers, and what the sums over all batches come to."""
+    """A metric from a batch's `(total, count)`, tensors or numbers, summed over all batches.
+
+    `result` turns the summed ratio into the metric.
+    """
 
     def __init__(self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]) -> None:
         self.name = name
@@ -62,7 +65,7 @@ class LossMetric:
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """`(total, count)` of one batch; the count is the loss's items, or the samples where it has none."""
+        """`(total, count)` of one batch; the count is the loss's items, or else the samples."""
         if isinstance(self._loss, ModelsOwn):
             count = float(self._loss.items_in(target))
         else:
@@ -79,7 +82,10 @@ class LossMetric:
 
 
 def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The share of labels (not -100) that have the largest logit; for fractional targets (bce), logits on the right side of 0."""
+    """Share of labels (not -100) that have the largest logit.
+
+    For fractional targets (bce): share of logits on the right side of 0.
+    """
     logits = logits_of(output)
     if target.is_floating_point():
         logits, target = same_shape("accuracy", logits, target)
@@ -110,7 +116,10 @@ def _absolute_error(output: Any, target: Tensor) -> tuple[Tensor, int]:
 
 
 def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
-    """The share of views whose nearest other view of the batch is their partner; the larger the batch, the harder."""
+    """Share of views whose nearest other view of the batch is their partner.
+
+    The larger the batch, the harder.
+    """
     similarity, partner = view_similarity(output)
     return (similarity.argmax(dim=1) == partner).sum(), len(partner)
 

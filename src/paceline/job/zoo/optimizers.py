@@ -58,7 +58,10 @@ def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> f
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """A step per layer: `_update` gets the parameters of a group that are adapted by their norms, then those that are not."""
+    """Optimizer with one update per layer.
+
+    `_update` gets the parameters of a group that are adapted by their norms, then the others.
+    """
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -68,7 +71,10 @@ class _Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimizer step; `closure`, if any, computes the loss and the gradients first and its result is returned."""
+        """One optimizer step.
+
+        `closure`, if any, computes the loss and the gradients first, and its result is returned.
+        """
         loss = _evaluated(closure)
         for group in self.param_groups:
             for parameters, adapted in _adapted_and_exempt(group["params"]):
@@ -175,7 +181,10 @@ def _evaluated(closure: Callable[[], float] | None) -> float | None:
 
 
 def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """The parameters that have gradients: matrices and filters with True, biases and norms with False; neither list is empty."""
+    """The parameters with gradients: matrices and filters with True, biases and norms with False.
+
+    Neither list is empty.
+    """
     present = [p for p in parameters if p.grad is not None]
     parts = [([p for p in present if p.dim() > 1], True), ([p for p in present if p.dim() <= 1], False)]
     return [(part, adapted) for part, adapted in parts if part]
@@ -187,7 +196,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """Their L2 norms in one vector, so that what follows is one operation for all layers."""
+    """L2 norms of the tensors in one vector, for one operation over all layers."""
     return torch.stack(list(torch._foreach_norm(tensors)))
 
 

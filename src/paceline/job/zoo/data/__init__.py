@@ -1,1 +1,1 @@
-"""Data sets that a job can name, and the reading of images, arrays, text and files."""
+"""Data sets that a job can name, and readers of images, arrays, text and files."""

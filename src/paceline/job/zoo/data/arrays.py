@@ -24,10 +24,12 @@ _EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for ea
 
 
 def build_arrays(spec: Arrays, seed: int) -> DataSets:
-    """All of the named arrays in memory, checked once: numbers, equally many rows, no NaN, Inf or gap, no negative class.
+    """Load all named arrays into memory and check them once.
 
-    Inputs: columns (one-dimensional arrays), one or several, become a float32 matrix; a single array of more dimensions keeps its shape,
-    its integers as int64 (tokens). Target: integers become int64 (classes), other numbers float32.
+    Checked: numbers, equally many rows, no NaN, Inf or gap, no negative class.
+
+    Inputs: columns (one-dimensional arrays), one or several, become a float32 matrix; a single array of more dimensions
+    keeps its shape, its integers as int64 (tokens). Target: integers become int64 (classes), other numbers float32.
     """
     names = (spec.inputs,) if isinstance(spec.inputs, str) else spec.inputs
     with reading(spec.path, _EXPECTED):

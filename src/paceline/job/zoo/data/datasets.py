@@ -17,7 +17,9 @@ from paceline.job.zoo.data.text import build_text
 
 
 def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """The training and held-out sets of a job, which depend on the spec, the model's shape and the seed alone: the same under every plan.
+    """The training and validation sets of a job.
+
+    They depend on the spec, the model's shape and the seed alone, so they are the same under every plan.
 
     Raises:
         DataError: see `DataSpec.build`.
@@ -77,7 +79,7 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs a length and "
-            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over files listed beforehand"
+            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over files listed before"
         )
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:

@@ -16,7 +16,10 @@ _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}  # a Python instal
 
 @contextmanager
 def reading(path: Path, expected: str) -> Iterator[None]:
-    """Turn a missing or unreadable file in the block into a DataError that names it (or else `path`) and what was expected."""
+    """Turn a missing or unreadable file in the block into a DataError.
+
+    It names the file (or else `path`) and what was expected.
+    """
     try:
         yield
     except OSError as error:
@@ -34,7 +37,7 @@ def folder_entries(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """The visible files under a folder that end in one of the suffixes (any case), sorted by path.
+    """The visible files under a folder with one of the suffixes (any case), sorted by path.
 
     Raises:
         OSError: the folder or one below it is not readable.

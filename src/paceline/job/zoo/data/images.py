@@ -48,7 +48,10 @@ _DIGITS = (0.3053, 0.3760)
 
 
 def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Digits as float32 of mean 0 and variance 1, resized once, here; the grey plane is repeated over the channels without a copy."""
+    """Handwritten digits as float32 of mean 0 and variance 1, resized once, here.
+
+    The grey plane is repeated over the channels without a copy.
+    """
     channels, height, width = _image_shape("digits", spec.shape or input_shape or (1, 8, 8))
     digits = optional_package("sklearn.datasets", "scikit-learn").load_digits()
     mean, std = _DIGITS
@@ -208,7 +211,10 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
 
 
 def _to_bytes(image: Image) -> Image:
-    """A 16-bit grey image as 8-bit; Pillow's own conversion would cut everything above 255 to white."""
+    """Convert a 16-bit grey image to 8 bits.
+
+    Pillow's own conversion would clip everything above 255 to white.
+    """
     from PIL.Image import fromarray
 
     if image.mode.startswith("I;16"):

@@ -1,4 +1,4 @@
-"""What the data sets are made of: samples in memory, a selection of samples, and the split into training and held-out."""
+"""Building blocks of data sets: samples in memory, selections, and the training/validation split."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Samples(Dataset[Batch]):
 
 
 class Selection(Dataset[Any]):
-    """Some samples of a data set, in the order of `rows`, with its fast path, its labels and its epochs."""
+    """A subset of a data set, in the order of `rows`.
+
+    It keeps the data set's batched access, labels and epochs.
+    """
 
     def __init__(self, dataset: Dataset[Any], rows: Labels) -> None:
         self.dataset = dataset
@@ -76,7 +79,7 @@ class Selection(Dataset[Any]):
 
     @property
     def labels(self) -> Labels | None:
-        """The class of each selected sample, where the data set has `labels`: one integer per sample."""
+        """Class of each selected sample (integers), or None if the data set has no `labels`."""
         labels = getattr(self.dataset, "labels", None)
         if not isinstance(labels, (np.ndarray, Tensor, Sequence)) or len(labels) != self._dataset_length:
             return None
@@ -105,7 +108,7 @@ class Selection(Dataset[Any]):
 
 
 class Collated(Dataset[Any]):
-    """A data set whose batches are made by a function of the job's: it gets a list of samples, whatever the data set is."""
+    """A data set whose batches the job's own `collate_fn` makes from lists of samples."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -136,7 +139,10 @@ class Collated(Dataset[Any]):
 
 
 def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
-    """The first `spec.limit` samples, of which a share of `spec.held_out`, drawn by `seed`, is held out. Both sides stay in order.
+    """Split the first `spec.limit` samples into a training and a validation set.
+
+    A share of `spec.held_out`, drawn by `seed`, becomes the validation set. Both sides stay in order. Both sides stay
+    in order.
 
     Raises:
         DataError: too few samples for one on each side.
@@ -150,7 +156,7 @@ def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
 
 
 def held_out_samples(samples: int, share: float) -> int:
-    """How many of `samples` are held out: the nearest whole number to the share, at least 1, or 0 where the share is 0.
+    """Number of validation samples: `share` of `samples`, rounded, at least 1 unless `share` is 0.
 
     Raises:
         DataError: nothing would be left to train on.
@@ -159,7 +165,7 @@ def held_out_samples(samples: int, share: float) -> int:
     if kept >= samples:
         raise DataError(
             f"data.held_out={share:g} of {samples} sample{'s' * (samples != 1)} leaves none to train on; "
-            "give more samples, a smaller share, or held_out: 0 for no held-out set"
+            "give more samples, a smaller share, or held_out: 0 for no validation set"
         )
     return kept
 

@@ -15,7 +15,9 @@ from paceline.job.zoo.models.vision import CIFAR_FEATURES, cifar_convolutions
 
 
 class SimCLR(nn.Module):
-    """Images (n, 3, size, size) to the projections of two random views of each, (n, 2, dim), of length 1; for the loss `contrastive`.
+    """Projections (n, 2, dim), of length 1, of two random views of each image (n, 3, size, size).
+
+    They are for the loss `contrastive`.
 
     The views are random in evaluation as well, for the task is to tell which two belong together.
     `image_size` is what the data is resized to: 224 by default for `resnet50`; `cifar_cnn` takes 32 and no other.

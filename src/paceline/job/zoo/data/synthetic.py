@@ -15,7 +15,10 @@ _BANK_BYTES = 64 << 20
 
 
 def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Normally distributed inputs with random classes, or, where the spec has `vocab`, random tokens whose target is the next token."""
+    """Normally distributed inputs with random classes, or random tokens if the spec has `vocab`.
+
+    The target of a token is the next one.
+    """
     shape = spec.shape or input_shape
     if not shape:
         raise DataError("the model names no input shape; give data.shape, e.g. [3, 32, 32], or [128] for tokens with vocab")
@@ -29,7 +32,10 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
 
 
 class Invented(Dataset[Batch]):
-    """Samples `first` to `first + samples` of an endless row that repeats a bank of samples; a batch is an indexed copy."""
+    """Generated samples `first` to `first + samples` of an endless sequence that repeats a bank.
+
+    A batch is an indexed copy.
+    """
 
     def __init__(self, inputs: Tensor, target: Tensor, first: int, samples: int) -> None:
         self.inputs = inputs

@@ -29,9 +29,9 @@ Words = npt.NDArray[np.uint64]
 
 
 def build_text(spec: Text, seed: int) -> DataSets:
-    """Windows over all the bytes of the files, in the order given and sorted within a folder.
+    """Windows over all bytes of the files, in the given order; folders are sorted.
 
-    The held-out set is the last part of the bytes; training and held-out windows share no byte.
+    The validation set is the last part of the bytes; training and validation windows share no byte.
     """
     with reading(spec.path[0], _EXPECTED):
         corpus = Corpus(_files(spec))
@@ -48,7 +48,7 @@ def build_text(spec: Text, seed: int) -> DataSets:
     cut = end - kept * spec.context - overlap
     if cut < spec.context + overlap:
         raise DataError(
-            f"{_named(spec)}: {end} bytes of text are too few for a training and a held-out sample; add text or set held_out: 0"
+            f"{_named(spec)}: {end} bytes of text are too few for a training and a validation sample; add text or set held_out: 0"
         )
     return DataSets(Windows(corpus, 0, cut, spec, seed), Windows(corpus, cut, end, spec, seed))
 
@@ -126,7 +126,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Hide 15 % of each row's tokens, at least one, so that every batch has equally many items per sample.
+    """Mask 15 % of each row's tokens, at least one.
+
+    So every batch has equally many items per sample.
 
     Args:
         tokens: bytes, (samples, context).

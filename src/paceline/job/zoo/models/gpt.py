@@ -1,4 +1,7 @@
-"""A decoder-only transformer in plain PyTorch, in the shape of GPT-2 (Radford et al., 2019), pre-norm and with a tied head."""
+"""Decoder-only transformer in plain PyTorch, shaped like GPT-2 (Radford et al., 2019).
+
+Pre-norm, with a tied head.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ class GPT(nn.Module):
         return logits
 
     def _initialise(self, layers: int) -> None:
-        """GPT-2's initialisation: what a block adds to the residual stream is scaled down by the number of additions."""
+        """Initialise as GPT-2: residual projections are scaled down by the number of residual additions."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 added = name.endswith(("attention.out.weight", "mlp.2.weight"))

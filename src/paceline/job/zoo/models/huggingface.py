@@ -1,4 +1,7 @@
-"""Models of the transformers library: from a user's configuration file, and the zoo's ResNet-50 and BERT. Nothing is downloaded."""
+"""Models of the transformers library: from a configuration file, and the zoo's ResNet-50 and BERT.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,13 @@ _FETCHING = ("trust_remote_code", "use_kernels", "use_pretrained_backbone")
 
 
 def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
-    """The freshly initialised fp32 model of a Hugging Face configuration file, for `task`; `args` override the file's values.
+    """Freshly initialised fp32 model of a Hugging Face configuration file, for `task`.
+
+    `args` override the file's values.
 
     Raises:
-        JobError: no transformers, no such file, no configuration in it, an argument it does not have, or a task the model is not made for.
+        JobError: no transformers, no such file, no configuration in it, an argument it does not have, or a task the
+            model is not made for.
     """
     config = _config(file, args)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[task])
@@ -145,7 +151,10 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
 
 
 def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
-    """What in a configuration would fetch code or weights from the hub, a sentence each. Such a file may be anybody's."""
+    """Settings in a configuration that would fetch code or weights from the hub, as sentences.
+
+    Such a file may be anybody's.
+    """
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
@@ -167,7 +176,10 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
 
 
 def _known_attention() -> tuple[str, ...]:
-    """The attention that transformers and installed packages have; for others it asks the hub where `kernels` is installed."""
+    """Attention implementations of transformers and installed packages.
+
+    For others transformers asks the hub if `kernels` is installed.
+    """
     return (*_ATTENTION, *(name for name, package in _FLASH.items() if find_spec(package) is not None))
 
 

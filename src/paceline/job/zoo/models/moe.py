@@ -59,12 +59,13 @@ class MoE(GPT):
 
 
 def moe_counts(model: nn.Module) -> dict[str, Any]:
-    """What the routers of a model have done with the tokens of this rank in training so far; {} for a model without `Router`s.
+    """Token counts of a model's routers on this rank in training so far; {} without `Router`s.
 
     Returns:
-        `routed`: how often a token was sent to an expert (tokens * top_k, over all layers). `dropped`: how often that expert was full.
-        `load`: for each router, by its name, how many tokens each of its experts has taken. They add up over the ranks that read
-        different samples (or different parts of a sequence), and are the same on ranks that read the same ones.
+        `routed`: how often a token was sent to an expert (tokens * top_k, over all layers). `dropped`: how often that
+            expert was full. `load`: for each router, by its name, how many tokens each of its experts has taken. They
+            add up over the ranks that read different samples (or different parts of a sequence), and are the same on
+            ranks that read the same ones.
     """
     routers = dict(_routers(model))
     if not routers:
@@ -87,7 +88,9 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
-    """Say what the balanced-load loss of each sequence counts for in the forward passes that follow; nothing to a model without `Router`s.
+    """Set the weight of each sequence's balanced-load loss for the next forward passes.
+
+    It does nothing to a model without `Router`s.
 
     Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts for what its part
     of the job's loss counts for, which is its share of the items (tokens) that the global mean is over.
@@ -108,7 +111,10 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
 
 class Mixture(nn.Module):
-    """(n, t, hidden) to (n, t, hidden): the weighted sum of what the experts of each token make of it; zero for a token of none."""
+    """Mixture of experts, (n, t, hidden) to (n, t, hidden): weighted sum of each token's experts.
+
+    The result is zero for a token without an expert.
+    """
 
     def __init__(self, router: Router, experts: Experts, dropout: float) -> None:
         super().__init__()
@@ -127,7 +133,9 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: those with the `top_k` largest probabilities, a softmax of a linear function of the token.
+    """Top-k router: chooses the `top_k` experts with the largest probabilities for each token.
+
+    The probabilities are a softmax of a linear function of the token.
 
     *Balanced-load loss.* Of a sequence with t tokens, f_i is the share of its t * top_k choices that fell on expert i, and P_i the mean
     of i's probability: experts * sum over i of f_i * P_i, which is 1 where the load is balanced and `experts` where one expert takes it all
@@ -151,9 +159,10 @@ class Router(nn.Module):
         self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens (n, t, hidden) the experts and their weights, both (n, t, top_k). A dropped choice is expert number `experts`.
+        """Experts and weights, both (n, t, top_k), of tokens (n, t, hidden).
 
-        The weights of a token's experts sum to 1 before any are dropped; of a single one it is the probability, or it would not be learned.
+        A dropped choice is expert number `experts`. The weights of a token's experts sum to 1 before any are dropped;
+        with a single expert the weight is its probability, or it would not be learned.
         """
         experts = len(self.weight)
         wide = torch.promote_types(x.dtype, torch.float32)  # routing in bfloat16 is unstable (Fedus et al., 2021, section 2.4)
@@ -195,7 +204,10 @@ class Router(nn.Module):
 
 
 class _Besides(Function):
-    """`x` as it is, and in the backward pass the gradient of `loss` as if it were added to what is minimised."""
+    """Identity on `x` that adds the gradient of `loss` in the backward pass.
+
+    The effect is as if `loss` were added to what is minimised.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
@@ -208,7 +220,10 @@ class _Besides(Function):
 
 
 def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Which choices (n, t, k) find their expert full: those that `capacity` others of the same sequence come before."""
+    """Mask of the choices (n, t, k) whose expert is full.
+
+    An expert is full when `capacity` choices of the same sequence come before.
+    """
     n = index.shape[0]
     place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()  # one for every expert of every sequence
     of_place, order = place.sort(stable=True)
@@ -218,10 +233,12 @@ def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """MLPs with GELU whose matrices are kept as one parameter each, and the calling convention of transformers' mixtures.
+    """MLPs with GELU whose matrices are kept as one parameter each.
+
+    They have the calling convention of transformers' mixtures.
 
     Attributes:
-        num_experts: how many; those of this rank where they are divided.
+        num_experts: number of experts; this rank's, if they are sharded.
         up: (experts, inner, hidden).
         down: (experts, hidden, inner).
     """
@@ -246,7 +263,10 @@ class Experts(nn.Module):
 
 
 def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The choices (token * k + j) in the order of their experts, those of no expert at the end; and (experts,) how many each expert has."""
+    """The choices (token * k + j) sorted by expert, and each expert's number of them (experts,).
+
+    Choices of no expert are at the end.
+    """
     of_expert, order = top_k_index.flatten().sort(stable=True)
     bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
     return order, bounds.diff()
@@ -263,5 +283,5 @@ def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def without_values(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape only: of the meta device, or one of those that torch traces with."""
+    """True if a tensor has a shape only: a meta tensor or a torch `FakeTensor`."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
