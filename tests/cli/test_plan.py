@@ -19,13 +19,14 @@ from commands import paceline
 from found_plans import cluster, found, job
 from paceline.cli import app
 from paceline.cli import plan as command
-from paceline.cli.plan_screen import count, fitted, show
+from paceline.cli.plan_screen import fitted, show
 from paceline.cli.where import to_run_on
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.job import Job
 from paceline.planner.explain.changes import Change
 from paceline.planner.explain.explain import explain
 from paceline.plans.plan import Plan
+from paceline.units import large
 
 GPT = {"transformer": {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}}
 NAME = "1x4xA100-SXM-80, 2.5/h"
@@ -136,7 +137,7 @@ def test_where_it_is_piped_no_line_ends_in_blanks_that_nobody_sees() -> None:
 
 
 def test_numbers_are_said_as_people_say_them() -> None:
-    assert [count(n) for n in (70.6e9, 1.2e6, 4810, 1e12)] == ["70.6 billion", "1.20 million", "4,810", "1.00 trillion"]
+    assert [str(large(n)) for n in (70.6e9, 1.2e6, 4810, 1e12)] == ["70.6 billion", "1.20 million", "4,810", "1.00 trillion"]
 
 
 def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

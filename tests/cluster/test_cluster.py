@@ -85,7 +85,7 @@ def test_hyper_threads_are_no_physical_cores() -> None:
             Cluster(hosts=(LAPTOP, SERVER)),
             "this cluster: 2 hosts, 18 cores (AMD EPYC, Xeon), 152 GiB memory, 2 × NVIDIA H200 (140 GiB)",
         ),
-        (Cluster(hosts=(Host(name="a", cores=1, memory_bytes=GIB // 2),)), "this cluster: 1 core (CPU), 0.5 GiB memory, no GPU"),
+        (Cluster(hosts=(Host(name="a", cores=1, memory_bytes=GIB // 2),)), "this cluster: 1 core (CPU), 512 MiB memory, no GPU"),
     ],
 )
 def test_a_cluster_describes_itself_in_one_line(cluster: Cluster, line: str) -> None:

@@ -117,7 +117,7 @@ def test_where_the_intervals_overlap_no_speedup_stands_anywhere(browser: Browser
     gain = values.settings[1].speedup
     assert gain is not None
     page = f"{browser.one('body').text} {browser.one('#plot-scaling').get_attribute('outerHTML')}"
-    assert f"{gain.middle:.2f} ×" not in page.replace("\N{NO-BREAK SPACE}", " ")
+    assert f"{gain.middle:.2f} ×" not in page
 
 
 @needs_chromium
@@ -214,7 +214,7 @@ def test_a_plan_on_one_device_is_compared_as_well(tmp_path: Path) -> None:
     gain = around(1.4, 0.01)
     plan = setting(1, "strong", 13.7, 0.01, label="dp=1 threads=2", plan="dp=1 threads=2", speedup=gain, efficiency=gain, is_speedup=True)
     text = page_of(report(settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 11, 0.01), plan]), tmp_path).read_text()
-    assert "1.40\N{NO-BREAK SPACE}×" in text
+    assert "1.40 ×" in text
     assert '"other plans"' in text
 
 
@@ -244,9 +244,9 @@ def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_a
     assert len(bars) == 4, "bytes, step time, time to target, final loss"
     shown = [text.text for text in browser.all("#plot-plans .bartext")]
     assert [text for text in shown if text] == [
-        "1,075",
-        "270",
-        "1,075",
+        "1,049",
+        "264",
+        "1,049",
         "8.00",
         "7.00",
         "6.00",

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from paceline.benchmark.load import WARN_CORES, stolen_share
 from paceline.benchmark.settings import ONE, Setting
 from paceline.benchmark.summary import Finished
-from paceline.benchmark.words import count, percent
 from paceline.job.job import Job
 from paceline.stats import LEAST_REPEATS
+from paceline.units import count, percent
 
 _LAST = 10  # steps whose mean loss is compared
 _SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2}  # how far rounding alone drives losses apart within the first steps

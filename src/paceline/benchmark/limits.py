@@ -5,8 +5,9 @@ from __future__ import annotations
 from statistics import fmean
 
 from paceline.benchmark.result import Measured
-from paceline.benchmark.words import listed, percent
+from paceline.benchmark.words import listed
 from paceline.stats import LEAST_REPEATS
+from paceline.units import percent
 
 NAMES = {
     "data": "waiting for data",

@@ -19,7 +19,7 @@ from paceline.benchmark.load import OtherLoad
 from paceline.benchmark.result import Report
 from paceline.benchmark.settings import ONE, Setting, settings_for, target_of
 from paceline.benchmark.summary import Finished, finished, measured
-from paceline.benchmark.words import clock, count, on_cores
+from paceline.benchmark.words import on_cores
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
 from paceline.console import Console as SafeConsole
@@ -34,6 +34,7 @@ from paceline.rank_environment import is_rank
 from paceline.runner.train import train
 from paceline.training.record.run import WARM_UP_STEPS, read_lines
 from paceline.tuning.auto import choose
+from paceline.units import clock, count
 
 _SETTINGS = 2  # at least, which have the chosen plan: one device and N
 BENCHES = Path("bench")  # under the current directory, where no other is named

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.benchmark.result import Scaling
-from paceline.benchmark.words import count
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
@@ -17,6 +16,7 @@ from paceline.planner.check.case import DEGREES
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.runner.preflight import refuse_what_cannot_divide
+from paceline.units import count
 
 DEFAULT_STEPS = 60  # of a run that is not trained to a target
 ONE = "1-device"

@@ -13,10 +13,11 @@ from rich.text import Text
 from paceline.benchmark.result import Measured, Report
 from paceline.benchmark.settings import DEFAULT_STEPS
 from paceline.benchmark.summary import FINAL_STEPS
-from paceline.benchmark.words import count, on_cores, percent, size
+from paceline.benchmark.words import on_cores
 from paceline.engine.meter import PARTS
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.training.record.run import WARM_UP_STEPS
+from paceline.units import count, joules, percent, seconds, size
 
 WIDTH = 100
 _BAR = 14  # characters
@@ -136,7 +137,7 @@ def _result(setting: Measured, *, timed: bool, losses: bool) -> list[str | Text]
         return [*row, "no difference", ""]
     style = "green" if setting.speedup.middle > 1 else "red"
     speedup = f"{setting.speedup.middle:.2f}× ({setting.speedup.low:.2f}–{setting.speedup.high:.2f})"
-    efficiency = f"{percent(setting.efficiency.middle):>5}" if timed else _bar(setting.efficiency.middle)
+    efficiency = f"{percent(setting.efficiency.middle, 0):>5}" if timed else _bar(setting.efficiency.middle)
     return [*row, Text(speedup, style=style), Text(efficiency, style=style)]
 
 
@@ -148,9 +149,12 @@ def _breakdown(report: Report) -> Table:
         parts = [fmean(rank.parts_s.get(part, 0.0) for rank in setting.ranks) * 1e3 for part in PARTS]
         wire = [rank.wire_bytes for rank in setting.ranks if rank.wire_bytes is not None]
         memory = [m for rank in setting.ranks if (m := rank.gpu_memory_bytes or rank.memory_bytes) is not None]
-        row = [*(_milliseconds(part, sum(parts)) for part in parts), size(max(wire, default=None)), size(max(memory, default=None))]
+        row = [
+            *(_milliseconds(part, sum(parts)) for part in parts),
+            *(str(size(max(known))) if known else "?" for known in (wire, memory)),
+        ]
         if energy:
-            row.append("?" if setting.energy_joules is None else f"{setting.energy_joules:.3g} J")
+            row.append("?" if setting.energy_joules is None else str(joules(setting.energy_joules)))
         table.add_row("" if setting.scaling == before else setting.scaling, setting.label, *row)
         before = setting.scaling
     return table
@@ -176,19 +180,14 @@ def _table(*columns: str) -> Table:
 
 def _time(interval: Interval, repeats: int) -> str:
     """`42.6 ms (14.9–47.3)`; without the interval where too few repeats give none."""
-    scale, unit = (1.0, "s") if interval.middle >= 1 else (1e3, "ms")
-    low, middle, high = (_digits(x * scale) for x in (interval.low, interval.middle, interval.high))
-    return f"{middle} {unit}" if low == high or repeats < LEAST_REPEATS else f"{middle} {unit} ({low}–{high})"
-
-
-def _digits(x: float) -> str:
-    """Three digits that count."""
-    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:,.0f}"
+    shown = seconds(interval)
+    certain = interval.low == interval.high or repeats < LEAST_REPEATS or shown.interval is None
+    return str(shown) if certain or shown.interval is None else f"{shown} ({shown.interval.replace(' to ', '–')})"
 
 
 def _bar(share: float) -> str:
     full = round(min(max(share, 0.0), 1.0) * _BAR)
-    return "█" * full + "░" * (_BAR - full) + f" {percent(share):>5}"
+    return "█" * full + "░" * (_BAR - full) + f" {percent(share, 0):>5}"
 
 
 def _milliseconds(part_ms: float, step_ms: float) -> str:

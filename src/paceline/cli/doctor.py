@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.units import bandwidth, count, flops, size
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -75,7 +77,7 @@ class Measured:
                 name = f"{where}_matmul_{s.dtype}_gflops" if s.what == "matmul" else f"{where}_copy_gigabytes_per_s"
                 found[name] = s.value / 1e9
         for c in (c for speeds in self.collectives for c in speeds):
-            name = f"{c.transport}_all_reduce_{_size(c.size_bytes).replace(' ', '')}"
+            name = f"{c.transport}_all_reduce_{str(size(c.size_bytes)).replace(' ', '')}"
             found |= {f"{name}_us": c.time_s * 1e6, f"{name}_bus_gigabytes_per_s": c.bus_bandwidth / 1e9}
         return found
 
@@ -219,13 +221,13 @@ def _show_local(console: Console, host: Host, speeds: list[probe.Speed]) -> None
         table.add_column(f"matrix product, {dtype}" if what == "matmul" else "copy in memory", justify="right")
     rates = {(s.device, s.threads, s.what, s.dtype): _rate(s) for s in speeds}
     for device, threads in dict.fromkeys((s.device, s.threads) for s in speeds):
-        name = device if not threads else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        name = device if not threads else f"CPU, {count(threads, 'thread')}"
         table.add_row(name, *(rates.get((device, threads, *task), "") for task in tasks))
     console.print(table)
     _explain(
         console,
         "matrix product: 2 n³ / median time for n × n matrices of 8 ms or more; fp32 without TF32",
-        f"copy: bytes read and written / median time, of {_size(copy_bytes(host.memory_bytes))} on the CPU, far beyond its caches",
+        f"copy: bytes read and written / median time, of {size(copy_bytes(host.memory_bytes))} on the CPU, far beyond its caches",
     )
 
 
@@ -241,17 +243,17 @@ def _show_collectives(console: Console, speeds: list[speed.Speed]) -> None:
     cells = {(s.transport, s.size_bytes): s for s in speeds}
     for size_bytes in dict.fromkeys(s.size_bytes for s in speeds):
         row = [cells[transport, size_bytes] for transport in transports]
-        table.add_row(_size(size_bytes), *(text for s in row for text in _bandwidths(s)))
+        table.add_row(str(size(size_bytes)), *(text for s in row for text in _bandwidths(s)))
     console.print()
     console.print(table)
 
 
 def _verdict(findings: list[Finding]) -> str:
     problems, notes = (sum(finding.level == level for finding in findings) for level in ("problem", "note"))
-    of_notes = f"{notes} note{'s' if notes != 1 else ''}"
     if problems:
-        return f"\n[bold red]{problems} problem{'s keep' if problems > 1 else ' keeps'} paceline from training here[/], {of_notes}"
-    return f"\n[bold green]paceline can train here[/], {of_notes}"
+        keep = count(problems, "problem keeps", "problems keep")
+        return f"\n[bold red]{keep} paceline from training here[/], {count(notes, 'note')}"
+    return f"\n[bold green]paceline can train here[/], {count(notes, 'note')}"
 
 
 def _explain(console: Console, *definitions: str) -> None:
@@ -263,13 +265,9 @@ def _rate(s: probe.Speed) -> str:
     if s.value is None:
         return "not measured"
     if s.what == "copy":
-        return f"{s.value / 1e9:,.1f} GB/s"
-    return f"{s.value / 1e12:,.1f} TFLOP/s" if s.value >= 1e12 else f"{s.value / 1e9:,.0f} GFLOP/s"
+        return str(bandwidth(s.value))
+    return str(flops(s.value))
 
 
 def _bandwidths(s: speed.Speed) -> tuple[str, str, str]:
     return f"{s.time_s * 1e6:,.0f} µs", f"{s.algorithm_bandwidth / 1e9:.3g}", f"{s.bus_bandwidth / 1e9:.3g}"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes >> 20} MiB" if size_bytes >= 2**20 else f"{size_bytes >> 10} KiB"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
+from paceline.units import count, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +57,8 @@ def _show(found: Rehearsal, console: Console) -> None:
         )
         return
     console.print(
-        f"plan {plan} can run: {plan.ranks:,} rank{'s' * (plan.ranks > 1)}, {_size(state)} of state per rank, "
-        f"rehearsed in {found.seconds:.0f} s with {_size(found.memory_bytes)}",
+        f"plan {plan} can run: {count(plan.ranks, 'rank')}, {size(state)} of state per rank, "
+        f"rehearsed in {found.seconds:.0f} s with {size(found.memory_bytes)}",
         highlight=False,
         markup=False,
     )
@@ -86,7 +87,7 @@ def _table(found: Rehearsal) -> Table:
     for role in found.roles:
         first = [str(role.stage + 1)] if piped else []
         sizes = (*role.state, role.peak_bytes, *(role.sent_bytes.get(axis, 0) for axis in axes))
-        table.add_row(*first, *map(_size, sizes))
+        table.add_row(*first, *(str(size(size_bytes)) for size_bytes in sizes))
     return table
 
 
@@ -96,11 +97,3 @@ _AXES = ("tp", "cp", "ep", "fsdp", "pp", "dp")  # from those that talk most
 def _looks(found: Rehearsal) -> list[str]:
     asked = sorted({kind for role in found.roles for kind in role.asked})
     return [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"] if asked else []
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if size_bytes >= 100 or unit == "B" else f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:,.1f} GiB"

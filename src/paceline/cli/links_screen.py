@@ -10,7 +10,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.report.words import digits, seconds
+from paceline.comm.measure.links import message_size
+from paceline.units import bandwidth, digits, percent, seconds
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
@@ -65,11 +66,11 @@ def _limits(limit: Limit, stated: str) -> Iterator[str]:
     """The limit in words: the most of what was measured beside each transport."""
     if limit.stream is not None and limit.latency_s is not None:
         beside = f" (stated {stated})" if stated else ""
-        yield f"TCP stream between hosts, each way: {_rate(limit.stream)}{beside}; half a round trip {seconds(limit.latency_s)}"
+        yield f"TCP stream between hosts, each way: {bandwidth(limit.stream)}{beside}; half a round trip {seconds(limit.latency_s)}"
     if limit.copies:
         together, alone = limit.copies[max(limit.copies)]
-        size = _size(max(limit.copies))
-        yield f"copy between processes of a host, {size}: {_rate(together)} each while all do, {_rate(alone)} while one does"
+        size = message_size(max(limit.copies))
+        yield f"copy between processes of a host, {size}: {bandwidth(together)} each while all do, {bandwidth(alone)} while one does"
     yield from limit.why_not
 
 
@@ -94,7 +95,7 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[Measured], 
     table.add_column("")
     table.add_column("")
     for size in sizes:
-        table.add_column(_size(size), justify="right", no_wrap=True)
+        table.add_column(str(message_size(size)), justify="right", no_wrap=True)
     rows = {
         (m.transport, name): (m, {s.size_bytes: s for s in m.speeds if s.collective == collective and s.algorithm == name})
         for m in measured
@@ -128,17 +129,5 @@ def _is(left: LeftOut, collective: str, name: str) -> bool:
     return (left.collective, left.algorithm) == (collective, name)
 
 
-def _size(size_bytes: int) -> str:
-    from paceline.comm.measure.links import size_text
-
-    text = size_text(size_bytes)
-    number = text.rstrip("KMGiB")
-    return f"{number} {text[len(number) :]}"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{digits(bytes_per_s / 1e9)} GB/s" if bytes_per_s >= 1e9 else f"{digits(bytes_per_s / 1e6)} MB/s"
-
-
 def _percent(share: float | None) -> str:
-    return "" if share is None else "< 1 %" if share < 0.01 else f"{100 * share:.0f} %"
+    return "" if share is None else "< 1 %" if share < 0.01 else str(percent(share, 0))

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.benchmark.words import on_cores
-from paceline.planner.explain.explain import LEAST, PART_NAMES, percent
+from paceline.planner.explain.explain import LEAST, PART_NAMES
 from paceline.planner.search.result import equals, error_of, preferred
-from paceline.report.words import digits, seconds
+from paceline.units import digits, large, percent, seconds, size
 
 if TYPE_CHECKING:
     from paceline.planner.explain.batch_advice import BatchAdvice
@@ -57,7 +57,7 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
         mark = " now" if point is advice.now else ""
         mark += " useful" if point is advice.useful else ""
         style = "bold" if point is advice.useful else ""
-        figures = (digits(point.throughput), percent(point.throughput / best), str(seconds(point.prediction.step_time_s)))
+        figures = (digits(point.throughput), str(percent(point.throughput / best)), str(seconds(point.prediction.step_time_s)))
         table.add_row(f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=_QUIET), style=style)
     _print(console, table)
     for line in advice.lines:
@@ -72,7 +72,7 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
 def _head(explanation: Explanation, console: Console) -> None:
     trace, job = explanation.winner.layout.trace, explanation.job
     tokens = f", {explanation.tokens:,} tokens a sample" if explanation.tokens > 1 else ""
-    about = f"{count(trace.parameters)} parameters{tokens}, global batch {job.global_batch:,}, {job.optimizer.name}, {job.precision}"
+    about = f"{large(trace.parameters)} parameters{tokens}, global batch {job.global_batch:,}, {job.optimizer.name}, {job.precision}"
     console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {explanation.cluster.describe()}"))
     console.print(Text(about, style=_QUIET))
 
@@ -80,12 +80,12 @@ def _head(explanation: Explanation, console: Console) -> None:
 def _winner(explanation: Explanation, console: Console) -> None:
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
-    figures = [("step", f"{seconds(prediction.step_time_s)} ± {error_of(best):.0%}"), ("samples/s", digits(prediction.throughput))]
+    figures = [("step", f"{seconds(prediction.step_time_s)} ± {percent(error_of(best), 0)}"), ("samples/s", digits(prediction.throughput))]
     if explanation.tokens > 1:
         figures.append(("tokens/s", digits(prediction.throughput * explanation.tokens)))
     if prediction.mfu is not None:
-        figures.append(("MFU", percent(prediction.mfu)))
-    figures.append(("memory", memory(prediction.memory_bytes)))
+        figures.append(("MFU", str(percent(prediction.mfu))))
+    figures.append(("memory", str(size(prediction.memory_bytes))))
     if cost is not None:
         figures.append((cost.of, digits(cost.value)))
     table = Table.grid(padding=(0, 4, 0, 0))
@@ -104,19 +104,19 @@ def _time(explanation: Explanation, console: Console) -> None:
     table = _bars()
     for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
         style = _GOOD if part.name in _USEFUL else _LOST
-        table.add_row(PART_NAMES[part.name], str(seconds(part.value)), f"{100 * part.share:.1f} %", Text(_bar(part.share), style=style))
+        table.add_row(PART_NAMES[part.name], str(seconds(part.value)), str(percent(part.share, 1)), Text(_bar(part.share), style=style))
     _print(console, table)
 
 
 def _memory(explanation: Explanation, console: Console) -> None:
     room = explanation.room_bytes
-    _title(console, "what holds the memory", f"of the fullest rank, which has room for {memory(room)}")
+    _title(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
     table = _bars()
     for held in (held for held in explanation.memory if held.share >= _LEAST_HELD):
         share = held.value / room
-        table.add_row(held.name, memory(held.value), f"{100 * share:.1f} %", Text(_bar(share), style="cyan"))
+        table.add_row(held.name, str(size(held.value)), str(percent(share, 1)), Text(_bar(share), style="cyan"))
     free = 1 - explanation.winner.prediction.memory_bytes / room
-    table.add_row(*(Text(text, style=_QUIET) for text in ("free", memory(free * room), f"{100 * free:.1f} %", "·" * round(free * _BAR))))
+    table.add_row(*(Text(text, style=_QUIET) for text in ("free", str(size(free * room)), str(percent(free, 1)), "·" * round(free * _BAR))))
     _print(console, table)
 
 
@@ -140,7 +140,7 @@ def _bar(share: float) -> str:
 def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     priced = explanation.cost(explanation.winner)
     about = [
-        f"predicted, ± {error_of(explanation.winner):.0%}; ≈: too near the fastest to tell apart",
+        f"predicted, ± {percent(error_of(explanation.winner), 0)}; ≈: too near the fastest to tell apart",
         *([f"cost: of {priced.of}"] if priced else []),
     ]
     _title(console, "the best plans", "; ".join(about))
@@ -156,7 +156,7 @@ def _preference(best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
     """Which plan to take of those that are equally fast as far as is known."""
     taken = preferred(best)
     numbers = ", ".join(str(number) for number, candidate in enumerate(best, 1) if candidate in alike)
-    why = f"the fewest moving parts and, of those, the most free memory ({memory(taken.prediction.memory_bytes)} taken)"
+    why = f"the fewest moving parts and, of those, the most free memory ({size(taken.prediction.memory_bytes)} taken)"
     return f"Plans {numbers} are equally fast as far as the model can tell. Of these {taken.plan} has {why}: take it, or measure them."
 
 
@@ -170,8 +170,8 @@ def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[Re
     return [
         str(number),
         step,
-        memory(prediction.memory_bytes),
-        "" if prediction.mfu is None else percent(prediction.mfu),
+        str(size(prediction.memory_bytes)),
+        "" if prediction.mfu is None else str(percent(prediction.mfu)),
         *([digits(cost.value)] if cost else []),
         plan,
     ]
@@ -225,20 +225,6 @@ def _search(explanation: Explanation, console: Console) -> None:
 
 
 # How it looks
-
-
-def count(number: float) -> str:
-    """`70.6 billion`, `1.2 million`, `4,810`."""
-    for least, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= least:
-            return f"{digits(number / least)} {word}"
-    return f"{number:,.0f}"
-
-
-def memory(size_bytes: float) -> str:
-    """`61.2 GiB`, `418 MiB`."""
-    unit, per = ("GiB", 2**30) if size_bytes >= 2**30 else ("MiB", 2**20)
-    return f"{digits(size_bytes / per)}\N{NO-BREAK SPACE}{unit}"
 
 
 def _title(console: Console, title: str, about: str = "") -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from paceline.cluster.emulate.rate import bits_per_s
+from paceline.units import count, size
 
 T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
@@ -228,11 +229,11 @@ class Cluster(_Part):
 
             return f"{self.name}: {described(read_name(self.catalogue)._replace(price_per_hour=self.price_per_hour))}"
         cores = sum(host.cores for host in self.hosts)
-        memory = _gib(sum(host.memory_bytes for host in self.hosts))
+        memory = size(sum(host.memory_bytes for host in self.hosts))
         hosts = f"{len(self.hosts)} hosts, " if len(self.hosts) > 1 else ""
-        gpus = _tally(f"{gpu.name} ({_gib(gpu.memory_bytes)})" for host in self.hosts for gpu in host.gpus)
+        gpus = _tally(f"{gpu.name} ({size(gpu.memory_bytes)})" for host in self.hosts for gpu in host.gpus)
         cpus = ", ".join(dict.fromkeys(host.cpu for host in self.hosts))
-        machines = f"{self.name}: {hosts}{_count(cores, 'core')} ({cpus}), {memory} memory, {gpus or 'no GPU'}"
+        machines = f"{self.name}: {hosts}{count(cores, 'core')} ({cpus}), {memory} memory, {gpus or 'no GPU'}"
         return f"{machines}; {_emulated(self.emulate)}" if self.emulate else machines
 
     def ranks_per_host(self, ranks: int) -> list[int]:
@@ -261,12 +262,3 @@ def _emulated(emulate: Emulate) -> str:
 
 def _tally(names: Iterable[str]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _gib(size_bytes: int) -> str:
-    gib = size_bytes / 2**30
-    return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from paceline.cluster.catalogue.hardware import Accelerator, accelerator
 from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.errors import ClusterError
+from paceline.units import size
 
 _SHAPE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(?![-+.\d]+\s*[x×*])(\S.*)", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt])(?:bit(?:/s)?|b/s|bps)(?: ?(?:/|per) ?(host|device|gpu))?", re.IGNORECASE)
@@ -130,7 +131,7 @@ def _has_bf16(device: Accelerator) -> bool:
 
 def described(named: Named) -> str:
     """For people: `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour for each`."""
-    memory = f"{named.device.memory_bytes / 2**30:.0f} GiB"
+    memory = size(named.device.memory_bytes)
     cores = "cores of " if named.device.kind == "cpu" else ""
     hosts = "1 host" if named.hosts == 1 else f"{named.hosts:,} hosts"
     parts = [f"{hosts} of {named.per_host} × {cores}{named.device.name} ({memory}{' each' if cores else ''})"]

@@ -21,6 +21,7 @@ from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan, Precision
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.tuning.auto import choose
+from paceline.units import percent
 
 Verdict = Literal["holds", "differs", "cannot tell"]
 
@@ -142,7 +143,7 @@ class Parity:
         beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
         if not beyond:
             return None
-        amounts = ", ".join(f"{name} {getattr(self.tolerance, name):.0%}" for name in beyond)
+        amounts = ", ".join(f"{name} {percent(getattr(self.tolerance, name), 0)}" for name in beyond)
         return (
             f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for rounding. Check the plan with "
             "precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"

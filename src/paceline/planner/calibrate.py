@@ -22,6 +22,7 @@ from paceline.cluster.cluster import Host
 from paceline.files import write_whole
 from paceline.job.job import Job
 from paceline.planner.history import cache_folder, digests, made_cache_folder
+from paceline.units import percent
 
 Axis = Literal["none", "dp", "fsdp", "tp", "pp"]
 AXES: tuple[Axis, ...] = ("none", "dp", "fsdp", "tp", "pp")
@@ -255,7 +256,7 @@ def why_stale(found: Calibration, host: Host, *, tempo: float, now: float | None
         return f"it is {age_s / 86400:.0f} days old"
     if abs(tempo / found.tempo_s - 1) > MOST_CHANGE:
         faster = "slower" if tempo > found.tempo_s else "faster"
-        return f"this machine is {max(tempo / found.tempo_s, found.tempo_s / tempo) - 1:.0%} {faster} than it was then"
+        return f"this machine is {percent(max(tempo / found.tempo_s, found.tempo_s / tempo) - 1, 0)} {faster} than it was then"
     return None
 
 

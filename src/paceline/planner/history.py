@@ -22,6 +22,7 @@ from paceline.job.job import Job
 from paceline.planner.check.case import DEGREES
 from paceline.planner.cost.prediction import Prediction
 from paceline.plans.plan import Plan
+from paceline.units import count
 
 NEWEST = 40  # pairs that count
 DOUBT, DOUBT_OF_KIND = 0.5, 4.0  # pairs that say 1 before there is any other, and that say of a kind what all say
@@ -95,7 +96,7 @@ def corrected(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *,
     if not found.all:
         return prediction
     factor = found.factor
-    how_many = f"{found.pairs} such plan{'s' * (found.pairs != 1)} of {found.all}"
+    how_many = f"{count(found.pairs, 'such plan')} of {found.all}"
     return replace(
         prediction,
         step_time_s=prediction.step_time_s * factor,

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from paceline import units
 from paceline.benchmark.limits import excess_s
 from paceline.benchmark.result import Measured, Report
 from paceline.errors import RunError
-from paceline.report import charts, words
+from paceline.report import charts
 from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
 from paceline.report.panels import Panel, panelled
-from paceline.report.words import Shown
 from paceline.stats import LEAST_REPEATS, Interval
+from paceline.units import Shown
 
 Cell = Shown | str
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
@@ -87,7 +88,7 @@ class BenchView:
         if not best.is_speedup:
             few = len(best.pairs) < LEAST_REPEATS
             return f"No difference between 1 device and {devices}: {'too few repeats to tell' if few else 'the intervals overlap'}."
-        gain = words.digits(best.speedup.middle)
+        gain = units.digits(best.speedup.middle)
         if best.speedup.middle < 1:
             return f"Slower with {devices}: {gain} of the speed of one device.{self._medians_say(best)}"
         same = ", at the same batch per device" if best.scaling == "weak" else ""
@@ -101,10 +102,10 @@ class BenchView:
         if abs(ratio / best.speedup.middle - 1) < _VISIBLE:
             return ""
         if best.training_time_s is not None and best.scaling == "strong":
-            return f" (This compares whole trainings; the steps alone are {words.digits(ratio)} times as fast.)"
+            return f" (This compares whole trainings; the steps alone are {units.digits(ratio)} times as fast.)"
         return (
             f" (This is the median of rounds, in each of which both took turns; the medians over all rounds, which stand beside it, are "
-            f"{words.digits(ratio)} times apart.)"
+            f"{units.digits(ratio)} times apart.)"
         )
 
     @property
@@ -114,15 +115,15 @@ class BenchView:
         if best.speedup is not None and best.is_speedup:
             cards = [Card("speedup", _speedup(best)), Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×")]
         elif best.speedup is not None:
-            cards = [Card("speedup", "no difference"), Card("step_time", words.seconds(best.step_time_s), self._of_one("step_time_s"))]
-        cards.append(Card("throughput", words.rate(best.throughput), self._of_one("throughput", words.rate)))
+            cards = [Card("speedup", "no difference"), Card("step_time", units.seconds(best.step_time_s), self._of_one("step_time_s"))]
+        cards.append(Card("throughput", units.rate(best.throughput), self._of_one("throughput", units.rate)))
         used = {card.term for card in cards}
         term = next((t for t, name in _TIMES.items() if t not in used and getattr(best, name) is not None), None)
         if term is not None:
-            cards.append(Card(term, words.seconds(getattr(best, _TIMES[term])), self._of_one(_TIMES[term])))
+            cards.append(Card(term, units.seconds(getattr(best, _TIMES[term])), self._of_one(_TIMES[term])))
         return cards
 
-    def _of_one(self, name: str, shown: Callable[[Interval], Shown] = words.seconds) -> str:
+    def _of_one(self, name: str, shown: Callable[[Interval], Shown] = units.seconds) -> str:
         """The same figure of one device."""
         if self.reference is None or self.reference is self.best or getattr(self.reference, name) is None:
             return ""
@@ -139,7 +140,7 @@ class BenchView:
             return []
         added = excess_s(one, best)
         by_size = sorted(added.items(), key=lambda x: -x[1])
-        return [(part, words.milliseconds(s)) for part, s in (*by_size, ("", sum(added.values())))]
+        return [(part, units.milliseconds(s)) for part, s in (*by_size, ("", sum(added.values())))]
 
     # The table
 
@@ -153,20 +154,20 @@ class BenchView:
         has_loss = any(s.final_loss is not None for s in self.settings)
         return [
             Row("global_batch", [Shown(s.global_batch, f"{s.global_batch:,}", "samples") for s in self.settings]),
-            Row("step_time", [words.seconds(s.step_time_s) for s in self.settings]),
-            Row("throughput", [words.rate(s.throughput) for s in self.settings]),
+            Row("step_time", [units.seconds(s.step_time_s) for s in self.settings]),
+            Row("throughput", [units.rate(s.throughput) for s in self.settings]),
             *([Row("tokens", [_tokens(s) for s in self.settings])] if has_tokens else []),
             *([Row("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])] if to_end else []),
             *([Row("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])] if to_target else []),
             Row("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
             Row("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
             Row("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
-            *([Row("final_loss", [_or_words(s.final_loss, words.number, "not finite") for s in self.settings])] if has_loss else []),
+            *([Row("final_loss", [_or_words(s.final_loss, units.number, "not finite") for s in self.settings])] if has_loss else []),
             Row("wire", [_largest(s, "wire_bytes") for s in self.settings]),
             *self._compressed_rows,
             Row("memory", [_largest(s, "memory_bytes") for s in self.settings]),
             *([Row("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
-            Row("energy", ["not available" if s.energy_joules is None else words.joules(s.energy_joules) for s in self.settings]),
+            Row("energy", ["not available" if s.energy_joules is None else units.joules(s.energy_joules) for s in self.settings]),
         ]
 
     @property
@@ -177,7 +178,7 @@ class BenchView:
             return []
         return [
             Row("saved", [_largest(s, "saved_bytes") for s in self.settings]),
-            Row("compression_error", [_or_words(error, words.number, "not compressed") for error in errors]),
+            Row("compression_error", [_or_words(error, units.number, "not compressed") for error in errors]),
         ]
 
     def _or_reference(self, setting: Measured, cell: Callable[[Measured], Cell]) -> Cell:
@@ -195,7 +196,7 @@ class BenchView:
             return None
         wire = [[r.wire_bytes for r in s.ranks if r.wire_bytes is not None] for s in compared]
         panels = [
-            Panel("bytes on the wire per step, kB", [max(sent, default=None) for sent in wire], 1e-3),
+            Panel("bytes on the wire per step, KiB", [max(sent, default=None) for sent in wire], 1 / 1024),
             Panel("step time, ms", [s.step_time_s.middle for s in compared], 1e3),
             Panel("time to target, s", [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared]),
             Panel("final loss", [s.final_loss for s in compared]),
@@ -246,24 +247,24 @@ def _best(settings: Sequence[Measured]) -> Measured:
 
 
 def _speedup(setting: Measured) -> Cell:
-    return words.ratio(setting.speedup) if setting.speedup is not None and setting.is_speedup else "no difference"
+    return units.ratio(setting.speedup) if setting.speedup is not None and setting.is_speedup else "no difference"
 
 
 def _efficiency(setting: Measured) -> Cell:
-    return words.percent(setting.efficiency) if setting.efficiency is not None and setting.is_speedup else "not stated"
+    return units.percent(setting.efficiency) if setting.efficiency is not None and setting.is_speedup else "not stated"
 
 
 def _pairs(setting: Measured) -> Cell:
-    return " · ".join(words.digits(pair) for pair in setting.pairs) if setting.is_speedup else "not stated"
+    return " · ".join(units.digits(pair) for pair in setting.pairs) if setting.is_speedup else "not stated"
 
 
 def _tokens(setting: Measured) -> Cell:
     per_sample = setting.tokens_per_sample
-    return "not available" if per_sample is None else words.rate(setting.throughput.times(per_sample), "tokens/s")
+    return "not available" if per_sample is None else units.rate(setting.throughput.times(per_sample), "tokens/s")
 
 
 def _time(time_s: Interval | None, absent: str) -> Cell:
-    return absent if time_s is None else words.seconds(time_s)
+    return absent if time_s is None else units.seconds(time_s)
 
 
 def _or_words(x: float | None, shown: Callable[[float], Shown], absent: str) -> Cell:
@@ -272,4 +273,4 @@ def _or_words(x: float | None, shown: Callable[[float], Shown], absent: str) -> 
 
 def _largest(setting: Measured, what: str) -> Cell:
     values = [value for rank in setting.ranks if (value := getattr(rank, what)) is not None]
-    return words.size(max(values)) if values else "not available"
+    return units.size(max(values)) if values else "not available"

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from paceline.benchmark.result import Curve, Measured
 from paceline.report.definitions import PARTS
-from paceline.report.words import digits
+from paceline.units import digits
 
 # Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8F98"

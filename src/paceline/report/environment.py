@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.units import size
+
 _NAMES = {
     "host": "host",
     "cpu": "CPU",
@@ -44,7 +46,7 @@ def _text(name: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case int() | float() if name.endswith("_bytes"):
-            return f"{value / 2**30:.1f} GiB"
+            return str(size(value))
         case list() if all(isinstance(entry, int | float) for entry in value):
             return ", ".join(f"{entry:g}" for entry in value)
         case [*_] if all(isinstance(entry, dict) and "name" in entry for entry in value):

@@ -11,16 +11,16 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from paceline import units
 from paceline.comm.measure.limit import Limit
-from paceline.comm.measure.links import Measured, caveats, size_text
+from paceline.comm.measure.links import Measured, caveats, message_size
 from paceline.comm.measure.speed import BUS_FACTORS, Speed
-from paceline.report import words
 from paceline.report.chart import Chart
 from paceline.report.charts import GREY, SERIES, empty_figure
 from paceline.report.definitions import DEFINITIONS, Definition, Used
 from paceline.report.environment import described
 from paceline.report.page import write_page
-from paceline.report.words import Shown
+from paceline.units import Shown
 
 _TITLES = {
     "all_reduce": "All-reduce",
@@ -118,7 +118,7 @@ class LinksView:
         self.transports = list(dict.fromkeys(m.transport for m in measured))
         self.ranks, self.hosts = len(self.limit.hosts), len(set(self.limit.hosts))
         self.created = time.strftime("%Y-%m-%d %H:%M")
-        self.wrong = [f"{s.label}, {_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong]
+        self.wrong = [f"{s.label}, {message_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong]
         self.notes = list(caveats(measured, self.limit))
 
     @property
@@ -126,9 +126,9 @@ class LinksView:
         """The most that any transport carried, in one sentence."""
         best = max(self.speeds, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
         share = self.limit.share(best)
-        of = f", {words.percent(share)} of what the hardware allows" if share is not None else ""
-        what = f"{_TITLES[best.collective]} of {_size(best.size_bytes)}"
-        return f"{what} over {best.transport}{_by(best.algorithm)}: {_rate(best.bus_bandwidth)} of bus bandwidth{of}."
+        of = f", {units.percent(share)} of what the hardware allows" if share is not None else ""
+        what = f"{_TITLES[best.collective]} of {message_size(best.size_bytes)}"
+        return f"{what} over {best.transport}{_by(best.algorithm)}: {units.bandwidth(best.bus_bandwidth)} of bus bandwidth{of}."
 
     @property
     def cards(self) -> list[Card]:
@@ -139,10 +139,10 @@ class LinksView:
             messages = [s for s in own if s.collective == "send_receive"]
             if messages:
                 least = min(messages, key=lambda s: s.size_bytes)
-                cards.append(Card("latency", words.seconds(least.time_s), f"{transport}, {_size(least.size_bytes)}"))
+                cards.append(Card("latency", units.seconds(least.time_s), f"{transport}, {message_size(least.size_bytes)}"))
             best = max(own, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
-            what = f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {_size(best.size_bytes)}"
-            cards.append(Card("bus_bandwidth", _rate(best.bus_bandwidth), what))
+            what = f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {message_size(best.size_bytes)}"
+            cards.append(Card("bus_bandwidth", units.bandwidth(best.bus_bandwidth), what))
         return cards
 
     @property
@@ -150,10 +150,15 @@ class LinksView:
         """What the hardware allows, by what was measured."""
         found = []
         if self.limit.stream is not None and self.limit.latency_s is not None:
-            found.append(("TCP stream between hosts, each way", f"{_rate(self.limit.stream)}, the slowest of all at once"))
-            found.append(("half a round trip between hosts", f"{words.seconds(self.limit.latency_s)}, one byte over TCP"))
+            found.append(("TCP stream between hosts, each way", f"{units.bandwidth(self.limit.stream)}, the slowest of all at once"))
+            found.append(("half a round trip between hosts", f"{units.seconds(self.limit.latency_s)}, one byte over TCP"))
         for size, (together, alone) in sorted((self.limit.copies or {}).items())[-1:]:
-            found.append((f"copy between processes, {_size(size)}", f"{_rate(together)} each while all do, {_rate(alone)} while one does"))
+            found.append(
+                (
+                    f"copy between processes, {message_size(size)}",
+                    f"{units.bandwidth(together)} each while all do, {units.bandwidth(alone)} while one does",
+                )
+            )
         return found + [("not measured", why) for why in self.limit.why_not]
 
     @property
@@ -167,14 +172,21 @@ class LinksView:
         curves = {
             key: [s for s in of_it if (s.transport, s.algorithm) == key] for key in dict.fromkeys((s.transport, s.algorithm) for s in of_it)
         }
-        in_words = [f"{_named(*key)}: up to {_rate(max(s.bus_bandwidth for s in curve))}." for key, curve in curves.items()]
+        in_words = [f"{_named(*key)}: up to {units.bandwidth(max(s.bus_bandwidth for s in curve))}." for key, curve in curves.items()]
         label = " ".join([f"{_TITLES[name]}: bus bandwidth over size, against the limit.", *in_words])
         rows = []
         for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit"):
             for key, curve in curves.items():
                 by_size = {s.size_bytes: s for s in curve}
                 rows.append(Row(term, _named(*key), [self._cell(term, by_size.get(size)) for size in sizes]))
-        return Section(name, _TITLES[name], _SIZES[name], Chart(name, self._figure(name, sizes, curves), label), [*map(_size, sizes)], rows)
+        return Section(
+            name,
+            _TITLES[name],
+            _SIZES[name],
+            Chart(name, self._figure(name, sizes, curves), label),
+            [str(message_size(size)) for size in sizes],
+            rows,
+        )
 
     def _cell(self, term: str, speed: Speed | None) -> Shown | str:
         if speed is None:
@@ -182,12 +194,12 @@ class LinksView:
         share = self.limit.share(speed)
         match term:
             case "call_time":
-                return words.seconds(speed.time_s)
+                return units.seconds(speed.time_s)
             case "algorithm_bandwidth":
-                return _rate(speed.algorithm_bandwidth)
+                return units.bandwidth(speed.algorithm_bandwidth)
             case "bus_bandwidth":
-                return _rate(speed.bus_bandwidth)
-        return "not measured" if share is None else words.percent(share)
+                return units.bandwidth(speed.bus_bandwidth)
+        return "not measured" if share is None else units.percent(share)
 
     def _figure(self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[Speed]]) -> go.Figure:
         figure = empty_figure("size", "bus bandwidth")
@@ -201,17 +213,17 @@ class LinksView:
                 mode="lines+markers",
                 line={"color": colour, "width": 2, "dash": _DASHES.get(algorithm, "solid")},
                 marker={"size": 7, "symbol": _SYMBOLS.get(algorithm, "circle")},
-                customdata=[f"{_size(s.size_bytes)}: {_rate(s.bus_bandwidth)}, {words.seconds(s.time_s)}" for s in curve],
+                customdata=[f"{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, {units.seconds(s.time_s)}" for s in curve],
                 hovertemplate="%{fullData.name}<br>%{customdata}<extra></extra>",
             )
         least_s = [self.limit.least_s(name, size) for size in sizes]
         allowed = [None if s is None else size / s * BUS_FACTORS[name](self.ranks) for size, s in zip(sizes, least_s, strict=True)]
         if any(allowed):
             stroke = {"color": GREY, "width": 2, "dash": "dash"}
-            texts = ["" if y is None else str(_rate(y)) for y in allowed]
+            texts = ["" if y is None else str(units.bandwidth(y)) for y in allowed]
             hover = "limit<br>%{customdata}<extra></extra>"
             figure.add_scatter(x=list(sizes), y=allowed, name="limit", mode="lines", line=stroke, customdata=texts, hovertemplate=hover)
-        figure.update_xaxes(type="log", tickvals=list(sizes), ticktext=[*map(_size, sizes)], showgrid=False)
+        figure.update_xaxes(type="log", tickvals=list(sizes), ticktext=[*map(str, map(message_size, sizes))], showgrid=False)
         figure.update_yaxes(type="log", tickformat="~s", ticksuffix="B/s", dtick=1)
         return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(curves) - 2) // 3))
 
@@ -222,14 +234,3 @@ def _named(transport: str, algorithm: str) -> str:
 
 def _by(algorithm: str) -> str:
     return "" if algorithm == "flat" else f" ({algorithm})"
-
-
-def _rate(bytes_per_s: float) -> Shown:
-    shown = words.size(bytes_per_s)
-    return Shown(shown.value, shown.text, f"{shown.unit}/s")
-
-
-def _size(size_bytes: int) -> str:
-    text = size_text(size_bytes)
-    number = text.rstrip("KMGiB")
-    return f"{number}\N{NO-BREAK SPACE}{text[len(number) :]}"

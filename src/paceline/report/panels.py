@@ -10,7 +10,7 @@ from html import escape
 import plotly.graph_objects as go
 
 from paceline.report.charts import SERIES, empty_figure
-from paceline.report.words import digits
+from paceline.units import digits
 
 _BAR_PX, _TITLE_PX = 24, 46
 _LABEL_WIDTH = 26  # characters; a longer plan is broken into lines

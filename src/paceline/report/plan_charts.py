@@ -14,7 +14,7 @@ from paceline.planner.cost.prediction import Span
 from paceline.planner.explain.batch_advice import BatchAdvice
 from paceline.planner.explain.scaling import Scaled
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, empty_figure
-from paceline.report.words import digits, percent, seconds
+from paceline.units import digits, percent, seconds
 
 TIME_COLOURS = {
     "compute": BLUE,

@@ -9,19 +9,18 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
+from paceline import units
 from paceline.planner.cost.pipeline import timeline
 from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.batch_advice import BatchAdvice
 from paceline.planner.explain.explain import PART_NAMES, Explanation, shares_of_time
-from paceline.planner.explain.explain import percent as share
 from paceline.planner.explain.scaling import Scaled
 from paceline.planner.search.result import Candidate, error_of
 from paceline.report import plan_charts as charts
-from paceline.report import words
 from paceline.report.chart import Chart
 from paceline.report.page import write_page
 from paceline.report.plan_terms import Terms
-from paceline.report.words import Shown
+from paceline.units import Shown, percent, seconds, size
 
 _BARS = 8  # plans whose step and memory are drawn part by part
 _ROUNDS = 3  # microbatches drawn for each stage of a pipeline
@@ -42,7 +41,7 @@ def write_plan_page(explanation: Explanation, scaling: Sequence[Scaled], advice:
         ("command", command),
         ("paceline", version("paceline")),
         ("plans", f"{found.considered:,} considered, {found.evaluated:,} predicted, {found.pruned:,} set aside by a bound"),
-        ("searched in", str(words.seconds(found.seconds))),
+        ("searched in", str(seconds(found.seconds))),
         ("speeds", "measured on these machines" if explanation.measured else "of the catalogue"),
     ]
     on_cores = view.best.layout.machines.device.kind == "cpu"
@@ -77,7 +76,7 @@ class PlanView:
         self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
         self.created = time.strftime("%Y-%m-%d %H:%M")
         self.colours = {f"part_{part}": colour for part, colour in charts.TIME_COLOURS.items()} | self.holders
-        self.gap = share(self.found.gap)
+        self.gap = percent(self.found.gap)
 
     # The headline
 
@@ -88,32 +87,30 @@ class PlanView:
         devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
         if device.kind == "cpu":
             devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
-        return f"{words.seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± {error_of(self.best):.0%}."
+        return f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± {percent(error_of(self.best), 0)}."
 
     @property
     def badges(self) -> list[str]:
         """What the job is."""
         tokens = [f"{self.explanation.tokens:,} tokens a sample"] if self.explanation.tokens > 1 else []
-        parameters = f"{self.best.layout.trace.parameters / 1e9:.3g} billion parameters"
-        if self.best.layout.trace.parameters < 1e9:
-            parameters = f"{self.best.layout.trace.parameters:,} parameters"
+        parameters = f"{units.large(self.best.layout.trace.parameters)} parameters"
         return [parameters, *tokens, f"global batch {self.job.global_batch:,}", self.best.plan.precision_for(self.job)]
 
     @property
     def cards(self) -> list[Card]:
         """The winner's figures."""
         prediction, cost = self.best.prediction, self.explanation.cost(self.best)
-        cards = [Card("predicted_step", words.seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
-        rate = words.rate(prediction.throughput)
+        cards = [Card("predicted_step", seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
+        rate = units.rate(prediction.throughput)
         if self.explanation.tokens > 1:
             cards.append(Card("predicted_tokens", _thousands(prediction.throughput * self.explanation.tokens), str(rate)))
         else:
             cards.append(Card("predicted_throughput", rate))
         if prediction.mfu is not None:
-            cards.append(Card("mfu", words.percent(prediction.mfu)))
-        cards.append(Card("device_memory", _gib(prediction.memory_bytes), f"of {_gib(self.explanation.room_bytes)} on each device"))
+            cards.append(Card("mfu", percent(prediction.mfu)))
+        cards.append(Card("device_memory", size(prediction.memory_bytes), f"of {size(self.explanation.room_bytes)} on each device"))
         if cost is not None:
-            cards.append(Card("cost", Shown(cost.value, words.digits(cost.value)), cost.of))
+            cards.append(Card("cost", Shown(cost.value, units.digits(cost.value)), cost.of))
         return cards
 
     @property
@@ -146,7 +143,7 @@ class PlanView:
         points = [charts.Point(str(i), str(c.plan), at(c), c.prediction.step_time_s) for i, c in self._numbered]
         for point in self.scaled:
             if point.devices != self.best.layout.machines.devices and point.prediction is not None:
-                name = f"{point.devices:,} device{'s' * (point.devices > 1)}"
+                name = units.count(point.devices, "device")
                 points.append(charts.Point(name, f"{name}: {point.plan}", at(point), point.prediction.step_time_s))
         figure = charts.pareto(points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1)
         return Chart("pareto-cost", figure, f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well.")
@@ -180,7 +177,7 @@ class PlanView:
         times = [{part.name: part.value for part in shares_of_time(c)} for c in shown]
         parts = {part: [of_plan.get(part, 0.0) * factor for of_plan in times] for part in self.parts}
         figure = charts.stacked([str(c.plan) for c in shown], parts, charts.TIME_COLOURS, PART_NAMES, f"{unit} per step")
-        return Chart("time", figure, " ".join(f"{c.plan}: {words.seconds(c.prediction.step_time_s)}." for c in shown))
+        return Chart("time", figure, " ".join(f"{c.plan}: {seconds(c.prediction.step_time_s)}." for c in shown))
 
     @property
     def held_chart(self) -> Chart:
@@ -188,7 +185,7 @@ class PlanView:
         shown = self.found.best[:_BARS]
         held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in self.holders}
         figure = charts.stacked([str(c.plan) for c in shown], held, self.holders, {}, "GiB", self.room)
-        return Chart("held", figure, " ".join(f"{c.plan}: {_gib(c.prediction.memory_bytes)}." for c in shown))
+        return Chart("held", figure, " ".join(f"{c.plan}: {size(c.prediction.memory_bytes)}." for c in shown))
 
     @property
     def room(self) -> float | None:
@@ -213,7 +210,7 @@ class PlanView:
         """Speedup over devices; None where only one number of them can be predicted."""
         if len(self.scaled) < 2:
             return None
-        label = " ".join(f"{p.devices:,} devices: {words.digits(p.speedup or 0)} times as fast." for p in self.scaled)
+        label = " ".join(f"{p.devices:,} devices: {units.digits(p.speedup or 0)} times as fast." for p in self.scaled)
         return Chart("scaling", charts.scaling(self.scaled, self.best.layout.machines.devices), label)
 
     @property
@@ -226,7 +223,7 @@ class PlanView:
         return list(enumerate(self.found.best, 1))
 
     def _said(self, candidate: Candidate) -> str:
-        return f"{words.seconds(candidate.prediction.step_time_s)}, {_gib(candidate.prediction.memory_bytes)}"
+        return f"{seconds(candidate.prediction.step_time_s)}, {size(candidate.prediction.memory_bytes)}"
 
     # The tables
 
@@ -244,12 +241,12 @@ class PlanView:
             prediction, cost = candidate.prediction, self.explanation.cost(candidate)
             slower = prediction.step_time_s / self.best.prediction.step_time_s - 1
             cells: list[Shown | str] = [
-                words.seconds(prediction.step_time_s),
-                f"+{share(slower)}" if number > 1 else "",
-                _gib(prediction.memory_bytes),
-                words.rate(prediction.throughput),
-                "" if prediction.mfu is None else words.percent(prediction.mfu),
-                *([] if cost is None else [Shown(cost.value, words.digits(cost.value))]),
+                seconds(prediction.step_time_s),
+                f"+{percent(slower)}" if number > 1 else "",
+                size(prediction.memory_bytes),
+                units.rate(prediction.throughput),
+                "" if prediction.mfu is None else percent(prediction.mfu),
+                *([] if cost is None else [Shown(cost.value, units.digits(cost.value))]),
             ]
             rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
         return rows
@@ -266,7 +263,7 @@ class PlanView:
         rows = [
             Row(
                 f"{p.devices:,}",
-                [words.seconds(p.prediction.step_time_s), words.ratio(p.speedup), words.percent(p.efficiency)],
+                [seconds(p.prediction.step_time_s), units.ratio(p.speedup), percent(p.efficiency)],
                 str(p.plan),
             )
             for p in self.scaled
@@ -282,10 +279,5 @@ class PlanView:
 
 def _thousands(tokens_per_s: float) -> Shown:
     if tokens_per_s < 1e4:
-        return words.rate(tokens_per_s, "tokens/s")
-    return Shown(tokens_per_s, words.digits(tokens_per_s / 1e3), "k tokens/s")
-
-
-def _gib(size_bytes: float) -> Shown:
-    unit, per = ("GiB", _GIB) if size_bytes >= _GIB else ("MiB", 2**20)
-    return Shown(size_bytes, words.digits(size_bytes / per), unit)
+        return units.rate(tokens_per_s, "tokens/s")
+    return Shown(tokens_per_s, units.digits(tokens_per_s / 1e3), "k tokens/s")

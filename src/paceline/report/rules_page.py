@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.report import charts, words
+from paceline import units
+from paceline.report import charts
 from paceline.report.bench_view import Cell
 from paceline.report.chart import Chart
 from paceline.report.page import write_page
@@ -39,10 +40,10 @@ class RuleFigures:
         """Its line of the table, in the order of `FIGURES`."""
         absent = "not reached" if self.losses else "not measured"
         return [
-            "not measured" if self.wire_bytes is None else words.size(self.wire_bytes),
-            words.seconds(self.step_time_s),
-            absent if self.time_to_target_s is None else words.seconds(self.time_to_target_s),
-            "not measured" if self.final_loss is None else words.number(self.final_loss),
+            "not measured" if self.wire_bytes is None else units.size(self.wire_bytes),
+            units.seconds(self.step_time_s),
+            absent if self.time_to_target_s is None else units.seconds(self.time_to_target_s),
+            "not measured" if self.final_loss is None else units.number(self.final_loss),
         ]
 
 
@@ -74,7 +75,7 @@ class Rates:
         """The figures beside each other."""
         rules = self.at[rate]
         panels = [
-            Panel("bytes on the wire per step, kB", [rule.wire_bytes for rule in rules], 1e-3),
+            Panel("bytes on the wire per step, KiB", [rule.wire_bytes for rule in rules], 1 / 1024),
             Panel("step time, ms", [rule.step_time_s for rule in rules], 1e3),
             Panel("time to target, s", [rule.time_to_target_s for rule in rules]),
             Panel("final loss", [rule.final_loss for rule in rules]),

@@ -10,7 +10,7 @@ from paceline.report import charts
 from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
 from paceline.report.run_record import RunRecord, timed
-from paceline.report.words import digits
+from paceline.units import digits
 
 _MARKED = {  # events that a curve shows; after a restart there is a resume
     "nonfinite": "not finite",

@@ -7,9 +7,10 @@ import time
 from functools import cached_property
 from typing import Any
 
+from paceline import units
 from paceline.benchmark.words import listed
 from paceline.errors import RunError
-from paceline.report import charts, words
+from paceline.report import charts
 from paceline.report.bench_view import Card
 from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
@@ -58,10 +59,10 @@ class RunView:
     def verdict(self) -> str:
         """How far it came and how it ended, in one sentence."""
         newest = self.steps[-1]["step"]
-        steps = f"{newest:,} step{'s' if newest != 1 else ''}"
+        steps = units.count(newest, "step")
         if self.end is None:
             return f"{steps} so far: the run has not ended, or it crashed."
-        took, reason = words.seconds(self._elapsed_s), str(self.end.get("reason"))
+        took, reason = units.seconds(self._elapsed_s), str(self.end.get("reason"))
         if self.end.get("interrupted"):
             return f"Interrupted by {reason} after {steps} in {took}."
         if reason.startswith(TARGETS):
@@ -72,19 +73,19 @@ class RunView:
     def cards(self) -> list[Card]:
         """The figures of the headline."""
         ranks, too_few = len(self.record.ranks), f"needs {WARM_UP_STEPS + 1} steps"
-        cards = [Card("throughput", words.rate(self.throughput) if self.timed else too_few, f"on {ranks} rank{'s' if ranks > 1 else ''}")]
+        cards = [Card("throughput", units.rate(self.throughput) if self.timed else too_few, f"on {units.count(ranks, 'rank')}")]
         reached = self.end is not None and str(self.end.get("reason")).startswith(TARGETS)
         until = "from the first step" if self.end is not None else "until the newest step"
-        cards.append(Card("time_to_target" if reached else "training_time", words.seconds(self._elapsed_s), until))
+        cards.append(Card("time_to_target" if reached else "training_time", units.seconds(self._elapsed_s), until))
         if self.timed:
             median_s = statistics.median(s["step_s"] for s in self.timed)
-            cards.append(Card("step_time", words.seconds(median_s), f"over {len(self.timed):,} step{'s' if len(self.timed) > 1 else ''}"))
+            cards.append(Card("step_time", units.seconds(median_s), f"over {units.count(len(self.timed), 'step')}"))
         metrics: dict[str, float] = (self._newest("evaluation") or {"metrics": {}})["metrics"]
         name = next((n for n in metrics if n != "loss"), None)
         if name is not None:
-            return [*cards, Card("held_out", words.number(metrics[name]), f"{name}, newest")]
+            return [*cards, Card("held_out", units.number(metrics[name]), f"{name}, newest")]
         losses = [s["loss"] for s in self.steps if s["loss"] is not None]
-        return [*cards, Card("loss", words.number(losses[-1]) if losses else "never finite", "newest step")]
+        return [*cards, Card("loss", units.number(losses[-1]) if losses else "never finite", "newest step")]
 
     @property
     def throughput(self) -> float:
@@ -112,8 +113,8 @@ class RunView:
         step_s = statistics.fmean(sum(parts.values()) for parts in each)
         shares = {part: statistics.fmean(parts[part] for parts in each) / step_s for part in PARTS}
         largest = sorted(shares.items(), key=lambda x: -x[1])
-        named = [f"{_percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
-        return [f"A step takes {words.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
+        named = [f"{units.percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
+        return [f"A step takes {units.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
 
     @cached_property
     def sync(self) -> SyncView:
@@ -130,9 +131,9 @@ class RunView:
         others = statistics.fmean(wait for rank, wait in waits.items() if rank != slow)
         if waits[slow] > others / 3:
             return [
-                f"The ranks wait for each other in turn, up to {words.seconds(max(waits.values()))} a step: no rank is always the slow one."
+                f"The ranks wait for each other in turn, up to {units.seconds(max(waits.values()))} a step: no rank is always the slow one."
             ]
-        waiting = f"{words.seconds(others)} of each step, {_percent(others / step_s)}"
+        waiting = f"{units.seconds(others)} of each step, {units.percent(others / step_s)}"
         return [f"The others wait for rank {slow}: {waiting}. A faster rank {slow} makes all of them faster."]
 
     @property
@@ -172,8 +173,7 @@ class RunView:
             told = [("", f"{len(told) - EVENTS:,} earlier events are in events.jsonl", False), *told[-EVENTS:]]
         saved = [e for e in self.events if e["event"] == "checkpoint_saved"]
         if saved:
-            many = f"{len(saved)} checkpoint{'s' if len(saved) > 1 else ''} saved"
-            told.append(("", f"{many}, the newest at step {saved[-1].get('step')}", False))
+            told.append(("", f"{units.count(len(saved), 'checkpoint')} saved, the newest at step {saved[-1].get('step')}", False))
         return told
 
 
@@ -187,7 +187,3 @@ def _sentence(event: dict[str, Any]) -> str | None:
         return event_sentence(event)
     except (KeyError, TypeError, ValueError):
         return f"{event['event']} (its line is not as paceline writes it)"
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share)}\N{NO-BREAK SPACE}%"

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from paceline import units
 from paceline.plans.plan import Plan
-from paceline.report import charts, words
+from paceline.report import charts
 from paceline.report.bench_view import Row
 from paceline.report.chart import Chart
 from paceline.report.run_charts import Drawn
 from paceline.report.run_record import RunRecord
-from paceline.report.words import Shown
+from paceline.units import Shown
 
 DOMINATES = 0.5  # of a step, from where communication is what a user should look at first
 
@@ -48,7 +49,7 @@ class SyncView:
     def _dominance(self) -> Iterator[str]:
         if self.comm_share is None or self.comm_share < DOMINATES:
             return
-        share = f"Communication takes {round(100 * self.comm_share)}\N{NO-BREAK SPACE}% of a step"
+        share = f"Communication takes {units.percent(self.comm_share)} of a step"
         if self.plan.compress != "none" or not self.plan.sync.startswith("allreduce"):
             yield f"{share}, also under this rule."
             return
@@ -62,10 +63,10 @@ class SyncView:
         """The figures of a mean step: of the rank that sends most, and the links' totals."""
         found = []
         if sent := _largest(self.sent):
-            found.append(Row("wire", [words.size(sent)]))
+            found.append(Row("wire", [units.size(sent)]))
         if (saved := _largest(self.saved)) is not None and self.errors:
-            found.append(Row("saved", [words.size(saved)]))
-            found.append(Row("compression_error", [words.number(statistics.median(error for _, error in self.errors))]))
+            found.append(Row("saved", [units.size(saved)]))
+            found.append(Row("compression_error", [units.number(statistics.median(error for _, error in self.errors))]))
         return found
 
     @property
@@ -77,7 +78,7 @@ class SyncView:
                 total = totals.setdefault(name, [0, 0])
                 total[0] += carried["sent_bytes"]
                 total[1] += carried["received_bytes"]
-        return [(name, words.size(sent), words.size(received)) for name, (sent, received) in totals.items()]
+        return [(name, units.size(sent), units.size(received)) for name, (sent, received) in totals.items()]
 
     @property
     def charts(self) -> list[Drawn]:
@@ -89,14 +90,14 @@ class SyncView:
         if rank is None or not _mean(self.sent[rank]):
             return
         steps = [step for step, _, _ in self.sent[rank]]
-        sent = [bytes_ / 1e3 for _, _, bytes_ in self.sent[rank]]
+        sent = [bytes_ / 1024 for _, _, bytes_ in self.sent[rank]]
         series = [charts.Line("sent", steps, sent, charts.VERMILLION)]
         if self.errors:
-            whole = [a + saved / 1e3 for a, (_, _, saved) in zip(sent, self.saved[rank], strict=True)]
+            whole = [a + saved / 1024 for a, (_, _, saved) in zip(sent, self.saved[rank], strict=True)]
             series.append(charts.Line("without compression", steps, whole, charts.GREY, dashed=True))
         title = f"Bytes on the wire, rank {rank}"
-        figure = charts.lines(series, "steps", "kB per step", log_if_wide=True)
-        yield Drawn(title, ["wire", "saved"] if self.errors else ["wire"], Chart("wire", figure, f"{title}, in kB per step."))
+        figure = charts.lines(series, "steps", "KiB per step", log_if_wide=True)
+        yield Drawn(title, ["wire", "saved"] if self.errors else ["wire"], Chart("wire", figure, f"{title}, in KiB per step."))
 
     def _error_chart(self) -> Iterator[Drawn]:
         if self.errors:

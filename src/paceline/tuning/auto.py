@@ -31,6 +31,7 @@ from paceline.tuning import plan_cache as kept
 from paceline.tuning.findings import Findings
 from paceline.tuning.forecast import forecast
 from paceline.tuning.measure import measure, reason_of
+from paceline.units import percent
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
@@ -205,7 +206,7 @@ class _Search:
         seconds = time.monotonic() - started
         found.forecasts = forecasts
         if busy > _MOST_OTHER_WORK:
-            where = f"not kept, as other work took {busy:.0%} of the cores"
+            where = f"not kept, as other work took {percent(busy, 0)} of the cores"
         else:
             where = kept.write(self.file, found)
             self._remember(found)

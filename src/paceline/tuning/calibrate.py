@@ -36,6 +36,7 @@ from paceline.planner.calibrate import (
 )
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
+from paceline.units import percent
 
 Say = Callable[[str], object]
 TRANSPORTS = ("shm", "gloo")  # within a host, where tcp is shared memory under another name
@@ -105,7 +106,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         seconds=time.monotonic() - started,
         **values,
     )
-    kept_where = keep(made) if busy <= _MOST_OTHER_WORK else f"not kept, as other work took {busy:.0%} of the cores"
+    kept_where = keep(made) if busy <= _MOST_OTHER_WORK else f"not kept, as other work took {percent(busy, 0)} of the cores"
     say(f"calibrated in {made.seconds:.1f} s, {kept_where}")
     return made
 

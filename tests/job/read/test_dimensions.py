@@ -124,7 +124,7 @@ def test_plans_are_checked_against_dimensions() -> None:
 
 def test_a_model_beyond_all_memory_is_refused_before_anything_starts() -> None:
     huge = Job.load(EXAMPLES / "gpt_1t.yaml")
-    assert "on a GPU that has 80.0 GiB" in check_plan(Plan.parse("tp=8"), huge, cluster(1))[0]
+    assert "on a GPU that has 80 GiB" in check_plan(Plan.parse("tp=8"), huge, cluster(1))[0]
 
 
 def test_training_dimensions_ends_before_anything_is_measured_or_written(tmp_path: Path) -> None:

@@ -184,15 +184,15 @@ def test_a_model_that_numbers_its_own_tokens_may_be_divided_but_is_not_proposed_
         (
             "tp=2",
             CPUS,
-            "keeps parameters, gradients and optimizer state of 19.6 GiB in the memory of a host that has 16.0 GiB: more memory, or",
+            "keeps parameters, gradients and optimizer state of 19.6 GiB in the memory of a host that has 16 GiB: more memory, or",
         ),
         ("fsdp=2", SERVERS, None),
         (
             "fsdp=2 precision=fp64",
             SERVERS,
-            "keeps parameters, gradients and optimizer state of 19.6 GiB on a GPU that has 16.0 GiB: fsdp=4 is enough.",
+            "keeps parameters, gradients and optimizer state of 19.6 GiB on a GPU that has 16 GiB: fsdp=4 is enough.",
         ),
-        ("fsdp=8 zero=1 precision=fp64", SERVERS, "of 22.1 GiB on a GPU that has 16.0 GiB: fsdp=8 zero=3 is enough."),
+        ("fsdp=8 zero=1 precision=fp64", SERVERS, "of 22.1 GiB on a GPU that has 16 GiB: fsdp=8 zero=3 is enough."),
         ("fsdp=2 precision=fp64 offload=on", SERVERS, None),
         ("tp=2 pp=2 microbatches=2 precision=fp64", SERVERS, None),
     ],

@@ -50,8 +50,8 @@ def test_nothing_is_tried_that_is_not_predicted_to_save_enough(predicted: Predic
     assert set(used) == {"none"}
     assert choice.decided
     assert choice.said == (
-        "compress=auto: none. Of 285 ms a step, prediction: bf16 saves 1 ms, int8 costs 2 ms (exact sums 10 ms); "
-        "it is asked to save 5% of the step"
+        "compress=auto: none. Of 285 ms a step, prediction: bf16 saves 1.00 ms, int8 costs 2.00 ms (exact sums 10.0 ms); "
+        "it is asked to save 5 % of the step"
     )
 
 
@@ -60,9 +60,7 @@ def test_a_codec_that_saves_as_predicted_is_taken_after_few_steps(predicted: Pre
     choice, used = run({"none": 2.2, "int8": 0.7, "powersgd:16+int8": 0.3})
     runs = [(codec, len(list(same))) for codec, same in itertools.groupby(used)]
     assert runs == [("none", STEPS), ("powersgd:16+int8", STEPS - 1), ("int8", STEPS - 1), ("powersgd:16+int8", 40 - 3 * STEPS + 2)]
-    assert choice.said.startswith(
-        "compress=auto: powersgd:16+int8. A step takes 2.2e+03 ms without and 300 ms with powersgd:16+int8, 700 ms"
-    )
+    assert choice.said.startswith("compress=auto: powersgd:16+int8. A step takes 2.20 s without and 300 ms with powersgd:16+int8, 700 ms")
 
 
 def test_a_codec_that_does_not_save_what_was_predicted_is_left(predicted: PredictionOf) -> None:
@@ -97,7 +95,7 @@ def with_times_of_its_own() -> list[str]:
 def test_all_ranks_decide_alike_on_the_slowest_one(ranks: Ranks) -> None:
     first, second = ranks(2, with_times_of_its_own, backend="shm")
     assert first == second
-    assert "1.5e+03 ms with bf16" in first[-1]
+    assert "1.50 s with bf16" in first[-1]
     assert first[-2] == "none"
 
 
@@ -144,4 +142,4 @@ def test_gradients_that_no_codec_takes_are_left_as_they_are(ranks: Ranks, monkey
     found = ranks(2, reckoned, torch.float64, False, backend="shm")[0]
     assert found["coded_s"] == {}
     monkeypatch.setattr(choice_module, "predict", lambda *_: (0.1, {}))
-    assert run({"none": 1.0})[0].said == "compress=auto: none. Of 1e+03 ms a step, there is nothing to save: no codec takes these gradients"
+    assert run({"none": 1.0})[0].said == "compress=auto: none. Of 1.00 s a step, there is nothing to save: no codec takes these gradients"

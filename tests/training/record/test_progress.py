@@ -15,6 +15,7 @@ from paceline.engine.engine import StepResult
 from paceline.engine.meter import Timing
 from paceline.training.record.progress import LiveProgress, PlainProgress, Recent, Tail
 from paceline.training.record.run import Lines
+from paceline.units import clock
 from small_jobs import new_run, small_job
 
 PARTS_S = {
@@ -87,7 +88,7 @@ def test_steps_without_times_or_a_finite_loss_are_no_obstacle() -> None:
     ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3_599, "59:59"), (3_600, "1:00:00"), (90_061, "25:01:01"), (-3, "0:00")]
 )
 def test_time_left_reads_like_a_clock(seconds: float, text: str) -> None:
-    assert progress_module._clock(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_a_terminal_shows_one_live_line_and_keeps_the_evaluations(tmp_path: Path) -> None:

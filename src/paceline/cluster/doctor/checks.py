@@ -22,6 +22,7 @@ from paceline.cluster.cluster import Host
 from paceline.cluster.doctor.energy import Energy, cpu_energy, gpu_energy
 from paceline.cluster.doctor.probe import cache_bytes
 from paceline.cluster.emulate.cgroup import cpu_quota
+from paceline.units import size
 
 _ROOT = Path("/")
 _FEATURES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bf16", "amx_bf16": "AMX", "asimd": "NEON", "sve": "SVE", "bf16": "bf16"}
@@ -115,7 +116,7 @@ def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]
 def _processor(host: Host, root: Path) -> Finding:
     flags = _cpu_flags(root)
     features = list(dict.fromkeys(name for flag, name in _FEATURES.items() if flag in flags))
-    caches = ", ".join(f"L{level} {_size(size)}" for level, size in cache_bytes(root).items())
+    caches = ", ".join(f"L{level} {size(held)}" for level, held in cache_bytes(root).items())
     text = f"{host.cpu}: {', '.join(features) or 'features unknown'}" + (f"; caches {caches}" if caches else "")
     if flags and not {"avx2", "asimd"} & flags:
         return Finding("note", "processor", f"{text}. Without AVX2, torch takes its slowest code")
@@ -147,8 +148,8 @@ def _memory(host: Host) -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    limit = f", of {_size(memory.total)} in the machine (control group)" if host.memory_bytes < memory.total else ""
-    text = f"{_size(host.memory_bytes)}{limit}; {_size(memory.available)} available now"
+    limit = f", of {size(memory.total)} in the machine (control group)" if host.memory_bytes < memory.total else ""
+    text = f"{size(host.memory_bytes)}{limit}; {size(memory.available)} available now"
     if memory.available < 0.1 * memory.total:
         return Finding(
             "note", "memory", text, "end what uses it, or train with a smaller batch: the kernel kills a process when it runs out"
@@ -160,7 +161,7 @@ def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
     for gpu in host.gpus:
         links = [link for link in host.links if link.name.startswith(f"cuda:{gpu.index}-") or link.name.endswith(f"-cuda:{gpu.index}")]
         ways = ", ".join(f"{link.kind} {_gbps(link.bandwidth_gbps)} ({link.name})" for link in links)
-        yield Finding("ok", f"cuda:{gpu.index}", f"{gpu.name}, {_size(gpu.memory_bytes)}, driver {driver}; {ways or 'links unknown'}")
+        yield Finding("ok", f"cuda:{gpu.index}", f"{gpu.name}, {size(gpu.memory_bytes)}, driver {driver}; {ways or 'links unknown'}")
     if host.gpus:
         return
     on_bus = [d for d in root.glob("sys/bus/pci/devices/*") if _read(d / "vendor") == _NVIDIA and _read(d / "class").startswith("0x03")]
@@ -224,8 +225,8 @@ def _dev_shm(root: Path) -> Finding:
         return Finding("note", "/dev/shm", "missing: a data loader with num_workers > 0 cannot pass batches", "mount a tmpfs there")
     if size_bytes < 2**30:
         advice = "docker run --shm-size=2g, or --ipc=host"
-        return Finding("note", "/dev/shm", f"{_size(size_bytes)}: little for the batches of a data loader with num_workers > 0", advice)
-    return Finding("ok", "/dev/shm", f"{_size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it")
+        return Finding("note", "/dev/shm", f"{size(size_bytes)}: little for the batches of a data loader with num_workers > 0", advice)
+    return Finding("ok", "/dev/shm", f"{size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it")
 
 
 def _loopback() -> Finding:
@@ -246,7 +247,7 @@ def _limits(root: Path) -> Iterator[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if any(root.glob("sys/class/infiniband/*")) and locked != resource.RLIM_INFINITY:
         advice = "ulimit -l unlimited (docker run --ulimit memlock=-1), for NCCL over InfiniBand"
-        yield Finding("note", "locked memory", f"at most {_size(locked)}, and there is InfiniBand, which needs more", advice)
+        yield Finding("note", "locked memory", f"at most {size(locked)}, and there is InfiniBand, which needs more", advice)
 
 
 def _temporary_folder() -> Finding:
@@ -256,7 +257,7 @@ def _temporary_folder() -> Finding:
         free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
         return Finding("problem", "temporary files", f"cannot be written: {error}", "set TMPDIR to a folder that can be written")
-    return Finding("ok", "temporary files", f"{tempfile.gettempdir()}, {_size(free_bytes)} free")
+    return Finding("ok", "temporary files", f"{tempfile.gettempdir()}, {size(free_bytes)} free")
 
 
 def _processes() -> dict[int, tuple[str, float]]:
@@ -276,14 +277,6 @@ def _cpu_flags(root: Path) -> set[str]:
         if line.startswith(("flags", "Features")):
             return set(line.partition(":")[2].split())
     return set()
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.0f} GiB" if size_bytes >= 10 else f"{size_bytes:.1f} GiB"
 
 
 def _gbps(bandwidth: float | None) -> str:

@@ -15,6 +15,7 @@ from paceline.comm.allreduce.tree import tree_all_reduce
 from paceline.comm.group import Group, Op
 from paceline.comm.measure.transports import measure_links, near_each_other
 from paceline.errors import PlanError
+from paceline.units import size
 
 NAMES = ("flat", "ring", "tree", "hierarchical", "auto")
 AddUp = Callable[[Tensor, Op], None]
@@ -174,11 +175,11 @@ class Auto(Flat):
         """Which one from which size on, and what it was reckoned from."""
         best = [(nbytes, self.best(nbytes).name) for nbytes in _SIZES]
         starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
-        ranges = ", ".join(name if i == 0 else f"{name} from {_size(nbytes)}" for i, (nbytes, name) in enumerate(starts))
+        ranges = ", ".join(name if i == 0 else f"{name} from {size(nbytes)}" for i, (nbytes, name) in enumerate(starts))
         predicted = ", ".join(f"{choice.name} {(choice.predicted_s(_EXAMPLE) or 0.0) * 1e3:.3g} ms" for choice in self.choices)
         between, hosts = self.links.between, len(set(group.hosts))
         return (
-            f"auto: {ranges} (predicted for {_size(_EXAMPLE)}: {predicted}), with {group.size} ranks on {hosts} hosts, "
+            f"auto: {ranges} (predicted for {size(_EXAMPLE)}: {predicted}), with {group.size} ranks on {hosts} hosts, "
             f"{between.bandwidth / 1e6:.3g} MB/s and {between.latency_s * 1e3:.2g} ms between them"
         )
 
@@ -191,9 +192,3 @@ def _made(group: Group, name: str, why: str, links: Links | None = None) -> Algo
     near = near_each_other(group)
     by, cost = (ring_all_reduce, links.ring_s if links else None) if name == "ring" else (tree_all_reduce, links.tree_s if links else None)
     return Own(group, name, why, lambda flat, op: by(group, flat, "max" if op == "max" else "sum", order=near), cost)
-
-
-def _size(nbytes: int) -> str:
-    """As `64 KiB`."""
-    power = min(3, (nbytes.bit_length() - 1) // 10)
-    return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import units
 from paceline.comm.allreduce.algorithms import algorithm_for
 from paceline.comm.backend import joined
 from paceline.comm.group import Group
 from paceline.comm.measure.calls import measure_call
 from paceline.comm.measure.limit import Limit, measure_limit
 from paceline.comm.measure.speed import Speed
+from paceline.units import Shown
 
 _LONGEST_S = 1.5  # of a call; sizes that would take longer are left out
 _ABOUT = 1.05  # of the limit: no more than measurements differ by
@@ -145,9 +148,11 @@ def caveats(measured: Sequence[Measured], limit: Limit) -> Iterator[str]:
 
 
 def size_text(size_bytes: int) -> str:
-    """`64KiB`, `16MiB`; also of a size that was rounded down a little so that the ranks share it evenly."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if round(size_bytes / unit) >= 1:
-            near = abs(size_bytes / unit - round(size_bytes / unit)) < 0.02
-            return f"{size_bytes / unit:.{0 if near else 1}f}{name}"
-    return f"{size_bytes}B"
+    """A message's size in one word, as `--sizes` takes it and figures are named: `64KiB`."""
+    return str(message_size(size_bytes)).replace(" ", "")
+
+
+def message_size(size_bytes: int) -> Shown:
+    """`64 KiB`, `16 MiB`; also of a size that was rounded down a little so that the ranks share it evenly."""
+    power = 2 ** round(math.log2(max(size_bytes, 1)))
+    return units.size(power if abs(size_bytes - power) < 0.02 * power else size_bytes)

@@ -116,11 +116,6 @@ class Check(NamedTuple):
     keys: tuple[str, ...]
 
 
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
-
-
 def degrees(plan: Plan) -> str:
     """`dp=2 · tp=3`: what multiplies to the plan's ranks."""
     return " · ".join(f"{key}={getattr(plan, key)}" for key in DEGREES if getattr(plan, key) > 1) or "dp=1"

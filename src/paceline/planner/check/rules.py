@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import DATA_AXES, DEGREES, Case, Check, count, degrees
+from paceline.planner.check.case import DATA_AXES, DEGREES, Case, Check, degrees
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.planner.check.sync_check import SYNC_CHECKS
+from paceline.units import count, size
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
@@ -65,7 +66,7 @@ def _too_little_memory(case: Case) -> str | None:
         return None
     works = f"dp={case.devices}" if not case.divides else f"degrees that multiply to {case.devices}"
     return (
-        f"plan {plan} needs {count(plan.ranks, 'rank')}, for which torch alone takes {plan.ranks * _RANK_BYTES / 2**30:,.0f} GiB "
+        f"plan {plan} needs {count(plan.ranks, 'rank')}, for which torch alone takes {size(plan.ranks * _RANK_BYTES)} "
         f"of memory; {cluster.name} has room for {most:,} and cores for {case.devices}: {works}."
     )
 

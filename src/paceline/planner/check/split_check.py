@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.job.read.nearest import nearest
-from paceline.planner.check.case import DEGREES, Case, Check, count
+from paceline.planner.check.case import DEGREES, Case, Check
 from paceline.planner.check.state import crowded
+from paceline.units import count
 
 _BY_NUMBER = ("sgd", "adam", "adamw")  # optimizers whose step of a number needs no other number: it works on any part of a tensor
 MEANT_FOR = {"zero": ("fsdp", 3), "offload": ("fsdp", False), "sequence": ("tp", False), "schedule": ("pp", "1f1b"), "cut": ("pp", "")}

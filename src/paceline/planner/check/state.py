@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.job.job import Job
 from paceline.planner.check.case import Case
+from paceline.units import size
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
@@ -44,12 +45,12 @@ def crowded(case: Case) -> str | None:
     if cluster.kind == "cpu":
         in_host = max(on_device, in_host)
     elif on_device > (memory := min(gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus)):
-        return f"{_gib(on_device)} on a GPU that has {_gib(memory)}"
+        return f"{size(on_device)} on a GPU that has {size(memory)}"
     if not in_host or case.world is not None:  # ranks that were started elsewhere are on hosts that we cannot see
         return None
     for host, ranks in zip(cluster.hosts, case.ranks_per_host, strict=True):
         if ranks * in_host > host.memory_bytes:
-            return f"{_gib(ranks * in_host)} in the memory of a host that has {_gib(host.memory_bytes)}"
+            return f"{size(ranks * in_host)} in the memory of a host that has {size(host.memory_bytes)}"
     return None
 
 
@@ -66,7 +67,3 @@ def _part(plan: Plan, sizes: Sizes) -> float:
 def moments(job: Job) -> int:
     """How many numbers the job's optimizer keeps for each parameter."""
     return 2 if job.optimizer.name in _ADAMS else int(job.optimizer.name == "lars" or job.optimizer.momentum > 0)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.1f} GiB"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.planner.check.case import Case, count
+from paceline.planner.check.case import Case
 from paceline.plans.sync_info import SyncSpec
+from paceline.units import count
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan

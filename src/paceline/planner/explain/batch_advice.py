@@ -16,8 +16,8 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.explain.changes import with_batch
-from paceline.planner.explain.explain import percent
 from paceline.plans.plan import Plan
+from paceline.units import percent
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration

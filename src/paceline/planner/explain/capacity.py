@@ -10,6 +10,7 @@ from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.trace.graph import Trace
+from paceline.units import size
 
 _MOST_HOSTS = 2**14
 _MOST_CP = 64
@@ -42,15 +43,15 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     machines = layout.machines
     has = f"{_a(machines.device.name)} has" if machines.device.kind != "cpu" else "its part of the host's memory is"
     said = (
-        f"At least {_gib(here.needed)} on each device, with {words(here.layout)}, and {has} {_gib(here.room)} to give: "
-        f"{_gib(here.needed - here.room)} are missing."
+        f"At least {size(here.needed)} on each device, with {words(here.layout)}, and {has} {size(here.room)} to give: "
+        f"{size(here.needed - here.room)} are missing."
     )
     more, larger = _more_hosts(layout, global_batch), _larger_device(layout, global_batch)
     enough = [_on(found) for found in (more, larger) if found.fits]
     if enough:
         return f"{said} It fits on {', or on '.join(enough)}."
     what, most = max(memory(more.layout).items(), key=lambda item: item[1])
-    return f"{said} More such hosts do not help: {what} alone would still take {_gib(most)}. Shorter samples or smaller layers would."
+    return f"{said} More such hosts do not help: {what} alone would still take {size(most)}. Shorter samples or smaller layers would."
 
 
 def least(layout: Layout, global_batch: int) -> Least:
@@ -143,7 +144,7 @@ def _on(found: Least) -> str:
     """The cluster as `--cluster` takes it, and the plan."""
     machines = found.layout.machines
     name = f"{machines.hosts}x{machines.per_host}x{machines.device.name}"
-    return f"{name} with {words(found.layout)} ({_gib(found.needed)} of {_gib(found.room)})"
+    return f"{name} with {words(found.layout)} ({size(found.needed)} of {size(found.room)})"
 
 
 def _powers(most: int) -> list[int]:
@@ -152,8 +153,3 @@ def _powers(most: int) -> list[int]:
 
 def _a(name: str) -> str:
     return f"an {name}" if name[0] in "AEFHILMNORSX" else f"a {name}"
-
-
-def _gib(size_bytes: float) -> str:
-    gib = size_bytes / 2**30
-    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:,.1f} GiB"

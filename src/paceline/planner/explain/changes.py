@@ -15,6 +15,7 @@ from paceline.planner.cost.memory import room_bytes
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.search.result import Candidate, Found
 from paceline.plans.plan import Plan
+from paceline.units import bandwidth, count, size
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
@@ -72,7 +73,7 @@ def _changes(job: Job, cluster: Cluster, found: Found, calibration: Calibration 
     best = found.best[0]
     on = best.layout.machines
     room = room_bytes(best.layout)
-    more = Change("twice the memory of a device", f"{2 * room / 2**30:,.0f} GiB")
+    more = Change("twice the memory of a device", str(size(2 * room)))
     yield _searched(more, job, with_memory(cluster, 2), best, calibration, no_worse=True)
     yield _more_devices(job, cluster, best, calibration)
     batch = Change("twice the global batch", f"{2 * job.global_batch:,}", but="another training: see --batch-advice")
@@ -81,7 +82,7 @@ def _changes(job: Job, cluster: Cluster, found: Found, calibration: Calibration 
         faster = Change("links between hosts twice as fast", f"{2 * on.between.bandwidth * 8 / 1e9:,.4g} Gbit/s for each device")
         yield _predicted(faster, found, _between)
     if on.per_host > 1 and on.device.kind != "cpu":
-        faster = Change("links inside a host twice as fast", f"{2 * on.device.inside.bandwidth / 1e9:,.0f} GB/s")
+        faster = Change("links inside a host twice as fast", str(bandwidth(2 * on.device.inside.bandwidth)))
         yield _predicted(faster, found, _inside)
 
 
@@ -167,7 +168,7 @@ def _part_of_a_host(cluster: Cluster, part: float) -> Cluster | None:
 
 def _of_hosts(cluster: Cluster, hosts: tuple[Host, ...]) -> Cluster:
     devices = sum(len(host.devices) for host in hosts)
-    name, emulate = f"{devices:,} device{'s' * (devices > 1)}", cluster.emulate
+    name, emulate = count(devices, "device"), cluster.emulate
     if emulate:
         limits = {"rate": _first(emulate.rate), "cpu": _first(emulate.cpu)}
         emulate = emulate.model_copy(update={"hosts": len(hosts), **limits})

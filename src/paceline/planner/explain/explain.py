@@ -13,6 +13,7 @@ from paceline.planner.cost.memory import room_bytes
 from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.changes import WORTH, Change, changes_of
 from paceline.planner.search.result import Candidate, Found, Hint
+from paceline.units import percent, size
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
@@ -125,7 +126,7 @@ class Explanation:
         lines = [
             f"{best.plan}: the fastest of {self.found.considered:,} plans for {self.job.name} on {cluster}",
             f"predicted: {prediction.step_time_s:.4g} s a step, {prediction.throughput:,.4g} samples/s{mfu}, "
-            f"{prediction.memory_bytes / 2**30:.3g} of {self.room_bytes / 2**30:.3g} GiB",
+            f"{size(prediction.memory_bytes)} of {size(self.room_bytes)}",
             self.limit,
         ]
         helping = next((change for change in self.changes if change.helps), None)
@@ -269,11 +270,6 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
         "waiting for data, evaluations and checkpoints are not in the step",
     )
     return tuple(dict.fromkeys((*best.layout.trace.notes, *best.prediction.notes, *(calibration.notes if calibration else ()), *always)))
-
-
-def percent(share: float) -> str:
-    """`15.2 %`, `80 %`: one place where it counts; a line never breaks before the sign."""
-    return f"{100 * share:.{0 if abs(share) >= 0.2 else 1}f}\N{NO-BREAK SPACE}%"
 
 
 def _grown(saved: float) -> float:

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PlanError
-from paceline.planner.check.case import count
 from paceline.planner.cost.layout import Layout
 from paceline.planner.explain.capacity import smallest_that_works
 from paceline.planner.search.result import Candidate, Excluded
 from paceline.planner.search.space import Space
 from paceline.plans.plan import Plan
+from paceline.units import count, percent, size
 
 _MOST_REASONS = 12
 _SMALL = 0.005  # of a step: less is not worth a word
@@ -68,10 +68,10 @@ class Tally:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
         if self.crowded:
-            needs = f"need {_gib(self.least_bytes)}" + (f" to {_gib(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else "")
+            needs = f"need {size(self.least_bytes)}" + (f" to {size(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else "")
             found.append(
                 Excluded(
-                    "memory", f"does not fit: {self.crowded:,} plans {needs} on a device that has {_gib(self.room)} to give", self.crowded
+                    "memory", f"does not fit: {self.crowded:,} plans {needs} on a device that has {size(self.room)} to give", self.crowded
                 )
             )
         return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
@@ -81,7 +81,7 @@ def why_it_wins(winner: Candidate) -> str:
     """What its step consists of, the largest parts first."""
     step = winner.prediction.step_time_s
     parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
-    return ", ".join(f"{seconds / step:.0%} {_WORDS.get(part, part)}" for part, seconds in parts if seconds >= 2 * _SMALL * step)
+    return ", ".join(f"{percent(seconds / step, 0)} {_WORDS.get(part, part)}" for part, seconds in parts if seconds >= 2 * _SMALL * step)
 
 
 def why_it_loses(other: Candidate, winner: Candidate) -> str:
@@ -91,7 +91,7 @@ def why_it_loses(other: Candidate, winner: Candidate) -> str:
     worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
     if not worst:
         return "as fast, as far as the model can tell"
-    return "; ".join(f"+{gain:.0%} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst)
+    return "; ".join(f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst)
 
 
 def _cause(part: str, other: Candidate, winner: Candidate) -> str:
@@ -154,8 +154,3 @@ def _no_rows(space: Space) -> str:
 def _values(key: str, values: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
     return f"{key}={shown}"
-
-
-def _gib(size_bytes: float) -> str:
-    gib = size_bytes / 2**30
-    return f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:,.1f} GiB"

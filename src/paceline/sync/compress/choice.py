@@ -19,6 +19,7 @@ from paceline.comm.allreduce.algorithms import Algorithm, Auto
 from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
 from paceline.sync.compress.rehearsal import Cost, rehearse, wait_for
+from paceline.units import percent, seconds
 
 CANDIDATES = ("bf16", "int8", "powersgd:16+int8")  # from the one that loses least; a GPT lost 5 % with powersgd:4, and 1 % with 16
 MARGIN = 0.05  # a step must become shorter by this share, or a codec that loses more by this share faster
@@ -77,14 +78,14 @@ class Choice:
         if self.codec == "none":
             self._trials = self._worth_trying()
             if not self._trials:
-                self.decide("none", f"Of {_ms(self._measured_s['none'])} a step, {self._reckoning()}")
+                self.decide("none", f"Of {seconds(self._measured_s['none'])} a step, {self._reckoning()}")
                 return
         if self._trials:
             self.codec = self._trials.pop(0)
             return
         chosen, without_s = self._best(), self._measured_s["none"]
-        measured = ", ".join(f"{_ms(s)} with {codec}" for codec, s in self._measured_s.items() if codec != "none")
-        self.decide(chosen, f"A step takes {_ms(without_s)} without and {measured}; {self._reckoning()}")
+        measured = ", ".join(f"{seconds(s)} with {codec}" for codec, s in self._measured_s.items() if codec != "none")
+        self.decide(chosen, f"A step takes {seconds(without_s)} without and {measured}; {self._reckoning()}")
 
     def _worth_trying(self) -> list[str]:
         """The codecs that should shorten the step enough, the best first."""
@@ -104,8 +105,8 @@ class Choice:
         if not self._coded_s:
             return "there is nothing to save: no codec takes these gradients"
         saved_s = {codec: self._plain_s - s for codec, s in self._coded_s.items()}
-        saved = ", ".join(f"{codec} {'saves' if s >= 0 else 'costs'} {_ms(abs(s))}" for codec, s in saved_s.items())
-        return f"prediction: {saved} (exact sums {_ms(self._plain_s)}); it is asked to save {MARGIN:.0%} of the step"
+        saved = ", ".join(f"{codec} {'saves' if s >= 0 else 'costs'} {seconds(abs(s))}" for codec, s in saved_s.items())
+        return f"prediction: {saved} (exact sums {seconds(self._plain_s)}); it is asked to save {percent(MARGIN, 0)} of the step"
 
 
 def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[float, dict[str, float]]:
@@ -167,7 +168,3 @@ def _slowest(group: Group, times_s: list[float]) -> list[float]:
     times = torch.tensor(times_s, dtype=torch.float64, device=group.device)
     group.all_reduce(times, op="max")
     return [float(s) for s in times.tolist()]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from paceline.engine.meter import PARTS
 from paceline.printable import printable
+from paceline.units import clock
 
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
@@ -54,7 +55,7 @@ class Recent:
             step_s = statistics.median(s["step_s"] for s in timed)
             words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
             if self.total_steps:
-                words.append(f"{_clock(step_s * (self.total_steps - self.step))} left")
+                words.append(f"{clock(step_s * (self.total_steps - self.step))} left")
             words.append(_where_time_goes(timed))  # the longest part comes last, where a narrow terminal cuts
         return " · ".join(words)
 
@@ -211,9 +212,3 @@ def _where_time_goes(steps: list[dict[str, Any]]) -> str:
     shares = {name: round(100 * t / whole) for name, t in totals.items()}
     largest = sorted(shares.items(), key=lambda x: -x[1])[:3]
     return ", ".join(f"{share} % {name}" for name, share in largest if share)
-
-
-def _clock(seconds: float) -> str:
-    minutes, s = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError
 from paceline.job.data import DataSets
+from paceline.units import count
 
 Labels = npt.NDArray[np.int64]
 Batch = tuple[Tensor, ...]
@@ -164,7 +165,7 @@ def held_out_samples(samples: int, share: float) -> int:
     kept = max(1, round(samples * share)) if share else 0
     if kept >= samples:
         raise DataError(
-            f"data.held_out={share:g} of {samples} sample{'s' * (samples != 1)} leaves none to train on; "
+            f"data.held_out={share:g} of {count(samples, 'sample')} leaves none to train on; "
             "give more samples, a smaller share, or held_out: 0 for no validation set"
         )
     return kept

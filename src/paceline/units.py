@@ -1,0 +1,125 @@
+"""Numbers as people read them: one form of each kind, on the screen, on pages, in errors and in logs.
+
+Bytes that are stored or sent (memory, files, messages) are in binary units: KiB, MiB, GiB. Speeds are in decimal ones, as makers state
+them: GB/s for memory and collectives (as nccl-tests), Gbit/s for links between hosts. At most three digits count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.stats import Interval
+
+# The value from which the next scale holds, the factor, and the unit.
+_SECONDS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"), (math.inf, 1 / 3600, "h"))
+# 1023.5 KiB would round to a number of four digits, so it is 1 MiB.
+_BYTES = tuple((1023.5 * 1024**i, 1024.0**-i, unit) for i, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
+_BYTES_PER_S = ((1e3, 1.0, "B/s"), (1e6, 1e-3, "kB/s"), (1e9, 1e-6, "MB/s"), (math.inf, 1e-9, "GB/s"))
+_FLOPS = ((1e12, 1e-9, "GFLOP/s"), (math.inf, 1e-12, "TFLOP/s"))
+_LARGE = ((1e6, 1.0, ""), (1e9, 1e-6, "million"), (1e12, 1e-9, "billion"), (math.inf, 1e-12, "trillion"))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure as it is shown: its text and unit, its interval's text where it has one, and the number itself."""
+
+    value: float
+    text: str
+    unit: str = ""
+    interval: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.unit}" if self.unit else self.text
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+def size(size_bytes: float) -> Shown:
+    """Bytes stored or sent: `512 B`, `64 KiB`, `1.02 MiB`, `75.3 GiB`; whole numbers have no places."""
+    _, factor, unit = next((scale for scale in _BYTES if abs(size_bytes) < scale[0]), _BYTES[-1])
+    text = digits(size_bytes * factor)
+    return Shown(size_bytes, text.rstrip("0").rstrip(".") if "." in text else text, unit)
+
+
+def bandwidth(bytes_per_s: float) -> Shown:
+    """Bytes per second, in decimal units: `94.9 MB/s`, `11.2 GB/s`."""
+    return _scaled(bytes_per_s, _BYTES_PER_S)
+
+
+def flops(per_s: float) -> Shown:
+    """Floating-point operations per second: `412 GFLOP/s`, `1.21 TFLOP/s`."""
+    return _scaled(per_s, _FLOPS)
+
+
+def seconds(x: float | Interval) -> Shown:
+    """A duration: `23.4 ms`, `1.52 s`, `2.61 min`."""
+    return _scaled(x, _SECONDS)
+
+
+def milliseconds(x: float) -> Shown:
+    """A difference between durations, `+1.82 ms`; all of a table have one unit."""
+    return Shown(x, f"{1e3 * x:+,.2f}", "ms")
+
+
+def clock(seconds: float) -> str:
+    """A duration as a clock shows it: `1:05`, `1:02:03`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rate(x: float | Interval, unit: str = "samples/s") -> Shown:
+    """Things per second: `3,320 samples/s`."""
+    return _scaled(x, ((math.inf, 1.0, unit),))
+
+
+def ratio(x: float | Interval) -> Shown:
+    """A factor: `1.52 ×`."""
+    return _scaled(x, ((math.inf, 1.0, "×"),))
+
+
+def percent(x: float | Interval, places: int | None = None) -> Shown:
+    """A share: `15.2 %`, `80 %`; one place below 20 % and with an interval, unless told how many."""
+    middle = x.middle if isinstance(x, Interval) else x
+    if places is None:
+        places = 1 if isinstance(x, Interval) or abs(middle) < 0.2 else 0
+    interval = f"{100 * x.low:.{places}f} to {100 * x.high:.{places}f}" if isinstance(x, Interval) else None
+    return Shown(middle, f"{100 * middle:.{places}f}", "%", interval)
+
+
+def number(x: float) -> Shown:
+    """A number without a unit: `0.978`."""
+    return _scaled(x, ((math.inf, 1.0, ""),))
+
+
+def large(x: float) -> Shown:
+    """A large number in words: `70.6 billion`, `1.20 million`, `4,810`."""
+    return Shown(x, f"{x:,.0f}") if abs(x) < _LARGE[0][0] else _scaled(x, _LARGE)
+
+
+def joules(x: float) -> Shown:
+    """Energy: `610 mJ`, `2.10 J`."""
+    return _scaled(x, ((1.0, 1e3, "mJ"), (math.inf, 1.0, "J")))
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """A number of things: `1 rank`, `1,024 ranks`, `2 microbatches`."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def digits(x: float) -> str:
+    """Three digits that count, thousands apart: `0.0123`, `1.52`, `23.4`, `3,320`."""
+    if not math.isfinite(x):
+        return str(x)
+    places = 0 if x == 0 else max(0, min(6, 2 - math.floor(math.log10(abs(x)))))
+    return f"{x:,.{places}f}"
+
+
+def _scaled(x: float | Interval, scales: Sequence[tuple[float, float, str]]) -> Shown:
+    middle = x.middle if isinstance(x, Interval) else x
+    _, factor, unit = next((scale for scale in scales if abs(middle) < scale[0]), scales[-1])
+    interval = f"{digits(x.low * factor)} to {digits(x.high * factor)}" if isinstance(x, Interval) else None
+    return Shown(middle, digits(middle * factor), unit, interval)
