@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
-CLEAN = ("job", "plans")
+CLEAN = ("job", "plans", "split")
 
 MOST_WORDS = 15
 # Openings that leave the subject to the signature.

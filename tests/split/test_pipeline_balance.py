@@ -34,8 +34,8 @@ def test_costs_count_not_numbers() -> None:
     assert balanced([4, 1, 1, 1, 1, 1], 3) == [1, 3] or balanced([4, 1, 1, 1, 1, 1], 3) == [1, 4]
 
 
-def test_more_stages_than_pieces_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 pieces cannot be cut into 3 stages"):
+def test_more_stages_than_segments_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 segments cannot be cut into 3 stages"):
         balanced([1, 1], 3)
 
 

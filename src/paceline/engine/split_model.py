@@ -18,7 +18,7 @@ from paceline.job.loss import Loss
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
-from paceline.split.deferred_init.initialise import Recorded, recorded_from
+from paceline.split.deferred_init.initialise import DeferredModel, deferred_from
 from paceline.split.mesh import DATA_AXES, Mesh
 from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine, Settings
 
 
-def divide(model: nn.Module | Recorded, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
+def divide(model: nn.Module | DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
     """This rank's part of a model, for the batches that `loader` yields. A model that has its weights loses them to its parts."""
-    recorded = recorded_from(model) if isinstance(model, nn.Module) else model
+    recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
     split.allocate(recorded)
     return split
 
 
-def without_memory(recorded: Recorded, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
+def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
     """The same in shapes only, until `Split.allocate`."""
     precision = plan.precision or settings.precision
     recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*DATA_AXES))
@@ -99,7 +99,7 @@ class Divided:
         output = self.engine._call(placed) if pipeline is None else pipeline.forward(placed)
         if self._head is not None:
             self._head.gather = False
-        return (output, placed) if batch is not None and self.split.counts else None
+        return (output, placed) if batch is not None and self.split.owns_loss else None
 
     def _loss(self, output: Any, part: Batch, batch: Batch | None, position: Position) -> Tensor:
         """This part's addend of the global mean loss; it is noted where this rank is the one that counts it."""
@@ -112,7 +112,7 @@ class Divided:
             adds_up = self.split.context.own_loss or self.engine.weighing.adds_up
             share = self.split.context.group.size if adds_up else 1.0  # then the ranks' losses add up to the mean
         scaled = loss * (items * share)
-        if self.split.counts:
+        if self.split.owns_loss:
             self.engine.notes.add_loss(scaled.detach(), items)
         return scaled
 

@@ -1,1 +1,1 @@
-"""One model over many devices: one file per way to divide it, put together by `apply`."""
+"""Splits of a model over a replica's ranks: fsdp, tp, pp, cp and ep."""

@@ -1,4 +1,4 @@
-"""A model under a plan: every split that the plan asks for, put together on one mesh, and filled with this rank's weights only."""
+"""A model divided by a plan on one mesh, holding only this rank's weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.job.batch import Batch
 from paceline.plans.plan import Plan
 from paceline.split.context.division import Context, divide_context
 from paceline.split.deferred_init.allocate import allocate
-from paceline.split.deferred_init.initialise import Recorded
+from paceline.split.deferred_init.initialise import DeferredModel
 from paceline.split.expert import divide_experts
 from paceline.split.fsdp import FullySharded, shard_fully
+from paceline.split.fsdp_units import inseparable, refuse_writes, watched
 from paceline.split.mesh import REPLICA, Mesh
 from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
-from paceline.split.pieces import inseparable, refuse_writes, watched
 from paceline.split.pipeline.pipeline import Pipeline, fitting_microbatches
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor.division import TensorReport, shard_tensors
@@ -31,27 +31,29 @@ Call = Callable[[nn.Module, Batch], Any]
 
 
 class Split:
-    """One rank's part of a model. Made from a model without memory (`Recorded`); only this rank's part is ever allocated.
+    """One rank's part of a model.
+
+    Made from a model without memory (`DeferredModel`); only this rank's part is ever allocated.
 
     Attributes:
-        mesh: where this rank stands.
+        mesh: all ranks as a grid, with this rank's coordinate.
         example: a microbatch as the model takes it.
-        parts: what it holds of every parameter that it has.
+        parts: the part that this rank holds of each of its parameters.
         aliases: the further names of tied parameters (`tied_names`).
-        modules: the modules that it computes: the model, or its pipeline stages.
-        parameters: what the optimizer steps on, by their names in the undivided model: plain tensors, of FSDP2's shards too.
-        report: what was divided how, in words, one line each.
+        modules: the modules that this rank computes: the model, or its pipeline stages.
+        parameters: the optimizer's parameters by their names in the undivided model: plain tensors, of FSDP2's shards too.
+        report: the divisions that were made, one line of text each.
     """
 
-    def __init__(self, recorded: Recorded, plan: Plan, mesh: Mesh, example: Batch, call: Call, *, precision: str) -> None:
+    def __init__(self, deferred: DeferredModel, plan: Plan, mesh: Mesh, example: Batch, call: Call, *, precision: str) -> None:
         self.plan, self.mesh, self.example = plan, mesh, example
-        self.report: list[str] = [recorded.note] if recorded.note else []
+        self.report: list[str] = [deferred.note] if deferred.note else []
         self.context: Context | None = None
         self.tensors: TensorReport | None = None
         self.pipeline: Pipeline | None = None
         self.fully: FullySharded | None = None
         self._undo: list[Callable[[], object]] = []
-        model = recorded.model
+        model = deferred.model
         self.parts: Parts = whole_parts(model)
         self.aliases = tied_names(model)
         self.parameter_count = sum(p.numel() for p in model.parameters())
@@ -67,12 +69,16 @@ class Split:
 
     # Making it
 
-    def allocate(self, recorded: Recorded) -> None:
-        """Take memory for this rank's part, and its weights from `recorded`. Before, there are only shapes, and nothing can be computed."""
-        together = nn.ModuleList(self.modules)  # two stages may share a tied weight
+    def allocate(self, deferred: DeferredModel) -> None:
+        """Allocate this rank's part and fill it with weights from `deferred`.
+
+        Before this call the modules have shapes only, and nothing can be computed.
+        """
+        # one list, as two stages may share a tied weight
+        together = nn.ModuleList(self.modules)
         allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
-        self._divided = self._named(recorded.model)
-        self._fill(recorded, recorded.model)
+        self._divided = self._named(deferred.model)
+        self._fill(deferred, deferred.model)
         self.parameters = {name: _held(p) for name, p in self._divided.items()}
         self._sums = self._summed_together()
 
@@ -95,7 +101,7 @@ class Split:
             self._together = self._gathered_together(model, example, call)
 
     def _gathered_together(self, model: nn.Module, example: Batch, call: Call) -> set[str]:
-        """The blocks that fsdp cannot gather on their own."""
+        """Blocks that fsdp cannot gather on their own."""
         if self.pipeline is None:
             trace, observed = watched(model, example, call, self.mesh.world.device)
         elif self.pipeline.trace is not None:
@@ -104,17 +110,19 @@ class Split:
             return set()
         refuse_writes(observed)
         found = inseparable(find_blocks(model), trace, observed)
-        self.report += [f"fsdp: {name} is gathered together with the rest of the model: {reason}" for name, reason in found.items()]
+        self.report += [f"fsdp: {name} is gathered together with the remainder of the model: {reason}" for name, reason in found.items()]
         return set(found)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
-        """Where ranks have all tokens, other splits and the compiler would have to know which modules compute a part of them."""
+        """Refuse plans that combine replicated tokens with splits unaware of them."""
         plan = self.plan
         others = [key for key in ("tp", "pp") if getattr(plan, key) > 1] + ["compile"] * (plan.compile != "off")
         if context.whole and others:
             instead = " ".join(f"{key}={'off' if key == 'compile' else 1}" for key in others)
             raise PlanError(
-                "\n".join([f"plan {plan}: cp of this model does not go with {', '.join(others)}: {instead}, or cp=1", *context.lines])
+                "\n".join(
+                    [f"plan {plan}: cp of this model cannot be combined with {', '.join(others)}: {instead}, or cp=1", *context.lines]
+                )
             )
 
     def _wrap(self, model: nn.Module, precision: str) -> None:
@@ -122,7 +130,7 @@ class Split:
         blocks = submodules(model, find_blocks(model)) if self.pipeline is None else self.pipeline.blocks()
         if plan.remat != "none":
             if not blocks and self.pipeline is None:
-                raise PlanError(f"plan {plan}: the model has no repeated blocks whose activations could be computed again: remat=none.")
+                raise PlanError(f"plan {plan}: the model has no repeated blocks whose activations could be recomputed: remat=none.")
             self._undo.append(rematerialise(blocks, plan.remat))
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile))
@@ -144,8 +152,8 @@ class Split:
     def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
         return dict(model.named_parameters()) if self.pipeline is None else self.pipeline.named_parameters()
 
-    def _fill(self, recorded: Recorded, model: nn.Module) -> None:
-        """Take this rank's part of every tensor of the undivided model, one after the other."""
+    def _fill(self, deferred: DeferredModel, model: nn.Module) -> None:
+        """Copy this rank's part out of each tensor of the undivided model."""
         buffers = self.named_buffers()
 
         @torch.no_grad()
@@ -155,13 +163,13 @@ class Split:
             elif name in buffers:
                 buffers[name].copy_(full)
 
-        recorded.replay(take, {*self._divided, *buffers})
+        deferred.replay(take, {*self._divided, *buffers})
 
-    # Training
+    # Use during training
 
     @property
     def model(self) -> nn.Module:
-        """What this rank computes, as one module."""
+        """This rank's modules as one module."""
         return self.modules[0] if self.pipeline is None else nn.ModuleList(self.modules)
 
     def named_buffers(self) -> dict[str, Tensor]:
@@ -169,7 +177,7 @@ class Split:
         return dict(self.modules[0].named_buffers()) if self.pipeline is None else self.pipeline.named_buffers()
 
     def microbatches(self, shares: Sequence[int]) -> int:
-        """How many microbatches every rank cuts its share of a global batch into, where data-parallel rank i has `shares[i]` samples.
+        """Number of microbatches on every rank, where data-parallel rank i has `shares[i]` samples.
 
         All ranks that meet in a collective of the forward pass need the same number, and a pipeline needs equal ones.
         """
@@ -179,24 +187,24 @@ class Split:
         return min(self.plan.microbatches, *some)
 
     @property
-    def counts(self) -> bool:
-        """Whether what this rank computed of the loss counts: of ranks that compute the same, one does."""
+    def owns_loss(self) -> bool:
+        """True if this rank's loss is counted: only one of several equal losses is."""
         if self.context is not None and self.context.whole and self.mesh.place["cp"] > 0:
             return False
         return self.mesh.place["tp"] == 0 and (self.pipeline is None or self.pipeline.has_last_stage)
 
     @property
     def all_must_compute(self) -> bool:
-        """Whether a rank without samples has to run its forward and backward passes all the same, since others wait for it there."""
+        """True if a rank without samples must run its passes too. Others wait for it in collectives."""
         return self.mesh.size("fsdp", "ep") > 1
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Called before every forward pass that trains, where there is no pipeline."""
+        """Prepare a training forward pass; called before each of them if there is no pipeline."""
         if self.fully is not None:
             self.fully.microbatch(last)
 
     def after_backward(self) -> None:
-        """Make the gradients of this rank's parameters those of the replica's whole share of the batch."""
+        """Turn this rank's gradients into those of the replica's whole part of the batch."""
         if self.pipeline is not None:
             self.pipeline.after_backward()
         if self.fully is not None:
@@ -204,15 +212,17 @@ class Split:
         for name, held in self.parameters.items():
             divided = self._divided[name]
             if divided is not held:
+                # the bucket of the replicas takes the place of the old gradient
                 held.grad = None if divided.grad is None else local(divided.grad)
-                divided.grad = None  # the bucket of the replicas takes the other one's place
+                divided.grad = None
         for group, bucket in self._sums:
             bucket.sum_over(group)
 
     def gradient_square(self) -> Tensor:
-        """(1,): this rank's addend of the squared L2 norm of the whole gradient: its pieces, those that several ranks hold by their share.
+        """Contribution of this rank to the squared L2 norm of the gradient, a tensor (1,).
 
-        The addends of all ranks sum to the square of the norm. The replicas agree on gradients, so each counts for its share, too.
+        A shard that several ranks hold is divided by their number, and so is everything by `dp`, since replicas agree on gradients. The
+        contributions of all ranks sum to the squared norm.
         """
         square = torch.zeros(1, dtype=torch.float64, device=self.mesh.world.device)
         present = [(p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None]
@@ -223,7 +233,7 @@ class Split:
         return square
 
     def close(self) -> None:
-        """Let go of the model's hooks and shared memory. The model stays divided."""
+        """Release the model's hooks and shared memory; the model stays divided."""
         for group, bucket in self._sums:
             group.release(bucket.flat)
         if self.fully is not None:
@@ -236,7 +246,7 @@ class Split:
             self.context.close()
 
     def _summed_together(self) -> list[tuple[Any, Bucket]]:
-        """For each axis along which gradients are addends, its group and a bucket of those parameters for every dtype."""
+        """Pairs of group and bucket, per axis and dtype, for gradients that are partial sums."""
         found = []
         for axis in ("cp", "ep", "tp", "fsdp"):
             by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -248,7 +258,7 @@ class Split:
         return found
 
     def _holders(self, part: Part) -> int:
-        """How many ranks of the replica hold the same piece."""
+        """Number of ranks of the replica that hold the same shard."""
         return part.stages * math.prod(self.mesh.sizes[axis] for axis in REPLICA if axis != "pp" and axis not in part.sharded)
 
 

@@ -1,4 +1,4 @@
-"""The folder in which torch.compile keeps the code that it generates and later runs: this user's alone."""
+"""The folder of code that torch.compile generates: readable and writable by this user alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch.compile keep its code under the user's cache folder, mode 0700, unless TORCHINDUCTOR_CACHE_DIR names another.
+    """Have torch.compile keep its code in a private cache folder, mode 0700. TORCHINDUCTOR_CACHE_DIR can name another folder.
 
     Its own default is a folder with a known name where temporary files are: whoever makes it first decides what code runs.
 

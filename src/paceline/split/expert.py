@@ -1,7 +1,7 @@
-"""Expert parallelism: the experts of a mixture over several ranks, and each token sent to the ranks of its experts and back.
+"""Expert parallelism: experts divided over ranks, tokens sent to them and back.
 
-Lepikhin et al., 2020, arXiv:2006.16668 (GShard): the ranks read different samples; an all-to-all takes tokens to experts, another one
-takes what the experts made of them back. How many tokens go where is settled by a small all-to-all before, so nothing is padded or dropped.
+Ranks read different samples; one all-to-all takes tokens to the ranks of their experts, a second one takes the results back. A small
+all-to-all before them exchanges the token counts, so nothing is padded or dropped. Lepikhin et al., 2020, arXiv:2006.16668 (GShard).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.split.parts import Parts, shard_parameter
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What `divide_experts` did.
+    """Result of `divide_experts`.
 
     Attributes:
-        experts: for each mixture, by the name of its experts module, how many experts it has on all ranks together.
-        own: the experts of this rank in each, as (first, one after the last).
-        parameters: the names of the parameters that were divided.
-        notes: what a user should know of this model under expert parallelism.
+        experts: total number of experts of each mixture, by the name of its experts module.
+        own: half-open interval of the experts of this rank in each mixture.
+        parameters: names of the divided parameters.
+        notes: sentences for the user about this model under expert parallelism.
     """
 
     experts: dict[str, int]
@@ -40,35 +40,36 @@ class ExpertReport:
 
     @property
     def lines(self) -> list[str]:
-        """The report in words."""
+        """The report as lines of text."""
         if not self.experts:
             return []
-        shares = sorted({f"{stop - start} of {self.experts[name]}" for name, (start, stop) in self.own.items()})
-        return [f"ep: {' and '.join(shares)} experts a rank in {len(self.experts)} mixtures", *self.notes]
+        numbers = sorted({f"{stop - start} of {self.experts[name]}" for name, (start, stop) in self.own.items()})
+        return [f"ep: {' and '.join(numbers)} experts a rank in {len(self.experts)} mixtures", *self.notes]
 
 
 def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
-    """Give this rank its share of the experts of every mixture in `model`, and send tokens to where their experts are.
+    """Keep this rank's shard of every mixture's experts, and route tokens to all experts.
 
-    A mixture's experts are a module with `num_experts`, parameters whose dim 0 counts the experts (at least one of three dimensions), and
-    the call `experts(hidden (tokens, h), top_k_index (tokens, k), top_k_weights (tokens, k)) -> (tokens, h)`, a weighted sum of what the
-    token's experts make of it: the zoo's `moe`, and Mixtral, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and others of transformers. The module
-    computes its own experts as before, by whichever implementation its configuration chooses.
+    A mixture's experts are a module with `num_experts`, parameters whose dim 0 counts the experts (at least one of three
+    dimensions), and the call `experts(hidden (tokens, h), top_k_index (tokens, k), top_k_weights (tokens, k)) -> (tokens, h)`,
+    which returns the weighted sum of the outputs of each token's experts: the zoo's `moe`, and Mixtral, Qwen2-MoE, OLMoE,
+    DeepSeek-V3, gpt-oss and others of transformers. The module computes its own experts as before, by whichever implementation its
+    configuration chooses.
 
     Ranks along ep read different samples. All of them must run the same number of forward and backward passes in the same order; a rank
     without samples runs them with an empty batch, or on a loss of weight 0. Gradients of experts are complete after the backward pass;
-    those of all other parameters are noted as to be summed over ep.
+    all other parameters are marked as partial sums over ep.
 
-    A model that computes a loss for the balance of its experts itself (transformers' `output_router_logits`) does so over the tokens of one
-    rank and one forward pass, so that its gradient depends on the plan. The zoo's `moe` does not.
+    A load-balancing loss that the model computes itself (transformers' `output_router_logits`) covers the tokens of one rank and
+    one forward pass, so that its gradient depends on the plan. The zoo's `moe` does not do this.
 
     Args:
         model: on any device, meta too.
-        parts: what is noted of its parameters; changed.
+        parts: the parts of its parameters; changed.
         ep: the ranks; with one, nothing is done.
 
     Raises:
-        PlanError: what `expert_reasons` says.
+        PlanError: for the reasons that `expert_reasons` lists.
     """
     if ep.size == 1:
         return ExpertReport({}, {}, ())
@@ -93,7 +94,7 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
 
 
 def expert_reasons(model: nn.Module, ep_size: int) -> list[str]:
-    """Every reason why the experts of `model` cannot be divided over `ep_size` ranks, each with what to do; [] if they can be."""
+    """Reasons why the experts of `model` cannot be divided over `ep_size` ranks. Each names a remedy; empty if they can be divided."""
     if ep_size == 1:
         return []
     found = list(mixtures(model))
@@ -116,7 +117,7 @@ def expert_reasons(model: nn.Module, ep_size: int) -> list[str]:
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The experts modules that could be divided, with their names."""
+    """The experts modules that can be divided, with their names."""
     return ((name, module) for name, module in model.named_modules() if _is_experts(module))
 
 
@@ -143,15 +144,20 @@ def _notes(model: nn.Module) -> Iterator[str]:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many tokens go where is known only when they are routed
+# token counts are known only after routing, so this is not compiled
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dispatched(forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any) -> Tensor:
-    """What `forward` computes with all experts, by ranks that hold a share of them each: a rank's own experts get the tokens of all."""
+    """Output of `forward` over all experts, each rank computing its own experts.
+
+    Every rank's experts get the tokens of all ranks.
+    """
     hidden, top_k_index, top_k_weights = signature.bind(*args, **kwargs).args
     if without_values(hidden):
         raise RuntimeError("which tokens go to which experts depends on their values, and these tensors have none")
     order, counts = by_expert(top_k_index, experts)
     of_experts = counts.view(ep.size, experts // ep.size)
-    from_ranks = torch.empty_like(of_experts)  # (rank, own expert): how many tokens come
+    # (rank, own expert): number of tokens to receive
+    from_ranks = torch.empty_like(of_experts)
     ep.all_to_all(from_ranks, of_experts)
     return sent_to_experts(forward, hidden, order, of_experts, from_ranks, top_k_weights, ep)
 
@@ -159,14 +165,15 @@ def _dispatched(forward: Any, signature: inspect.Signature, experts: int, ep: Gr
 def sent_to_experts(
     forward: Any, hidden: Tensor, order: Tensor, of_experts: Tensor, from_ranks: Tensor, top_k_weights: Tensor, ep: Group
 ) -> Tensor:
-    """The tokens in the `order` of their experts to the ranks that have these, and back.
+    """Send tokens, ordered by expert, to the ranks of their experts, and combine the results.
 
     Args:
-        forward: of this rank's experts.
-        of_experts: (rank, its expert), how many of this rank's tokens go there.
-        from_ranks: (rank, own expert), how many come from there.
+        forward: the forward function of this rank's experts.
+        of_experts: (rank, expert of that rank): number of this rank's tokens sent there.
+        from_ranks: (rank, own expert): number of tokens that come from there.
     """
-    sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()  # the one wait for a GPU
+    # the only wait for a GPU
+    sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()
     order = order[: sum(sends)]
     rows = _exchanged(hidden[order // top_k_weights.shape[1]], sends, receives, ep)
     made = _own_experts(forward, rows, from_ranks, top_k_weights.dtype)
@@ -175,7 +182,7 @@ def sent_to_experts(
 
 
 def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dtype) -> Tensor:
-    """What this rank's experts make of the tokens `rows`, which come by rank and within that by expert."""
+    """Outputs of this rank's experts for `rows`, ordered by source rank, then by expert."""
     count = len(rows)
     own = torch.arange(from_ranks.shape[1], device=rows.device).repeat(from_ranks.shape[0])
     index = own.repeat_interleave(from_ranks.flatten(), output_size=count)
@@ -188,7 +195,10 @@ def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dt
 
 
 def _exchanged(rows: Tensor, sends: list[int], receives: list[int], ep: Group) -> Tensor:
-    """Rank r gets the next `sends[r]` of this rank's rows, which gets `receives[r]` from it; gradients take the way back."""
+    """Rows received from all ranks, after an all-to-all of `rows`; gradients travel the reverse way.
+
+    Rank r gets the next `sends[r]` rows and sends `receives[r]`.
+    """
     exchanged: Tensor = _AllToAll.apply(rows, sends, receives, ep)
     return exchanged
 

@@ -1,7 +1,7 @@
-"""Fully sharded: every rank keeps a slice of each parameter, gradient and optimizer state, by PyTorch's own FSDP2 (`fully_shard`).
+"""FSDP2 (`fully_shard`): each rank keeps a slice of every parameter, gradient and optimizer state.
 
-The stages of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) are one knob. What is kept from step to step is 1 / ranks in all of them,
-parameters included; they differ in what is gathered or whole within a step, and in what is sent:
+`zero` chooses the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). Between steps every rank keeps 1 / ranks of the state at
+all stages, parameters included; the stages differ in the memory within a step and in the bytes sent:
 
 ====  ==============================================  ==============================================  =======================
 zero  parameters                                      gradients                                       sent per step
@@ -36,12 +36,12 @@ from paceline.split.parts import Parts
 
 
 class FullySharded:
-    """What the engine tells FSDP2 in the course of a step. Made by `shard_fully`.
+    """Settings of FSDP2 that the engine changes in the course of a step. Made by `shard_fully`.
 
     Attributes:
-        casts: whether FSDP2 casts parameters and inputs to bfloat16 itself; where it does not, bf16 needs autocast as ever.
-        offload: whether the shards lie in host memory while the rank computes on another device (see `allocate`).
-        notes: what the user should know, a sentence each.
+        casts: True if FSDP2 casts parameters and inputs to bfloat16 itself; otherwise bf16 needs autocast.
+        offload: True if the shards lie in host memory while the rank computes on another device (see `allocate`).
+        notes: sentences for the user.
     """
 
     def __init__(self, stages: Sequence[nn.Module], devices: DeviceMesh, *, zero: int, pipelined: bool, casts: bool, offload: bool) -> None:
@@ -53,7 +53,10 @@ class FullySharded:
         self._used = _Used(stages)
 
     def microbatch(self, last: bool) -> None:
-        """Called before every microbatch's forward and backward pass, where there is no pipeline: whether it is the last of the step."""
+        """Set when gradients are reduced and parameters resharded; called before each microbatch without a pipeline.
+
+        `last` is True in the last one of a step.
+        """
         if self._pipelined or self._zero == 3:
             return
         for stage in self._stages:
@@ -62,16 +65,20 @@ class FullySharded:
                 stage.set_requires_gradient_sync(last)
 
     def after_backward(self) -> None:
-        """Called once a step by every rank: a parameter that no rank used has no gradient, as in one process, instead of zeros."""
+        """Drop the gradients of parameters that no rank used in a step.
+
+        FSDP2 would leave zeros where one process has no gradient.
+        """
         self._used.agree(self._devices)
 
     def close(self) -> None:
-        """Free what is still gathered, also after a step that failed. The modules stay sharded."""
+        """Free gathered parameters, also after a failed step; the modules stay sharded."""
         for handle in self._handles:
             handle.remove()
         self._used.close()
         for stage in self._stages:
-            if stage._get_fsdp_state()._is_root:  # settled by the first forward pass, before which there is nothing to free
+            # set in the first forward pass, before which there is nothing to free
+            if stage._get_fsdp_state()._is_root:
                 stage.reset_iter_state()
 
 
@@ -87,18 +94,18 @@ def shard_fully(
     offload: bool,
     pipelined: bool,
 ) -> FullySharded:
-    """Shard a rank's modules over the ranks of `devices`, in place: their parameters become DTensors, and `parts` notes the slices.
+    """Shard a rank's modules over `devices` in place. Parameters become DTensors, and `parts` notes their slices.
 
-    Each block is gathered and reduced as one piece, and what remains of a stage as another. All reductions are sums.
+    Each block is gathered and reduced as one unit, and the remainder of a stage as another. All reductions are sums.
 
-    Three kinds of parameters are special. Those that a block shares with a module outside of it are gathered with the remainder, and with
-    them that whole block. Numbers (parameters of no dimension) cannot be sliced: every rank keeps them, and `parts` says that their
-    gradients are still to be summed along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one process; but
-    a *block* must be run by all ranks or by none, as they meet in it.
+    Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with the
+    remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their gradients as partial
+    sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one process; but a *block* must be
+    run by all ranks or by none, since its collectives need all.
 
     With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards kept, in float32,
-    and what a stage returns is float32 again, so that losses are computed in it. Other than under autocast, norms, softmax and residual
-    sums are bfloat16, too; and half the bytes are gathered. Batch norms do not take that, so a model that has some stays with autocast
+    and a stage's output is float32 again, so that losses are computed in it. Other than under autocast, norms, softmax and residual
+    sums are bfloat16, too; and half the bytes are gathered. Batch norms do not support that, so a model that has some stays with autocast
     (`FullySharded.casts` is False).
 
     Args:
@@ -107,9 +114,9 @@ def shard_fully(
         named: every parameter of the stages by its key in `parts`.
         devices: the one-dimensional mesh along fsdp.
         zero: 1, 2 or 3 (above).
-        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Does nothing, and says so, where the
+        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Has no effect, and adds a note, where the
             rank computes on the CPU.
-        pipelined: whether PyTorch's pipeline schedules run the stages.
+        pipelined: True if PyTorch's pipeline schedules run the stages.
 
     Raises:
         PlanError: a block's trainable parameters differ in type.
@@ -140,7 +147,10 @@ def shard_fully(
 
 
 def _note_slices(named: Mapping[str, nn.Parameter], parts: Parts, devices: DeviceMesh, scalars: set[nn.Parameter]) -> None:
-    """FSDP2 slices dimension 0 as `torch.chunk` does: slices of equal size, rounded up, a smaller one, and empty ones."""
+    """Note this rank's slice of each parameter: FSDP2 slices dimension 0 as `torch.chunk` does.
+
+    All slices have the same size, rounded up, but for a smaller one and empty ones at the end.
+    """
     rank, size = devices.get_local_rank(), devices.size()
     for name, parameter in named.items():
         part = parts[name]
@@ -155,11 +165,12 @@ def _note_slices(named: Mapping[str, nn.Parameter], parts: Parts, devices: Devic
 
 def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
-        parameter.data = parameter.data.contiguous()  # FSDP2 takes no other order of memory
+        # FSDP2 supports no other memory order
+        parameter.data = parameter.data.contiguous()
 
 
 def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that share no parameter with a module outside of them: FSDP2 gathers a parameter with one piece only."""
+    """Blocks that share no parameter with a module outside of them. FSDP2 gathers each parameter with one unit only."""
     places: dict[nn.Parameter, set[tuple[nn.Module, str]]] = {}
     for stage in stages:
         for module in stage.modules():
@@ -168,7 +179,8 @@ def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> lis
                     places.setdefault(parameter, set()).add((module, name))
     own = []
     for block in blocks:
-        inside = set(block.modules())  # some may stand in another block as well
+        # some may be in another block as well
+        inside = set(block.modules())
         holders = {module for p in block.parameters() for module, _ in places[p]}
         if block not in stages and holders <= inside and holders.isdisjoint(_reached(stages, without=block)):
             own.append(block)
@@ -176,7 +188,7 @@ def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> lis
 
 
 def _reached(modules: Iterable[nn.Module], without: nn.Module) -> set[nn.Module]:
-    """All modules in `modules` that can be reached past one of them."""
+    """All modules in `modules` that can be reached without passing through `without`."""
     found: set[nn.Module] = set()
     open_ = list(modules)
     while open_:
@@ -188,7 +200,10 @@ def _reached(modules: Iterable[nn.Module], without: nn.Module) -> set[nn.Module]
 
 
 def _refuse_mixed_types(stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
-    """One piece is reduced in one collective, so FSDP2 wants one type in it; it would say so in the first step only."""
+    """Refuse units with trainable parameters of several types.
+
+    FSDP2 reduces a unit in one collective and would fail in the first step only.
+    """
     within = {parameter for piece in pieces for parameter in piece.parameters()}
     remainders = [[p for p in stage.parameters() if p not in within] for stage in stages]
     for piece in (*(list(piece.parameters()) for piece in pieces), *remainders):
@@ -205,7 +220,7 @@ def _refuse_mixed_types(stages: Sequence[nn.Module], pieces: Sequence[nn.Module]
 
 
 def _sum_only(stage: nn.Module) -> None:
-    """Losses are scaled beforehand, so gradients are added and never averaged, with `ReduceOp.SUM` on every backend."""
+    """Make all reductions sums with `ReduceOp.SUM`, as losses are scaled in advance."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -229,7 +244,7 @@ def _notes(*, zero: int, offload: bool, offloads: bool, pipelined: bool, autocas
 
 
 def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
-    """After a forward pass without a backward pass: nothing else would free what was gathered, and the next step would use it, outdated."""
+    """Reshard after a forward pass without a backward pass. The next step then gathers current weights."""
     if not torch.is_grad_enabled():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -237,10 +252,10 @@ def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
 
 
 class _Used:
-    """Which parameters got a gradient in this step on any rank. FSDP2 gives zeros to all others, on which an optimizer would act.
+    """Flags that tell which parameters got a gradient on any rank in this step.
 
-    Looks into FSDP2's groups of parameters, as PyTorch's own `PipelineStage` does: the gathered parameters, whose gradients tell, have no
-    public name, and zero-bubble schedules set gradients past every hook.
+    FSDP2 gives zeros to all others, on which an optimizer would act. The flags are read from FSDP2's parameter groups, as PyTorch's own
+    `PipelineStage` does: the gathered parameters have no public name, and zero-bubble schedules set gradients past every hook.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: along each dimension some intervals, the same words for every kind of split."""
+"""Layouts: intervals of a tensor's dimensions that a rank holds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Interval = tuple[int, int]  # (start, stop)
 
 
 class Box(NamedTuple):
-    """A block that is contiguous both in a rank's own part and in the full tensor: where it begins in each, and its shape."""
+    """A block that is contiguous in a rank's shard and in the full tensor. `own` and `full` are its start in each."""
 
     own: tuple[int, ...]
     full: tuple[int, ...]
     shape: tuple[int, ...]
 
     def of(self, own: Tensor) -> Tensor:
-        """The block as a view of the rank's own part."""
+        """The block as a view of the rank's shard."""
         for dim, (start, length) in enumerate(zip(self.own, self.shape, strict=True)):
             own = own.narrow(dim, start, length)
         return own
@@ -36,10 +36,10 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's part of a tensor of shape `full`.
+    """A rank's shard of a tensor of shape `full`.
 
-    `kept[d]` are the intervals of dimension d that the rank holds, in the order in which they lie in its own part: one interval for a
-    simple shard, three for a shard of a fused query-key-value matrix. Splits compose: each divides what the one before left.
+    `kept[d]` are the intervals of dimension d that the rank holds, in their order in its shard: one interval for a simple shard, three for
+    a shard of a fused query-key-value matrix. Splits compose: each divides the remainder of the one before.
     """
 
     full: tuple[int, ...]
@@ -47,26 +47,28 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Layout:
-        """All of a tensor."""
+        """The layout of an undivided tensor."""
         return cls(tuple(shape), tuple(((0, n),) for n in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the rank's own part."""
+        """The shape of the rank's shard."""
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.kept)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank holds the full tensor, in its order."""
+        """True if the rank holds the full tensor, in its order."""
         return self == Layout.whole(self.full)
 
     @property
     def numel(self) -> int:
-        """How many elements the rank holds."""
+        """Number of elements that the rank holds."""
         return prod(self.shape)
 
     def divide(self, dim: int, part: int, parts: int, sections: Sequence[int] | None = None) -> Layout:
-        """Part number `part` of `parts` equal ones along `dim`; with `sections` (sizes that sum to the own size), of each section.
+        """Layout of part `part` of `parts` equal parts along `dim`.
+
+        With `sections` (sizes that sum to the shard's size), each section is divided.
 
         Raises:
             ValueError: a section is no multiple of `parts`.
@@ -83,11 +85,11 @@ class Layout:
         return self._with(dim, kept)
 
     def narrow(self, dim: int, start: int, stop: int) -> Layout:
-        """What lies between `start` and `stop` of the own part along `dim`."""
+        """Layout of the interval from `start` to `stop` of this shard along `dim`."""
         return self._with(dim, self._intervals(dim, start, stop))
 
     def take(self, full: Tensor) -> Tensor:
-        """The rank's part of `full`, a copy or a view."""
+        """The rank's shard of `full`, a copy or a view."""
         if tuple(full.shape) != self.full:
             raise ValueError(f"the tensor has shape {tuple(full.shape)}, not {self.full}")
         for dim, intervals in enumerate(self.kept):
@@ -102,15 +104,16 @@ class Layout:
         return full
 
     def put(self, own: Tensor, full: Tensor) -> None:
-        """Write the rank's part into its place in `full`."""
+        """Copy the rank's shard into its place in `full`."""
         for box in self.boxes():
             box.within(full).copy_(box.of(own))
 
     def boxes(self) -> Iterator[Box]:
-        """The blocks that the part is made of; none where it is empty, one (of no dimensions) for a scalar."""
+        """The contiguous blocks of the shard. None if it is empty, one without dimensions for a scalar."""
         if not self.numel:
             return
-        placed: list[list[tuple[int, int, int]]] = []  # per dimension: (own start, full start, length)
+        # per dimension: (own start, full start, length)
+        placed: list[list[tuple[int, int, int]]] = []
         for intervals in self.kept:
             own, entries = 0, []
             for start, stop in intervals:
@@ -121,7 +124,7 @@ class Layout:
             yield Box(tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
 
     def _intervals(self, dim: int, start: int, stop: int) -> list[Interval]:
-        """The intervals of the full tensor behind [start, stop) of the own part."""
+        """The intervals of the full tensor that the shard's interval [start, stop) covers."""
         found: list[Interval] = []
         passed = 0
         for low, high in self.kept[dim]:

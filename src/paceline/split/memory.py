@@ -1,4 +1,4 @@
-"""How many bytes of training state a rank holds: as counted, and as predicted from shapes before anything is allocated."""
+"""Bytes of training state on a rank: measured, and predicted from shapes before allocation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_leaves
 from paceline.job.optimizer import OptimizerSpec
 from paceline.split.parts import Parts, local
 
-_STEP_BYTES = 4  # Adam's and LAMB's count of steps: one float32 per parameter
+# Adam's and LAMB's step counter: one float32 per parameter
+_STEP_BYTES = 4
 
 
 class StateBytes(NamedTuple):
-    """What stays on one rank from the end of a backward pass to that of the optimizer step: no activations, no buffers of modules."""
+    """Bytes that a rank holds between backward pass and optimizer step. Activations and module buffers are not counted."""
 
     parameters: int
     gradients: int
@@ -24,15 +25,17 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Sum of all three."""
         return sum(self)
 
 
 def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> StateBytes:
-    """What this rank holds, by the memory behind the tensors: of an FSDP2 parameter its shard, and what several tensors share once.
+    """Bytes of training state that this rank holds, counted by the memory behind its tensors.
+
+    An FSDP2 parameter counts by its shard; memory that several tensors share counts once.
 
     Args:
-        parameters: all of this rank's, as it holds them.
+        parameters: all parameters of this rank, as it holds them.
         optimizer: over them, or over their local tensors.
     """
     own = list(parameters)
@@ -42,14 +45,14 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
 
 
 def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec) -> StateBytes:
-    """What this rank is going to hold, from the layout of its parts alone.
+    """Bytes of training state that this rank will hold, from the layouts of its parts.
 
-    Exact but for FSDP2's padding: where a dimension does not divide, its later ranks allocate parameters and gradients as long as those
-    of the first.
+    Exact but for FSDP2's padding: where a dimension does not divide evenly, the later ranks allocate parameters and gradients as long as
+    those of the first.
 
     Args:
-        parts: of the parameters that this rank holds.
-        like: the same parameters, full or divided, on any device: for their types, and whether they are trained.
+        parts: the parts of the parameters that this rank holds.
+        like: the same parameters, full or divided, on any device; their dtype and `requires_grad` are read.
         optimizer: the job's.
     """
     copies, steps = _state_of(optimizer)
@@ -64,7 +67,7 @@ def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: Optimiz
 
 
 def _state_of(optimizer: OptimizerSpec) -> tuple[int, int]:
-    """Per parameter: how many tensors of its shape and type the optimizer keeps, and how many bytes besides."""
+    """Optimizer state per parameter: number of tensors of its shape and type, and further bytes."""
     match optimizer.name:
         case "sgd":
             return (1 if optimizer.momentum else 0), 0

@@ -1,4 +1,4 @@
-"""Where a rank stands: one `DeviceMesh` with the axes dp, pp, fsdp, cp, ep and tp, and a group of ranks for every axis."""
+"""The mesh: one `DeviceMesh` with all axes of a plan, and its process groups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from paceline.errors import PlanError
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 
-AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # the last one varies fastest: its ranks are neighbours, which talk most
-DATA_AXES = ("dp", "fsdp", "ep")  # along these the ranks read different samples; along the others the same ones
+# the last one varies fastest: its ranks are neighbours, which talk most
+AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")
+# along these the ranks read different samples; along the others the same ones
+DATA_AXES = ("dp", "fsdp", "ep")
 REPLICA = ("pp", "fsdp", "cp", "ep", "tp")
 
 
@@ -38,7 +40,7 @@ class Mesh:
 
     @classmethod
     def of(cls, plan: Plan, world: Group) -> Mesh:
-        """The mesh of a plan. Every rank calls this; it makes all groups there will be.
+        """Build the mesh of a plan and all of its groups; every rank calls it.
 
         Raises:
             PlanError: the plan's degrees do not multiply to the number of ranks.
@@ -59,16 +61,19 @@ class Mesh:
         return mesh
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along `axes` only: one axis, `DATA_AXES`, or, with rules that may need it, `REPLICA`."""
+        """Group of the ranks that differ from this one along `axes` only.
+
+        `axes` is one axis, `DATA_AXES`, or, with rules that may need it, `REPLICA`.
+        """
         return self._groups[axes]
 
     def devices(self, axis: str) -> DeviceMesh:
-        """torch's one-dimensional mesh along an axis."""
+        """The one-dimensional `DeviceMesh` along an axis."""
         assert self._devices is not None, "a single rank has no mesh"
         return self._devices[axis]
 
     def size(self, *axes: str) -> int:
-        """How many ranks there are along some axes."""
+        """Number of ranks along the given axes."""
         return prod(self.sizes[axis] for axis in axes)
 
     @property

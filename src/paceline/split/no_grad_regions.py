@@ -1,6 +1,6 @@
-"""Regions without gradients in a graph of `torch.export`, made plain operations that `torch.distributed.pipelining` can split.
+"""`torch.no_grad` regions of a `torch.export` graph, inlined so that pipelining can split it.
 
-torch keeps such a region (`torch.no_grad`) as a graph of its own, and cannot call it from within a module's graph once the model is split.
+torch keeps such a region as a subgraph, and cannot call it from within a module's graph once the model is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def inline_no_grad(program: ExportedProgram) -> None:
     """Replace every region by its operations, on detached operands where it has no gradients.
 
     Raises:
-        PlanError: a region without gradients has one with gradients in it.
+        PlanError: a region without gradients contains one with gradients.
     """
     graph = program.graph
     for node in [n for n in graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
@@ -44,7 +44,7 @@ def inline_no_grad(program: ExportedProgram) -> None:
 
 
 def _copied(graph: fx.Graph, before: fx.Node, body: fx.Graph, operands: list[Any], *, detach: bool) -> list[Any]:
-    """The operations of `body` copied into `graph`; returns the region's results."""
+    """Copy the operations of `body` into `graph` and return the region's results."""
     inputs = [n for n in body.nodes if n.op == "placeholder"]
     first = next((n for n in body.nodes if n.op == "call_function"), before)
     known: dict[fx.Node, Any] = {}
@@ -59,12 +59,12 @@ def _copied(graph: fx.Graph, before: fx.Node, body: fx.Graph, operands: list[Any
                 known[inner] = graph.node_copy(inner, lambda n: known[n])
     whole = dict(zip(inputs, operands, strict=True))
     [output] = [n for n in body.nodes if n.op == "output"]
-    # What a region returns of its operands as they are, or changed in place, keeps the gradients that it had before.
+    # Operands that a region returns as they are, or changed in place, keep their earlier gradients.
     return [whole.get(_as_changed(n), known[n]) if isinstance(n, fx.Node) else n for n in output.args[0]]
 
 
 def _as_changed(node: fx.Node) -> fx.Node:
-    """The tensor that an operation changed in place and returned; the node itself where it is another operation's."""
+    """The tensor that an operation changed in place and returned, or the node itself otherwise."""
     while isinstance(node.target, torch._ops.OpOverload) and isinstance(node.args[0] if node.args else None, fx.Node):
         schema = node.target._schema
         returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None

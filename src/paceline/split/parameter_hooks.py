@@ -1,4 +1,7 @@
-"""Hooks and further references on parameters: carried over to a rank's part where that is a whole parameter, refused where it is not."""
+"""Hooks and further references on parameters of a divided model.
+
+Hooks are carried over to a rank's part if that is a whole parameter, and refused otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from paceline.errors import PlanError
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts
 
-_KEPT_UP_TO_DATE = ("_flat_weights",)  # torch.nn.RNNBase looks them up again when they have changed
+# torch.nn.RNNBase updates these when a parameter changes
+_KEPT_UP_TO_DATE = ("_flat_weights",)
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put the hooks on gradients of one parameter on the one that takes its place."""
+    """Register the gradient hooks of one parameter on its replacement."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (old._post_accumulate_grad_hooks or {}).values():
@@ -23,7 +27,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def hooked_parameters(model: nn.Module) -> dict[str, str]:
-    """The names of parameters with hooks on their gradients, each with the name of torch's method that registers such."""
+    """Names of parameters with gradient hooks, each with torch's method that registers such a hook."""
     found = {}
     for name, p in model.named_parameters():
         if p._backward_hooks:
@@ -34,11 +38,11 @@ def hooked_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, shared: Collection[str]) -> None:
-    """Refuse hooks that would see a part of a gradient only; on every rank alike.
+    """Refuse hooks that would see only a part of a gradient; on every rank alike.
 
     Args:
-        hooked: of `hooked_parameters`.
-        parts: of all parameters, those of other pipeline stages included.
+        hooked: result of `hooked_parameters`.
+        parts: parts of all parameters, including those of other pipeline stages.
         shared: parameters that several stages hold.
 
     Raises:
@@ -59,10 +63,10 @@ def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, share
 
 
 def refuse_kept_parameters(model: nn.Module) -> None:
-    """Refuse modules that keep parameters in plain attributes, where they would go stale.
+    """Refuse modules that keep parameters in plain attributes, where they would become stale.
 
     Raises:
-        PlanError: one does.
+        PlanError: a module does.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for path, module in model.named_modules():

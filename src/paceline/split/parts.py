@@ -1,4 +1,4 @@
-"""What every split notes about the parameters that it divides, and what the engine, the norms and the checkpoints read."""
+"""The part of each parameter that a rank holds, for the engine, norms and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Part:
 
     Attributes:
         name: its name in the undivided model. No split renames a module or parameter.
-        layout: which part of the full parameter this rank holds.
-        sharded: the mesh axes along which the ranks hold different parts. Along all others of a replica they hold the same.
-        summed: the axes along which the gradients that the backward pass leaves are only addends, and `Split.after_backward` sums them.
-        stages: how many pipeline stages hold it (a tied parameter may live on two); 1 where there is no pipeline.
-        writes: whether this pipeline rank is the one that saves it, where several stages hold it.
+        layout: this rank's shard of the full parameter.
+        sharded: the mesh axes along which the ranks hold different shards. Along all others of a replica they hold the same one.
+        summed: the axes along which gradients are partial sums (DTensor's `Partial`) until `Split.after_backward` reduces them.
+        stages: number of pipeline stages that hold it (a tied parameter may be in two); 1 without a pipeline.
+        writes: True if this pipeline rank saves it, where several stages hold it.
     """
 
     name: str
@@ -39,7 +39,7 @@ def whole_parts(model: nn.Module) -> Parts:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters and shared buffers, each with the name under which the tensor is saved."""
+    """Further names of tied parameters and shared buffers, each with the name that is saved."""
     further: dict[str, str] = {}
     for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
         first: dict[Tensor, str] = {}
@@ -52,12 +52,12 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def shard_parameter(
     module: nn.Module, name: str, part: Part, *, axis: str, dim: int, index: int, of: int, sections: tuple[int, ...] | None = None
 ) -> None:
-    """Replace parameter `name` of `module` by its part `index` of `of` along `dim`, and note it in `part`.
+    """Replace parameter `name` of `module` by part `index` of `of` along `dim`, and note it.
 
-    A parameter on the meta device stays there; a real one is copied, so that the full one can go.
+    A parameter on the meta device stays there; a real one is copied, so that the full one can be freed.
 
     Raises:
-        ValueError: `dim` (or one of its sections) is no multiple of `of`.
+        ValueError: the size of `dim` (or of one of its sections) is no multiple of `of`.
     """
     parameter: Tensor = getattr(module, name)
     one = Layout.whole(parameter.shape).divide(dim, index, of, sections)
@@ -68,7 +68,7 @@ def shard_parameter(
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The memory that this rank holds of a parameter or gradient: that of a DTensor's shard, or the tensor itself."""
+    """The local memory of a parameter or gradient: a DTensor's shard, or the tensor itself."""
     from torch.distributed.tensor import DTensor
 
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

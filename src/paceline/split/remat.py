@@ -1,4 +1,4 @@
-"""Less memory for activations, and faster blocks: recompute them in the backward pass, compile each block. In place, nothing is renamed."""
+"""Activation checkpointing (`remat`) and torch.compile of blocks, in place and without renaming."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ _KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, 
 
 
 def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"]) -> Undo:
-    """Let blocks forget their activations in the forward pass and compute them again in the backward pass; returns what undoes it.
+    """Recompute the activations of blocks in the backward pass; returns a function that undoes this.
 
-    `block` keeps a block's inputs only, and costs one more forward pass of it (Chen et al., 2016, arXiv:1604.06174). `selective` also keeps
-    the results of matrix multiplications with weights, of convolutions and of fused attention, and computes the cheap rest again, scores
-    of attention that is written out included, which grow with the square of the length (Korthikanti et al., 2022, arXiv:2205.05198).
+    `block` keeps a block's inputs only, and costs one more forward pass of it (Chen et al., 2016, arXiv:1604.06174). `selective` also
+    keeps the results of matrix multiplications with weights, of convolutions and of fused attention, and recomputes the cheap remainder,
+    including attention scores that are written out, whose size grows with the square of the length (Korthikanti et al., 2022,
+    arXiv:2205.05198).
 
     The results stay the same: dropout draws the same masks again, statistics of batch norms are updated once. A key-value cache that a
     block is given is left out while gradients are recorded, since a second pass would append to it again. Only `forward` of each instance
@@ -51,7 +52,9 @@ def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str) -> Undo:
-    """Compile the forward pass of each block with torch.compile; returns what undoes it. After `rematerialise`, which then is traced, too.
+    """Compile the forward pass of each block with torch.compile; returns a function that undoes this.
+
+    Called after `rematerialise`, whose recomputation is then traced, too.
 
     Args:
         mode: a value of the plan key compile: `on`, or one of torch's modes.
@@ -73,7 +76,8 @@ def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
         if not torch.is_grad_enabled():
             return forward(*args, **keywords)
         args, keywords = _without_cache(args, keywords)
-        if torch.compiler.is_compiling():  # knows only its own way to select; writes statistics outside of what it recomputes
+        # the compiler supports only its own selection, and updates statistics outside of the recomputation
+        if torch.compiler.is_compiling():
             selection: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selects else {}
             return checkpoint(forward, *args, use_reentrant=False, **selection, **keywords)
         again = _Again(forward, norms) if norms else forward
@@ -88,7 +92,7 @@ def _policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> Checkpo
 
 
 def _is_kept(operator: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Whether the result of an operator is kept. Attention with dropout is not: it draws a mask, and later masks depend on that."""
+    """True if an operator's result is kept. Attention with dropout is not: it draws a mask, and later masks depend on that."""
     if operator not in _KEPT:
         return False
     names = [argument.name for argument in operator._schema.arguments]
@@ -101,7 +105,7 @@ def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Keep(TorchDispatchMode):
-    """Notes the results that are kept.
+    """Dispatch mode that records the results to keep.
 
     Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place (an activation, a sum
     over ranks); and they can be replayed more than once, as zero-bubble schedules do.
@@ -119,7 +123,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Returns the kept results in place of computing them."""
+    """Dispatch mode that returns the kept results instead of computing them."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
@@ -141,7 +145,7 @@ def _copied_on_write(result: Any) -> Any:
 
 
 def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block of Hugging Face's without the cache, as under its own gradient checkpointing."""
+    """Arguments of a Hugging Face block without its cache, as under its own gradient checkpointing."""
     if "use_cache" in keywords:
         keywords = {**keywords, "use_cache": False}
     caches = sys.modules.get("transformers.cache_utils")
@@ -152,7 +156,7 @@ def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tup
 
 
 class _Again:
-    """A block's forward pass, whose second run leaves the statistics of batch norms as the first one left them."""
+    """A block's forward pass, whose second run leaves the statistics of batch norms unchanged."""
 
     def __init__(self, forward: Forward, norms: Sequence[_BatchNorm]) -> None:
         self.forward, self.norms = forward, norms
@@ -168,7 +172,7 @@ class _Again:
 
 @contextmanager
 def _set_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let the norms update copies of their statistics. The originals are not written, as autograd counts how often they are."""
+    """Let the norms update copies of their statistics. Autograd counts writes, so the originals must not be written."""
     before = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
@@ -200,7 +204,7 @@ def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
 
 
 def _replace_forwards(blocks: Sequence[nn.Module], replacement: Callable[[nn.Module, Forward], Forward]) -> Undo:
-    """Set `forward` on each instance; undone, an instance has again what it had before, of its own or of its class."""
+    """Set `forward` on each instance; the returned function restores the previous one."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
         block.__dict__["forward"] = replacement(block, block.forward)

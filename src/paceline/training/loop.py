@@ -42,7 +42,7 @@ from paceline.training.saving import Saving
 from paceline.training.state import restore, snapshot
 
 if TYPE_CHECKING:
-    from paceline.split.deferred_init.initialise import Recorded
+    from paceline.split.deferred_init.initialise import DeferredModel
 
 MAX_REWINDS = 3  # in a row, without a new checkpoint between them
 
@@ -71,7 +71,7 @@ def train_in(run: Run, group: Group) -> None:
     engine.close()
 
 
-def built(job: Job, plan: Plan) -> nn.Module | Recorded:
+def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
     """The job's model; where the plan divides it, without memory for its weights."""
     if not plan.splits:
         return job.model.build()
@@ -80,7 +80,7 @@ def built(job: Job, plan: Plan) -> nn.Module | Recorded:
     return record(job.model.build)
 
 
-def build_engine(job: Job, plan: Plan, model: nn.Module | Recorded, data: DataSets, group: Group) -> Engine:
+def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: DataSets, group: Group) -> Engine:
     """The engine of this rank for a job: its part of the model, its optimizer, loss and share of the data.
 
     Raises:
@@ -105,7 +105,7 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | Recorded, data: DataSe
     return Engine(model, job.optimizer.build(model.parameters(), fused=plan.fused), loss, loader, plan, group, settings)
 
 
-def _published(job: Job, model: nn.Module | Recorded) -> Source | None:
+def _published(job: Job, model: nn.Module | DeferredModel) -> Source | None:
     """The weights that the job starts from, if it names any; held to fit the model."""
     if job.model.weights is None:
         return None

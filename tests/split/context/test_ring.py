@@ -94,7 +94,7 @@ def test_causal_work_is_the_same_on_every_rank() -> None:
 
 
 def test_tokens_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="10 tokens do not divide among 4 ranks"):
+    with pytest.raises(ValueError, match="10 tokens cannot be divided evenly among 4 ranks"):
         held(10, 0, 4)
 
 

@@ -18,7 +18,7 @@ from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.context.division import divide_context
 from paceline.split.context.rows import tokenwise_modules
-from paceline.split.deferred_init.initialise import Recorded, record
+from paceline.split.deferred_init.initialise import DeferredModel, record
 from paceline.split.mesh import Mesh
 from paceline.split.parts import whole_parts
 from paceline.split.tensor.trace import trace
@@ -176,7 +176,7 @@ def refusal_of(plan: str) -> str:
     parsed = Plan.parse(plan)
     mesh = Mesh.of(parsed, Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
     try:
-        made: Recorded = record(Biased)
+        made: DeferredModel = record(Biased)
         Split(made, parsed, mesh, batch(), call, precision="fp32")
     except PlanError as error:
         return str(error)
@@ -185,5 +185,5 @@ def refusal_of(plan: str) -> str:
 
 def test_other_splits_of_such_a_model_are_refused(ranks: Ranks) -> None:
     [refused, *_] = ranks(2, refusal_of, "cp=2 compile=on")
-    assert "cp of this model does not go with compile: compile=off, or cp=1" in refused
+    assert "cp of this model cannot be combined with compile: compile=off, or cp=1" in refused
     assert "no position_ids" in refused

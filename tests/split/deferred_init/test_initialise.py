@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job.model import ModelSpec
-from paceline.split.deferred_init.initialise import Recorded, record, recorded_from
+from paceline.split.deferred_init.initialise import DeferredModel, deferred_from, record
 
 HF: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
@@ -49,7 +49,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
-def replayed(recorded: Recorded, names: list[str] | None = None) -> dict[str, Tensor]:
+def replayed(recorded: DeferredModel, names: list[str] | None = None) -> dict[str, Tensor]:
     """All that a rank gets: real buffers, and what is handed out, each once."""
     got = {name: b for name, b in recorded.model.named_buffers() if not b.is_meta}
 
@@ -61,7 +61,7 @@ def replayed(recorded: Recorded, names: list[str] | None = None) -> dict[str, Te
     return got
 
 
-def check_equal(build: Callable[[], nn.Module], *, tape: bool = True) -> Recorded:
+def check_equal(build: Callable[[], nn.Module], *, recordable: bool = True) -> DeferredModel:
     """One process's weights and random state, and a replay's."""
     torch.manual_seed(3)
     expected = values(build())
@@ -69,7 +69,7 @@ def check_equal(build: Callable[[], nn.Module], *, tape: bool = True) -> Recorde
     torch.manual_seed(3)
     start = torch.get_rng_state()
     recorded = record(build)
-    assert (recorded.note is None) == tape, recorded.note
+    assert (recorded.note is None) == recordable, recorded.note
     assert torch.equal(torch.get_rng_state(), start)
     assert all(p.is_meta for p in recorded.model.parameters())
     torch.manual_seed(99)  # the replay does not depend on what happens in between
@@ -229,13 +229,13 @@ class Refuses(nn.Module):
         (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), "random numbers|allclose"),
         (lambda: nn.ParameterList([torch.from_numpy(torch.randn(3).numpy() * 2)]), "numpy"),
         (lambda: nn.ParameterList([torch.tensor([1.0, 2.0]).normal_()]), "knows already"),
-        (lambda: nn.ParameterList([torch.randn(3, 2)[[2, 0]]]), "no tape sees"),
+        (lambda: nn.ParameterList([torch.randn(3, 2)[[2, 0]]]), "no recording sees"),
         (lambda: nn.ParameterList([torch.zeros(2), torch.empty(2, device="meta")])[:1], "meta device"),
         (lambda: nn.utils.spectral_norm(nn.Linear(8, 6)), "keeps random numbers in weight"),  # the old one, of plain attributes
     ],
 )
 def test_what_cannot_be_recorded_is_built_whole_and_said(build: Callable[[], nn.Module], why: str) -> None:
-    recorded = check_equal(build, tape=False)
+    recorded = check_equal(build, recordable=False)
     assert recorded.note is not None
     with pytest.raises(AssertionError, match=f"(?s)every rank held the whole model at first.*({why})"):
         raise AssertionError(recorded.note)
@@ -298,7 +298,7 @@ def test_a_real_model_gives_its_weights_away() -> None:
     model: Any = untouched
     model.tokens.weight.mark = "kept"
     expected = values(model)
-    recorded = recorded_from(model)
+    recorded = deferred_from(model)
     assert recorded.model is untouched
     assert model.head.weight is model.tokens.weight
     assert model.tokens.weight.is_meta
@@ -318,7 +318,7 @@ def test_parameters_without_values_or_shapes_are_named() -> None:
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
     with pytest.raises(JobError, match="parameter weight is on the meta device"):
-        recorded_from(empty)
+        deferred_from(empty)
     with pytest.raises(JobError, match="parameter weight is on the meta device"):
         record(lambda: nn.Linear(2, 2, device="meta"))
     with pytest.raises(JobError, match="parameter weight gets its shape from the first batch"):

@@ -271,7 +271,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None
     model, batch = gpt()
     before = [(name, id(p), p.shape) for name, p in model.named_parameters()]
     (reason,) = prove(model, 3, batch, call).refused
-    assert "the 4 heads of blocks.0.attention (and 1 more) do not divide over 3 ranks" in reason
+    assert "the 4 heads of blocks.0.attention (and 1 more) cannot be divided evenly over 3 ranks" in reason
     assert "tp=1, 2, 4" in reason
     assert before == [(name, id(p), p.shape) for name, p in model.named_parameters()], "asking changes nothing"
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -288,14 +288,14 @@ def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> N
     with pytest.raises(PlanError, match="7 tokens are no multiple of 2; 8 would be"):
         shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True)
     model, image = multilayer()
-    with pytest.raises(PlanError, match="no trunk of repeated blocks"):
+    with pytest.raises(PlanError, match="no repeated blocks that take and return"):
         shard_tensors(model, whole_parts(model), Group(0, 2), image, call, sequence=True)
 
 
 def test_a_batch_of_another_length_is_never_cut_silently() -> None:
     model, batch = gpt()
     shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True, vocabulary=False)
-    with pytest.raises(PlanError, match="7 tokens do not divide over tp=2; pad or cut them to a multiple, such as 8"):
+    with pytest.raises(PlanError, match="7 tokens cannot be divided evenly over tp=2; pad or cut them to a multiple such as 8"):
         model(words(7))
 
 

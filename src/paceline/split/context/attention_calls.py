@@ -1,4 +1,4 @@
-"""Where a model attends, and where else it lets tokens meet: read from a trace of its forward pass."""
+"""Attention calls of a model's forward pass, and other operations that mix tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from paceline.split.tensor.trace import Graph, PythonCall, Ref
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# Besides attention, what mixes the tokens of a sequence: by name, as each exists as a function, a method and an operator.
+# Further functions that mix the tokens of a sequence. By name, since each exists as a function, a method and an operator.
 _OTHER_ATTENTION = ("multi_head_attention_forward", "flex_attention")
 _RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -18,7 +18,7 @@ _ALONG_A_DIMENSION = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of `F.scaled_dot_product_attention`, with the shapes of query and key; `module` is the innermost one that makes it."""
+    """One call of `F.scaled_dot_product_attention`. `query` and `key` are shapes; `module` is the innermost module that makes the call."""
 
     module: str
     query: tuple[int, ...]
@@ -28,12 +28,12 @@ class AttentionCall:
 
     @property
     def where(self) -> str:
-        """Its place in words."""
+        """The calling module, for messages."""
         return self.module or "the model itself"
 
 
 def attention_calls(graph: Graph) -> list[AttentionCall]:
-    """The attention of a forward pass, in order."""
+    """Attention calls of a forward pass, in order."""
     found = []
     for call in graph.calls:
         if call.name == "scaled_dot_product_attention":
@@ -44,20 +44,23 @@ def attention_calls(graph: Graph) -> list[AttentionCall]:
 
 
 def attends(graph: Graph) -> bool:
-    """Whether any tokens attend to others: by torch's functions, or by a softmax over (…, tokens, tokens) of the model's own."""
+    """True if tokens attend to others. They do so by torch's functions or by a softmax over (…, tokens, tokens)."""
     attention = ("scaled_dot_product_attention", *_OTHER_ATTENTION)
     scores = (len(shape_of(graph, call.args[0])) for call in graph.calls if call.name == "softmax" and call.args)
     return any(call.name in attention for call in graph.calls) or any(dims >= 3 for dims in scores)
 
 
 def other_meetings(graph: Graph, tokens: int) -> list[str]:
-    """What else mixes the tokens of sequences of `tokens`, each as `cumsum along the tokens in blocks.0`. Not everything that could."""
+    """Further operations that mix the tokens of sequences of `tokens`.
+
+    Each reads like `cumsum along the tokens in blocks.0`. The list is not exhaustive.
+    """
     found = ((call, _meeting(call, shape_of(graph, call.args[0]), tokens)) for call in graph.calls if call.args)
     return list(dict.fromkeys(f"{what} in {call.path or 'the model itself'}" for call, what in found if what))
 
 
 def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | None:
-    """What a call on a tensor of `shape` does to the tokens; None where it treats each alone."""
+    """Kind of mixing of tokens in a call on a tensor of `shape`, or None."""
     if call.name in _OTHER_ATTENTION:
         return f"{call.name}, where only attention by scaled_dot_product_attention can be divided,"
     if call.name in _RECURRENCES:
@@ -72,11 +75,11 @@ def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | Non
 
 
 def _dims(call: PythonCall) -> Iterator[int]:
-    """The dimensions that a call names: as `dim` or `dims`, or last."""
+    """Dimensions that a call names, as `dim`, `dims` or the last argument."""
     named = call.kwargs.get("dim", call.kwargs.get("dims", call.args[-1]))
     yield from (dim for dim in (named if isinstance(named, (tuple, list)) else (named,)) if isinstance(dim, int))
 
 
 def shape_of(graph: Graph, argument: Any) -> tuple[int, ...]:
-    """The shape of an argument of a call; () where it is no tensor."""
+    """Shape of an argument of a call; () if it is no tensor."""
     return graph.values[argument.value].shape if isinstance(argument, Ref) else ()

@@ -1,4 +1,7 @@
-"""Attention of one block of queries to one block of keys, with what is needed to merge blocks: PyTorch's kernels, else plain matrices."""
+"""Attention between one block of queries and one of keys, mergeable over blocks.
+
+PyTorch's kernels compute it, or matrix products where there is no kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ _aten = torch.ops.aten
 
 
 def state_dtype(query: Tensor) -> torch.dtype:
-    """In what blocks are merged: at least 32 bits, as the kernels' sums are."""
+    """The dtype of merged blocks: at least 32 bits, as in the kernels' sums."""
     return torch.promote_types(query.dtype, torch.float32)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The mixed values (n, heads, t, size) and the log-sum-exp of the scores (n, heads, t), in `state_dtype`.
+    """Attention output (n, heads, t, size) and the scores' log-sum-exp (n, heads, t).
 
-    Key and value are (n, key heads, keys, size), with `heads` a multiple of `key heads`. `causal` is for as many queries as keys.
+    Both are in `state_dtype`. Key and value are (n, key heads, keys, size), with `heads` a multiple of `key heads`. `causal`
+    requires as many queries as keys.
     """
     if query.device.type == "cpu":
         mixed, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
@@ -30,13 +34,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value by this block, given `mixed` and `log_sum` over all blocks."""
+    """Gradients of query, key and value from this block. `mixed` and `log_sum` are those over all blocks."""
     if query.device.type == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, mixed, log_sum, 0.0, causal, scale=scale
         )
     elif _flash_fits(query):
-        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the random state of the dropout, of which there is none
+        # the random state of dropout, which is off
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         grads = _aten._scaled_dot_product_flash_attention_backward(
             grad,
             query,
@@ -61,7 +66,7 @@ def attend_backward(
 
 
 def attend_by_matrices(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend` where no kernel does it (float32 and float64 on a GPU); holds all scores of the block in memory."""
+    """`attend` for float32 and float64 on a GPU, where no kernel computes it. Holds all scores of the block in memory."""
     scores = _scores(query, key, causal, scale)
     log_sum = scores.logsumexp(-1)
     mixed = (scores - log_sum.unsqueeze(-1)).exp_() @ _grouped(value)
@@ -84,7 +89,7 @@ def attend_by_matrices_backward(
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    """(n, key heads, heads of each, queries, keys)."""
+    """Attention scores (n, key heads, heads per key head, queries, keys)."""
     scores: Tensor = query.unflatten(1, (key.shape[1], -1)).to(state_dtype(query)) @ _grouped(key).mT * scale
     if causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1), float("-inf"))
@@ -92,10 +97,10 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _grouped(key: Tensor) -> Tensor:
-    """(n, key heads, 1, keys, size): one for all heads that share it."""
+    """Keys (n, key heads, 1, keys, size), ready to be broadcast over their heads."""
     return key.unsqueeze(2).to(state_dtype(key))
 
 
 def _flash_fits(query: Tensor) -> bool:
-    """Whether the CUDA kernel takes it (Dao, 2023, arXiv:2307.08691)."""
+    """True if the CUDA flash kernel supports the query (Dao, 2023, arXiv:2307.08691)."""
     return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256

@@ -1,4 +1,4 @@
-"""Whether the tokens of a model's sequences can be divided among ranks (`cp`), found before there are any; with what would work."""
+"""Checks whether context parallelism (`cp`) can divide a model's sequences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from paceline.split.context.attention_calls import AttentionCall, attention_call
 from paceline.split.tensor.trace import Call, Graph, trace
 
 NO_TOKENS = "the tokens of sequences are divided, and the batch has none: its first part should be tokens (n, t)"
-_MEETS = "there is {} and the tokens of a sequence may meet in attention only: cp=1"
+_MIXES = "there is {} and the tokens of a sequence may be mixed in attention only: cp=1"
 
 
 @dataclass
 class Examined:
-    """What running a model's shapes has shown: the modules that attend, whether it made its loss, and the reasons against `cp`."""
+    """Result of running a model on shapes.
+
+    Attributes:
+        reasons: reasons against `cp`, each with a remedy.
+        attention: names of the modules that attend.
+        own_loss: True if the model computed its loss itself.
+    """
 
     reasons: list[str] = field(default_factory=list)
     attention: list[str] = field(default_factory=list)
@@ -27,7 +33,7 @@ class Examined:
 
 
 def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examined:
-    """Look at a batch, and run its shapes through the model where nothing speaks against it already."""
+    """Check a batch, then run its shapes through the model unless that failed."""
     found, tokens = Examined(), tokens_of(example)
     if tokens is None:
         problems = [NO_TOKENS]
@@ -40,22 +46,22 @@ def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examine
 
 
 def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found: Examined) -> list[str]:
-    """Run the model without weights; fills `found`, and returns what is wrong with it."""
+    """Run the model on shapes; fill `found` and return the problems."""
     keywords: dict[str, Any] = {}
     handle = model.register_forward_pre_hook(lambda _module, _args, given: keywords.update(given), with_kwargs=True)
     try:
         graph = trace(model, example, call)
-    except Exception as error:  # noqa: BLE001 - whatever the user's model raises
-        return [f"where the model attends cannot be seen, as it does not run on shapes alone: {type(error).__name__}: {error}"]
+    except Exception as error:  # noqa: BLE001 - any error of the user's model
+        return [f"the model does not run on shapes alone, so its attention cannot be found: {type(error).__name__}: {error}"]
     finally:
         handle.remove()
     found.own_loss = keywords.get("labels") is not None
     calls = attention_calls(graph)
     found.attention = [call.module for call in calls]
-    problems = [_MEETS.format(what) for what in other_meetings(graph, tokens)] + _opaque_attention(graph, model, calls)
+    problems = [_MIXES.format(what) for what in other_meetings(graph, tokens)] + _opaque_attention(graph, model, calls)
     problems += [problem for one in calls if (problem := _unfit_call(one, tokens))]
     if not calls and not problems:
-        problems.append("the model never calls scaled_dot_product_attention, which is where tokens can meet over ranks: cp=1")
+        problems.append("the model never calls scaled_dot_product_attention, which alone can mix tokens of several ranks: cp=1")
     if graph.logits is not None and (shape := graph.values[graph.logits].shape)[1:2] != (tokens,):
         problems.append(f"the output {list(shape)} is not one per token, and no rank has the whole sequence: cp=1")
     if found.own_loss:
@@ -64,20 +70,20 @@ def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found
 
 
 def tokens_of(batch: Batch) -> int | None:
-    """The length of the batch's sequences, or None where it has none."""
+    """Length of the batch's sequences, or None if it has none."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
     first = batch.get("input_ids", parts[0]) if isinstance(batch, Mapping) and parts else parts[0]
     return first.shape[1] if isinstance(first, Tensor) and first.dim() in (2, 3) else None
 
 
 def undivided(tokens: int, ranks: int) -> str | None:
-    """Why sequences of `tokens` cannot be divided, and which could; None where they can."""
+    """Reason why sequences of `tokens` cannot be divided, with lengths that can; or None."""
     if tokens % ranks == 0:
         return None
     degrees = [str(n) for n in range(1, tokens + 1) if tokens % n == 0 and n <= 2 * ranks]
     lower, upper = tokens // (2 * ranks) * 2 * ranks, -(-tokens // (2 * ranks)) * 2 * ranks
     lengths = f"{lower} or {upper}" if lower else f"{upper}"
-    return f"{tokens} tokens do not divide. Sequences of {lengths} tokens would, and for {tokens} tokens cp={', '.join(degrees)}"
+    return f"{tokens} tokens cannot be divided evenly. Sequences of {lengths} tokens can, and for {tokens} tokens cp={', '.join(degrees)}"
 
 
 def _unfit_forward(model: nn.Module, parameters: list[str], example: Batch) -> str | None:
@@ -92,11 +98,11 @@ def _unfit_forward(model: nn.Module, parameters: list[str], example: Batch) -> s
 
 
 def masked(batch: Batch) -> str | None:
-    """What of a batch would have to be masked. On a GPU a mask is waited for."""
+    """Reason why a batch would need a mask, or None. Reading a mask on a GPU waits for it."""
     if not isinstance(batch, Mapping):
         return None
     if "position_ids" in batch:
-        return "the batch brings its own position_ids, by which packed sequences are told apart; their attention is not divided: cp=1"
+        return "the batch has its own position_ids, which separate packed sequences; their attention cannot be divided: cp=1"
     mask = batch.get("attention_mask")
     if mask is None or mask.is_meta or mask.all():
         return None
@@ -114,7 +120,7 @@ def _unfit_target(example: Batch, tokens: int) -> str | None:
 
 
 def _opaque_attention(graph: Graph, model: nn.Module, calls: list[AttentionCall]) -> list[str]:
-    """Modules that the trace could not look into and that may attend; one that routes tokens to experts takes each alone."""
+    """Modules that cannot be traced and may attend. One that routes tokens to experts treats each token alone."""
     modules = dict(model.named_modules())
     attending = tuple({type(modules[call.module]) for call in calls})
     return [
@@ -135,12 +141,16 @@ def _unfit_call(call: AttentionCall, tokens: int) -> str | None:
 
 
 def _unfit_loss(graph: Graph, model: nn.Module, labels: int) -> list[str]:
-    """Why a model's own loss is not the sum of what ranks compute; for transformers' causal models, which take shifted labels, it is."""
+    """Reasons why the ranks' partial losses do not add up to the model's own loss.
+
+    Those of transformers' causal models, which take shifted labels, do.
+    """
     problems = []
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     rows = {shape_of(graph, call.args[0])[0] for call in graph.calls if call.name == "cross_entropy" and call.args}
-    if not (takes_any and causal and rows == {labels}):  # others shift by leaving the last token out
+    # other losses shift the labels by leaving out the last token
+    if not (takes_any and causal and rows == {labels}):
         problems.append(f"{type(model).__name__} computes its loss itself, as a mean over one rank's tokens; take the loss cross_entropy")
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         problems.append("the model adds a loss for the balance of its experts, over one rank's tokens; set output_router_logits to false")

@@ -1,4 +1,7 @@
-"""Context parallelism (`cp`): each rank computes its part of every sequence's tokens, and they meet in attention only, over a ring."""
+"""Context parallelism (`cp`): each rank computes its part of every sequence's tokens.
+
+Tokens of different ranks are mixed in attention only, by ring attention.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ from paceline.split.tensor.trace import Call, trace
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
-    """Have a model attend over the tokens of all ranks of `cp`, which is two or more.
+    """Make a model attend over the tokens of all ranks of `cp`, two or more.
 
-    Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of `example`) attend in
-    a ring, Hugging Face models leave out their masks, and the model is given the positions that the rank holds as `position_ids`. The
-    gradients of all parameters become addends over `cp`. Where that cannot be, every rank keeps all tokens and computes its rows of what is
-    large (`context_rows`).
+    Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of `example`)
+    use ring attention, Hugging Face models leave out their masks, and the model gets the positions of the rank's tokens as
+    `position_ids`. The gradients of all parameters become partial sums over `cp`. Where this is impossible, every rank keeps all
+    tokens and computes its own rows of the large modules (`divide_rows`).
 
     Args:
         model: any model that attends; on any device, meta too.
-        parts: its parameters, whose gradients are to be summed over `cp` where they are noted so.
+        parts: its parameters; gradients to be summed over `cp` are noted in them.
         cp: the ranks that divide each sequence.
         example: one undivided batch, real or on the meta device.
-        call: how a model is given a batch. If it passes `labels`, the model computes its loss itself.
+        call: runs the model on a batch. If it passes `labels`, the model computes its loss itself.
 
     Raises:
         PlanError: the model cannot be divided so; with every reason.
@@ -79,11 +82,12 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
 
 
 class Context:
-    """How the sequences of a run are divided, seen from one rank.
+    """Division of the run's sequences, as seen from one rank.
 
     Attributes:
-        whole: every rank has all tokens and the same loss; it computes its rows of some modules. Otherwise it has its own tokens only.
-        lines: how that came, in words.
+        whole: True if every rank has all tokens and the same loss, and computes its rows of some modules. If False, each rank has its
+            own tokens only.
+        lines: report of the division, one line each.
     """
 
     def __init__(self, group: Group, own_loss: bool, *, whole: bool = False) -> None:
@@ -92,13 +96,13 @@ class Context:
         self.lines: list[str] = []
 
     def shard(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch: of every part whose dim 1 is the tokens, labels too.
+        """This rank's tokens of a batch, labels too: a part of tensors (n, tokens, …).
 
-        Where the model computes its own loss, the labels are shifted here, as the label of a rank's last token is held by another rank;
-        and the loss is to be a sum divided by the labels of the whole sequences, so that the ranks' losses add up to the mean.
+        If the model computes its own loss, the labels are shifted here, since another rank holds the label of a rank's last token;
+        the loss is then a sum divided by the number of labels of the whole sequences, so that the ranks' losses add up to the mean.
 
         Raises:
-            DataError: a number of tokens that does not divide, or masked tokens.
+            DataError: a number of tokens that cannot be divided, or masked tokens.
         """
         if self.whole:
             return batch
@@ -112,12 +116,12 @@ class Context:
         return tuple(self._own(t, tokens) for t in batch)
 
     def positions(self, own_tokens: int, device: torch.device) -> Tensor:
-        """The places (1, t) in the whole sequence of the t tokens that this rank holds."""
+        """Positions (1, t) in the whole sequence of the t tokens that this rank holds."""
         intervals = held(own_tokens * self.group.size, self.group.rank, self.group.size)
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals]).unsqueeze(0)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass on this rank's tokens, with what it must know besides."""
+        """Run the model's forward pass on this rank's tokens, with positions and loss weights."""
         tokens = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1)
         kwargs = {"position_ids": self.positions(tokens.shape[1], tokens.device)} | kwargs
         shifted = {name: kwargs.pop(name) for name in _LOSS_KEYWORDS if name in kwargs}
@@ -126,7 +130,7 @@ class Context:
         return forward(*args, **kwargs)
 
     def close(self) -> None:
-        """Make the model whole again, in what it computes; the gradients are this rank's own."""
+        """Undo the changes of the model's forward pass; the gradients stay this rank's own."""
         for undo in reversed(self.undo):
             undo()
         self.undo.clear()
@@ -138,11 +142,12 @@ class Context:
         return torch.cat([tensor[:, start:stop] for start, stop in intervals], 1)
 
 
-_LOSS_KEYWORDS = ("shift_labels", "num_items_in_batch")  # as transformers names them; the number here for every sample
+# transformers' names; num_items_in_batch has one number per sample here
+_LOSS_KEYWORDS = ("shift_labels", "num_items_in_batch")
 
 
 class _Attend(OwnAttention):
-    """Attention is that of all ranks' tokens."""
+    """Function mode that replaces attention by ring attention over all ranks' tokens."""
 
     def __init__(self, ring: str) -> None:
         super().__init__()
@@ -158,18 +163,19 @@ class _Attend(OwnAttention):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """As the function in whose place it stands."""
+        """Ring attention with the signature of torch's function."""
         if attn_mask is not None or dropout_p > 0:
             raise PlanError(
                 f"attention over cp ranks has {'no mask' if attn_mask is not None else 'no dropout'}, and the model asks for it"
             )
-        if query.is_meta:  # shapes only, which are the same alone: what other splits trace is attention as they know it
+        # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
+        if query.is_meta:
             return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
         return ring_attention(query, key, value, self.ring, causal=is_causal, scale=kwargs.get("scale"))
 
 
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
-    """Have a Hugging Face model make no masks: by the positions of a part of the tokens it would take them for several sequences."""
+    """Make a Hugging Face model build no masks. It would take the positions of a part of the tokens for several sequences."""
     from transformers import AttentionInterface
 
     name, before = f"paceline_cp{ranks}", model.config._attn_implementation
@@ -196,7 +202,7 @@ def _hugging_face_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: takes (n, heads, t, size), returns (n, t, heads, size) and no weights."""
+    """Attention in transformers' calling convention. Takes (n, heads, t, size), returns (n, t, heads, size) and no weights."""
     tokens = query.shape[2] * ranks
     if sliding_window is not None and sliding_window < tokens:
         raise PlanError(f"cp={ranks}: attention in a window of {sliding_window} tokens is not divided; use sequences of at most that many")
@@ -212,6 +218,9 @@ _REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 def _shifted(labels: Tensor) -> dict[str, Tensor]:
-    """For every token the label of the next one, and of every sample the number of those that count; as a causal model would have it."""
+    """Shifted labels, and the number of counted labels per sample.
+
+    The result is what transformers' causal models expect.
+    """
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return {"shift_labels": shifted, "num_items_in_batch": (shifted != IGNORED).sum(1)}

@@ -1,4 +1,4 @@
-"""Another computation in the place of `F.scaled_dot_product_attention`, within the modules that attend."""
+"""Replacement of `F.scaled_dot_product_attention` within chosen modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.split.pipeline.replace_forward import replace_forward
 
 
 class OwnAttention(TorchFunctionMode):
-    """While this is on, `attend` is called instead of torch's attention."""
+    """Function mode that calls `attend` instead of torch's attention."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,10 +33,10 @@ class OwnAttention(TorchFunctionMode):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """As the function in whose place it stands; `kwargs` are `scale` and `enable_gqa`."""
+        """Attention with the signature of torch's function; `kwargs` are `scale` and `enable_gqa`."""
 
     def install(self, module: nn.Module) -> Callable[[], None]:
-        """Have one module do the same under this attention: in recomputation and in compiled code as well. Returns the way back."""
+        """Run one module under this attention, in recomputation and compiled code too. Returns a function that undoes this."""
 
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self:

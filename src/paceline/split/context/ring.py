@@ -1,8 +1,9 @@
-"""Ring attention: exact attention over tokens that are divided among ranks, which pass their keys and values around (arXiv:2310.01889).
+"""Ring attention: exact attention over tokens that are divided among ranks.
 
-PyTorch's own `context_parallel` (torch.distributed.tensor.experimental) rotates keys and values the same way. It knows CUDA kernels only,
-needs DTensors for query, key and value, and patches `scaled_dot_product_attention` for the whole process; here tensors are plain, the CPU
-works as well, and the ring is one operator, so that torch.compile and activation checkpointing take it as they take any other.
+Ranks pass their keys and values around a ring (arXiv:2310.01889). PyTorch's own `context_parallel`
+(torch.distributed.tensor.experimental) does the same, but has CUDA kernels only, needs DTensors for query, key and value, and patches
+`scaled_dot_product_attention` for the whole process. Here tensors are plain, the CPU works as well, and the ring is one operator, which
+torch.compile and activation checkpointing handle as any other.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.split.context.block_attention import attend, attend_backward, state_dtype
 
-_RINGS: WeakValueDictionary[str, Group] = WeakValueDictionary()  # an operator's arguments are plain values, so it is told a group's name
+# groups by name, since an operator's arguments are plain values
+_RINGS: WeakValueDictionary[str, Group] = WeakValueDictionary()
 
 
 def join_ring(group: Group) -> str:
-    """The name under which `ring_attention` knows a group of two or more ranks, as long as the caller holds on to the group."""
+    """Register a group of two or more ranks for `ring_attention` and return its name.
+
+    It stays registered while the caller keeps the group.
+    """
     assert group.backend is not None, "attention in a group of one rank needs no ring"
     name: str = group.backend.group_name
     _RINGS[name] = group
@@ -31,17 +36,17 @@ def join_ring(group: Group) -> str:
 
 
 def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """The intervals of a sequence of `tokens` that a rank holds, in order.
+    """Intervals of a sequence of `tokens` that a rank holds, in order.
 
-    With causal attention a late token sees more than an early one. So the sequence is cut in 2 * `ranks` chunks and rank r holds the
-    chunks r and 2 * ranks - 1 - r, which makes every rank's work equal (Llama 3, arXiv:2407.21783, section 3.3.2). A sequence that does
-    not divide in so many is cut in `ranks` chunks; then the last rank has the most work.
+    With causal attention a late token attends to more tokens than an early one. So the sequence is cut into 2 * `ranks` chunks and
+    rank r holds the chunks r and 2 * ranks - 1 - r, which makes every rank's work equal (Llama 3, arXiv:2407.21783, section 3.3.2).
+    A sequence that cannot be cut into so many is cut into `ranks` chunks; then the last rank has the most work.
 
     Raises:
         ValueError: `tokens` is no multiple of `ranks`.
     """
     if tokens % ranks:
-        raise ValueError(f"{tokens} tokens do not divide among {ranks} ranks")
+        raise ValueError(f"{tokens} tokens cannot be divided evenly among {ranks} ranks")
     if tokens % (2 * ranks):
         chunk = tokens // ranks
         return [(rank * chunk, (rank + 1) * chunk)]
@@ -50,36 +55,39 @@ def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, *, causal: bool, scale: float | None = None) -> Tensor:
-    """As `F.scaled_dot_product_attention` of all ranks' tokens, for the rank's own ones.
+    """`F.scaled_dot_product_attention` over all ranks' tokens, for this rank's queries.
+
+    Every rank sends its keys and values `ranks - 1` times, and in the backward pass their gradients as well, while it computes.
 
     Args:
         query: (n, heads, t, size), the t tokens that the rank holds by `held`.
         key: (n, key heads, t, size); `heads` is a multiple of `key heads`.
         value: (n, key heads, t, value size).
         ring: the name of the group from `join_ring`.
-        causal: a token sees itself and those before it, in the order of the whole sequence.
-        scale: of the scores; 1 / sqrt(size) by default.
-
-    Every rank sends its keys and values `ranks - 1` times, and in the backward pass their gradients as well, while it computes.
+        causal: a token attends to itself and those before it, in the order of the whole sequence.
+        scale: factor of the scores; 1 / sqrt(size) by default.
 
     Raises:
-        SyncError: a rank is gone, or did not come within the group's deadline.
+        SyncError: a rank is gone, or did not arrive within the group's deadline.
     """
     device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # as torch does for its own attention
+    # as torch does for its own attention
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     sizes = query.shape[-1], value.shape[-1]
-    size = max(sizes) if device == "cpu" else -(-max(sizes) // 8) * 8  # the kernels want one size for all, on CUDA a multiple of 8
+    # the kernels want one size for all, on CUDA a multiple of 8
+    size = max(sizes) if device == "cpu" else -(-max(sizes) // 8) * 8
     query, key, value = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (query, key, value))
-    query = query if query.stride(-1) == 1 else query.contiguous()  # as the kernels want it; keys and values are copied for sending
+    # the kernels want dense rows; keys and values are copied for sending anyway
+    query = query if query.stride(-1) == 1 else query.contiguous()
     mixed: Tensor = _ring_attention(query, key, value, ring, causal, scale)[0]
     return mixed[..., : sizes[1]] if sizes[1] < size else mixed
 
 
 @torch.library.custom_op("paceline::ring_attention", mutates_args=())
 def _ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The mixed values (n, heads, t, size) and the logarithm of the sum of each row's exponential scores (n, heads, t)."""
+    """Attention output (n, heads, t, size) and each row's log-sum-exp of scores (n, heads, t)."""
     neighbours = _Neighbours(_RINGS[ring])
     tokens, pair = query.shape[2], _Pair.of(key, value)
     mixed = log_sum = query.new_empty(0)
@@ -108,10 +116,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale:
 def _ring_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, ring: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. Those of keys and values travel one step behind them, and end at home."""
+    """Gradients of query, key and value. Those of keys and values travel one step behind them, and end on their own rank."""
     neighbours = _Neighbours(_RINGS[ring])
     tokens, pair = query.shape[2], _Pair.of(key, value)
-    grad = _by_token(grad)  # the kernels want the last dimension dense
+    # the kernels want the last dimension dense
+    grad = _by_token(grad)
     of_query = torch.zeros_like(query, dtype=state_dtype(query))
     gradients = pair.with_packed(torch.zeros_like(pair.packed, dtype=state_dtype(query)))
     travelling: _Message | None = None
@@ -166,7 +175,10 @@ _ring_attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Seen:
-    """What of a block a rank's queries see: `rows` of its queries see `columns` of the keys, all or (`causal`) those up to their own."""
+    """Part of a block that a rank's queries attend to.
+
+    Its queries `rows` attend to keys `columns`: all, or with `causal` those up to their own.
+    """
 
     rows: slice
     columns: slice
@@ -174,10 +186,10 @@ class _Seen:
 
 
 def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
-    """What the queries of `rank` see of the `tokens` keys of `owner`; None for nothing.
+    """Keys of `owner` that the queries of `rank` attend to, of `tokens`; None for none.
 
-    An even number of tokens is two chunks, one early and one late (see `held`). The late one of every rank comes after the early ones of
-    all, and where rank < owner, its early one comes before the owner's and its late one after the owner's.
+    An even number of tokens is two chunks, one early and one late (see `held`). The late chunk of every rank comes after the early
+    ones of all, and where rank < owner, its early chunk comes before the owner's and its late one after the owner's.
     """
     everything, half = slice(0, tokens), tokens // 2
     if not causal or owner == rank:
@@ -188,12 +200,13 @@ def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
 
 
 def _merge(mixed: Tensor, log_sum: Tensor, block: Tensor, block_log_sum: Tensor) -> None:
-    """Add what a block of keys contributes: both means are weighed by the sums of their exponential scores."""
+    """Merge a block's output into the accumulated one, weighted by the sums of exponential scores."""
     mixed.lerp_(block.to(mixed.dtype), torch.sigmoid(block_log_sum - log_sum).unsqueeze(-1))
     log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
 
 
-_PAIRS, _GRADIENTS = 0, 1  # tags: on gloo and shared memory two messages to one rank may be under way
+# Tags: on gloo and shared memory two messages to one rank may be in flight.
+_PAIRS, _GRADIENTS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -210,23 +223,23 @@ class _Pair:
         return cls(packed, packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape))
 
     def with_packed(self, packed: Tensor) -> _Pair:
-        """Another pair of the same shapes."""
+        """Another pair of the same shapes, over other memory."""
         keys = self.key.numel()
         return _Pair(packed, packed[:keys].view(self.key.shape), packed[keys:].view(self.value.shape))
 
 
 class _Neighbours:
-    """The next rank of a ring, to which everything is sent, and the one before, from which everything comes."""
+    """The next rank of a ring, which receives, and the previous one, which sends."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
 
     def owner(self, step: int) -> int:
-        """Whose keys and values are here after `step` exchanges."""
+        """The rank whose keys and values are here after `step` exchanges."""
         return (self.rank - step) % self.size
 
     def pass_on(self, packed: Tensor, tag: int) -> _Message:
-        """Begin to send a tensor on, and to receive one of the same shape."""
+        """Start to send a tensor to the next rank while receiving another."""
         received, backend = torch.empty_like(packed), self.group.backend
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         with self.group._named("ring attention"):
@@ -249,7 +262,7 @@ class _Message:
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """What was received, once it is there and what was sent may be freed."""
+        """Wait for the exchange and return the received tensor."""
         with self.group._named("ring attention"):
             for work in self.works:
                 work.wait()
@@ -257,7 +270,7 @@ class _Message:
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """(n, heads, t, size), in memory token by token, as the projections before and after attention have it."""
+    """The tensor (n, heads, t, size), stored token by token like the projections around attention."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,9 +1,8 @@
-"""Context parallelism where attention cannot go round a ring: every rank has all tokens, and computes its rows of what is large.
+"""Context parallelism without ring attention: ranks hold all tokens, compute some rows.
 
 The model runs as it is written: masks, positions, biases and the loss see whole sequences. Modules that treat each token
 alone (projections, MLPs, heads) and the queries of `F.scaled_dot_product_attention` are computed for this rank's tokens
-only, and their outputs are gathered. So work and the activations inside of these modules are divided; what stands between
-them is not.
+only, and their outputs are gathered. So work and the activations inside of these modules are divided, but not those between them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ _SAME = ("dropout", "native_dropout", "clone", "contiguous", "alias", "detach", 
 
 
 def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> tuple[list[Callable[[], object]], str]:
-    """Have each rank of `group` compute its tokens in the modules that allow it; returns what undoes that, and a line for people.
+    """Let each rank of `group` compute its tokens in the modules that allow it.
+
+    Returns functions that undo this, and a line for the report.
 
     Raises:
         PlanError: no module treats each token alone.
@@ -46,20 +47,22 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     for name in names:
         undo.append(replace_forward(modules[name], partial(_own_tokens, group, name)))
         for parameter, _ in modules[name].named_parameters(prefix=name):
-            if parameter in parts:  # a tied one stands there under its first name, and is in no such module
+            # a tied parameter is listed under its first name, and is in no such module
+            if parameter in parts:
                 parts[parameter].summed.add("cp")
     calls = list(dict.fromkeys(call.module for call in attention_calls(graph)))
     for name in calls:
         undo.append(_OwnQueries(group).install(modules[name]))
     attention = f"attention ({len(calls)} modules) for its own queries" if calls else "attention for all tokens"
-    line = f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own ones, {attention}, the rest for all"
+    line = f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own, {attention}, the remainder for all"
     return undo, line
 
 
 def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
-    """The outermost modules that hold matrices and whose every call maps (n, tokens, features) to as many tokens, each token alone.
+    """Outermost modules with matrices that map (n, tokens, features) token by token.
 
-    Only those whose parameters are used nowhere else: a gradient that is summed over ranks in one use and whole in another is neither.
+    Only modules whose parameters are used nowhere else: a gradient must be either a partial sum over ranks in all uses or whole in
+    all.
     """
     by_path: dict[str, list[Entry]] = {}
     for entry in graph.entries:
@@ -86,7 +89,7 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
 
 
 def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
-    """Whether a module does the same to fewer tokens: its code may have put their number into a factor."""
+    """True if a module does the same to fewer tokens. Its code may use their number as a factor."""
     ((place, given),) = entry.arguments.items()
     n, tokens, size = graph.values[given].shape
 
@@ -99,12 +102,12 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
 
     try:
         return done(tokens) == done(-(-tokens // 2)) == done(1)
-    except Exception:  # noqa: BLE001 - whatever the module raises without the arguments that it is given in the model
+    except Exception:  # noqa: BLE001 - any error of a module called without the arguments it has in the model
         return False
 
 
 def _holders(model: nn.Module) -> dict[str, set[str]]:
-    """For each parameter, by its first name, the names of the modules that hold it."""
+    """Names of the modules that hold each parameter, by the parameter's first name."""
     first = {id(p): name for name, p in model.named_parameters()}
     holders: dict[str, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -113,13 +116,13 @@ def _holders(model: nn.Module) -> dict[str, set[str]]:
 
 
 def _own_names(model: nn.Module, path: str) -> list[str]:
-    """The parameters of a module by their first names in the model."""
+    """Parameters of a module by their first names in the model."""
     first = {id(p): name for name, p in model.named_parameters()}
     return [first[id(p)] for p in model.get_submodule(path).parameters()]
 
 
 def _treats_tokens_alone(graph: Graph, entry: Entry) -> bool:
-    """Whether each operation of a call acts on every token by itself, as far as its kind shows."""
+    """True if each operation of a call acts on every token alone, by kind."""
     values = graph.values
     if len(entry.arguments) != 1 or len(entry.results) != 1:
         return False
@@ -167,13 +170,13 @@ def _keeps_tokens(graph: Graph, node: Any, alone: set[int], weights: set[int], g
 
 
 def _dim_of(node: Any) -> Any:
-    """The `dim` of a softmax (second argument) or of a split (third one)."""
+    """The `dim` argument of a softmax (second) or of a split (third)."""
     place = 1 if "softmax" in node.name else 2
     return node.args[place] if len(node.args) > place else 0
 
 
 def _is_vector(graph: Graph, value: int) -> bool:
-    """Whether a value is a buffer or a number that is the same for every token."""
+    """True if a value is a buffer or number shared by all tokens."""
     return graph.values[value].kind == "constant" and len(graph.values[value].shape) <= 1
 
 
@@ -182,7 +185,7 @@ def _mutable(op: Any) -> bool:
 
 
 def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A module that treats each token alone, for this rank's tokens; the output is of all."""
+    """Run a token-wise module on this rank's tokens and gather the outputs of all."""
     [given] = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if given.is_meta:  # shapes only
         return forward(*args, **kwargs)
@@ -196,7 +199,7 @@ def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any
 
 
 class _OwnQueries(OwnAttention):
-    """Attention is computed for this rank's queries, and gathered."""
+    """Function mode that computes attention for this rank's queries and gathers the output."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -212,7 +215,7 @@ class _OwnQueries(OwnAttention):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """As the function in whose place it stands."""
+        """Attention of this rank's queries, with the signature of torch's function."""
         if query.is_meta:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         tokens, keys, group = query.shape[-2], key.shape[-2], self.group
@@ -229,7 +232,7 @@ class _OwnQueries(OwnAttention):
 
 
 class _Own(torch.autograd.Function):
-    """This rank's rows of a tensor that all ranks have; the last row again where there are too few for equal parts."""
+    """This rank's rows of a replicated tensor. The last row is repeated where there are too few for equal parts."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, group: Group) -> Tensor:
@@ -244,7 +247,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, of which there are `rows`, from each rank's own."""
+    """All `rows` rows of a tensor, gathered from each rank's own."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
@@ -255,14 +258,15 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         first, rows = ctx.group.rank * ctx.size, grad.shape[ctx.dim]
         own = grad.narrow(ctx.dim, min(first, rows), max(0, min(ctx.size, rows - first)))
-        missing = ctx.size - own.shape[ctx.dim]  # rows that stand there twice, and whose output nobody uses
+        # rows that were repeated, whose output is not used
+        missing = ctx.size - own.shape[ctx.dim]
         if missing:
             own = F.pad(own, (0, 0) * (own.dim() - 1 - ctx.dim) + (0, missing))
         return own.contiguous(), None, None, None
 
 
 class _Summed(torch.autograd.Function):
-    """A tensor that all ranks have, of which each rank uses all for its own rows: the gradients are addends."""
+    """A replicated tensor used for each rank's own rows; its gradients are partial sums."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
@@ -281,4 +285,5 @@ def _gathered(own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
     flat = own.new_empty(own.numel() * group.size)
     group.all_gather(flat, own.view(-1))
     whole = torch.cat(list(flat.view(group.size, *own.shape)), dim)
-    return whole if whole.shape[dim] == rows else whole.narrow(dim, 0, rows).clone()  # no view: the model may write into it
+    # no view, since the model may write into it
+    return whole if whole.shape[dim] == rows else whole.narrow(dim, 0, rows).clone()

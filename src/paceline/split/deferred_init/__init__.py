@@ -1,4 +1,5 @@
-"""Models built without memory: each rank then makes the values of its own parts only, with the same bits.
+"""Deferred initialisation: a model is built without memory, then each rank fills its own parts.
 
-Read `deferred.py` first, then `recorder.py` and `tape.py`.
+The values have the same bits as those of a plain construction. Read `initialise.py` first, then `recorder.py` and
+`operation_log.py`.
 """

@@ -1,4 +1,7 @@
-"""Memory for a model that was built and divided on the meta device: this rank's parts only, nothing read and nothing initialised."""
+"""Memory for a model that was built and divided on the meta device.
+
+Only this rank's parts are allocated; nothing is read or initialised.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from paceline.split.parameter_hooks import carry_hooks
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
     """Give every parameter and buffer of `module` memory on `device`.
 
-    What is on the meta device becomes an uninitialised tensor of its shape, to be filled through `paceline.split.parts.local`; buffers and
-    parameters that are real keep their values and move. A tensor that stands in several places stays one tensor, and so do its attributes.
-    `local` of an FSDP2 parameter must be asked for after this: FSDP2 pads uneven shards and so exchanges their memory once more.
+    Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.parts.local`; real buffers and
+    parameters keep their values and move. A tensor that is used in several places stays one tensor and keeps its attributes.
+    `local` of an FSDP2 parameter must be called after this: FSDP2 pads uneven shards and so replaces their memory once more.
 
     Args:
         module: plain, or sharded by `shard_fully`.
-        device: where the rank computes.
-        offload: the shards of FSDP2 go to host memory instead (`CPUOffloadPolicy` demands it); all else still goes to `device`.
+        device: the device that the rank computes on.
+        offload: put FSDP2's shards in host memory instead (`CPUOffloadPolicy` demands it); all other tensors still go to `device`.
     """
     sharded_on = torch.device("cpu") if offload else device
     made: dict[Tensor, Tensor] = {}  # tensors are hashed by identity
@@ -33,7 +36,8 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
                 submodule._buffers[name] = made.setdefault(buffer, _on(buffer, device))
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
-            submodule._apply(_as_it_is, recurse=False)  # FSDP2 looks up its shards anew after every `_apply`
+            # FSDP2 looks up its shards anew after every `_apply`
+            submodule._apply(_identity, recurse=False)
 
 
 def _parameter(parameter: nn.Parameter, device: torch.device, sharded_on: torch.device, made: dict[Tensor, Tensor]) -> nn.Parameter:
@@ -56,5 +60,5 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

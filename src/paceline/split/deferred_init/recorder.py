@@ -1,4 +1,4 @@
-"""Runs the construction of a model without memory: tensors have shapes only, and what is done to them is put on a tape."""
+"""Recorder: runs a model's construction on shapes and logs the operations on its tensors."""
 
 from __future__ import annotations
 
@@ -16,45 +16,48 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.split.deferred_init.tape import Seek, Space, Step, Tape, View
+from paceline.split.deferred_init.operation_log import OperationLog, RestoreRNG, Step, StorageSpec, View
 
-# Floating-point results of these have no memory while recording, and the value that fills them. Others (arange, linspace, tensor(...))
-# stay real: constructions compute layer counts, drop rates and rotary frequencies from them, and read them.
+# Floating-point results of these operations get no memory while recording; the value is their fill value. Others (arange, linspace,
+# tensor(...)) stay real: constructions compute and read layer counts, drop rates and rotary frequencies with them.
 _FILLED: dict[str, float | None] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
-    **dict.fromkeys(("full", "full_like", "new_full")),  # among the arguments
+    # the fill value is among the arguments
+    **dict.fromkeys(("full", "full_like", "new_full")),
 }
-# These read nothing of what they write to.
+# These operations do not read the tensor that they write to.
 _OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "fill_", "zero_", "copy_"}
 _CPU = torch.device("cpu")
 
 
 class NotRecordable(Exception):
-    """The construction does what no tape can hold; the message says what."""
+    """Raised when a construction cannot be recorded; the message says why."""
 
 
 class Recorder:
-    """Records while `recording`; then `tape` is whole.
+    """Records the operations of a construction; `log` is complete after `recording`.
 
     Attributes:
-        problem: why the tape is of no use, or None.
-        constant_bytes: how much of the tape is real tensors that the construction brought along, such as weights that it loaded.
+        problem: why the log cannot be used, or None.
+        constant_bytes: bytes of real tensors in the log, such as weights that the construction loaded.
     """
 
     def __init__(self) -> None:
-        self.tape = Tape()
+        self.log = OperationLog()
         self.problem: str | None = None
         self.constant_bytes = 0
-        self._numbers: dict[int, int] = {}  # of storages, by their addresses
-        self._storages: list[torch.UntypedStorage] = []  # keeps the addresses theirs
+        # storage numbers by address
+        self._numbers: dict[int, int] = {}
+        # keeps the storages alive, so that no address is used twice
+        self._storages: list[torch.UntypedStorage] = []
         self._constants: dict[int, torch.UntypedStorage] = {}
-        self._streams: dict[torch.Generator, _Stream] = {}
+        self._streams: dict[torch.Generator, _GeneratorStates] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """All that is built here is recorded. torch's random state is afterwards as it was before."""
+        """Record everything built in this context; torch's random state is restored afterwards."""
         try:
             self._stream(torch.default_generator)
             with _truncated_normal_recorded(self), _Attributes(self), _Operations(self):
@@ -66,45 +69,47 @@ class Recorder:
                 stream.generator.set_state(stream.start)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the tape."""
+        """True if a tensor is in the log."""
         return tensor.is_meta and tensor.untyped_storage()._cdata in self._numbers
 
     def view(self, tensor: Tensor) -> View:
-        """A tensor's place on the tape.
+        """View of a tensor in the log.
 
         Raises:
-            NotRecordable: it has none.
+            NotRecordable: the tensor is not in the log.
         """
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
-            raise NotRecordable("it uses numbers that torch has put where no tape sees them, such as those of weight[[0, 1]]")
+            raise NotRecordable("it uses numbers that torch has put where no recording sees them, such as those of weight[[0, 1]]")
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotRecordable("it makes a sparse or lazily conjugated tensor")
         return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where a tensor on the tape would be."""
-        return self.tape.spaces[self._numbers[tensor.untyped_storage()._cdata]].device
+        """Device of a tensor in the log."""
+        return self.log.storages[self._numbers[tensor.untyped_storage()._cdata]].device
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation of torch: on shapes and the tape, or, if all it takes and makes is known already, as it is.
+        """Run one operation of torch: on shapes, and logged, unless all values are known. If they are known it runs as it is.
 
         Raises:
-            NotRecordable: it cannot be put on the tape.
+            NotRecordable: the operation cannot be logged.
         """
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         recorded = [x for x in tensors if x.is_meta]
         name = func._schema.name.removeprefix("aten::")
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = name in _FILLED and (bool(recorded) or not name.endswith("_like"))
-        beside = _is_meta(kwargs.get("device"))  # torch makes the numbers of `weight[i] = 0` where the weight is
+        # torch makes the numbers of `weight[i] = 0` on the weight's device
+        beside = _is_meta(kwargs.get("device"))
         if not (recorded or random or fills or beside):
             return self._known(func, args, kwargs)
         if beside:
             kwargs = kwargs | {"device": _CPU}
         if name == "_local_scalar_dense":
             return self._read(func, recorded[0])
-        if name == "set_" or torch.Tag.inplace_view in func.tags:  # changes which memory a tensor stands for, and no memory
+        # changes the memory that a tensor refers to, and no values
+        if name == "set_" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if any(not x.is_meta and x.numel() for x in written):
@@ -116,7 +121,7 @@ class Recorder:
         return result
 
     def fill(self, func: Callable[..., Any], tensor: Tensor, *args: Any, generator: torch.Generator | None) -> None:
-        """Put a function on the tape that fills `tensor` with random numbers, however it does that."""
+        """Log a function that fills `tensor` with random numbers in any way."""
         view = self.view(tensor)
         covers = frozenset([view.storage]) if self._is_all(tensor) else frozenset()
         kwargs = {"generator": generator}
@@ -128,15 +133,15 @@ class Recorder:
         return func(*args, **kwargs)
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
-        """The number that a tensor holds, where it does not depend on random ones (the flag of a mask, a constant)."""
+        """The number that a tensor holds. It must not depend on random numbers: a mask's flag, a constant."""
         with torch.no_grad():
-            value = self.tape.value(self.view(tensor))
+            value = self.log.value(self.view(tensor))
         if value is None:
             raise NotRecordable("it reads random numbers (.item(), .tolist(), or an `if` on a tensor)")
         return func(value)
 
     def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], *, create: bool) -> Any:
-        """The result of an operation on shapes."""
+        """Result of an operation on shapes."""
         sizes = [x.untyped_storage().nbytes() for x in written]
         args, kwargs = tree_map(_shape_only, (args, kwargs))
         names = [argument.name for argument in func._schema.arguments]
@@ -148,7 +153,7 @@ class Recorder:
         return result
 
     def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], result: Any) -> None:
-        """Put an operation on the tape, unless it only returns a view or a fact about shapes."""
+        """Log an operation, unless it only returns a view or a fact about shapes."""
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for tensor in inputs:
             if tensor.is_meta:
@@ -178,33 +183,33 @@ class Recorder:
 
     def _add(self, step: Step, generator: torch.Generator | None = None) -> None:
         if generator is None:
-            self.tape.steps.append(step)
+            self.log.steps.append(step)
             return
-        if any(self.tape.spaces[storage].device.type != "cpu" for storage in step.touches):
+        if any(self.log.storages[storage].device.type != "cpu" for storage in step.touches):
             raise NotRecordable("it draws random numbers on another device than the CPU")
         stream = self._stream(generator)
         self._follow(stream)
-        self.tape.steps.append(replace(step, draws=generator, number=stream.advance()))
+        self.log.steps.append(replace(step, draws=generator, draw_index=stream.advance()))
 
-    def _stream(self, generator: torch.Generator) -> _Stream:
+    def _stream(self, generator: torch.Generator) -> _GeneratorStates:
         if generator not in self._streams:
-            self._streams[generator] = _Stream(generator)
-            self.tape.starts.append((generator, self._streams[generator].start))
+            self._streams[generator] = _GeneratorStates(generator)
+            self.log.starts.append((generator, self._streams[generator].start))
         return self._streams[generator]
 
-    def _follow(self, stream: _Stream) -> None:
+    def _follow(self, stream: _GeneratorStates) -> None:
         if (to := stream.moved()) is not None:
-            self.tape.steps.append(Seek(stream.generator, to))
+            self.log.steps.append(RestoreRNG(stream.generator, to))
 
     def _new(self, tensor: Tensor, device: torch.device) -> View:
         storage = tensor.untyped_storage()
         self._numbers[storage._cdata] = len(self._storages)
         self._storages.append(storage)
-        self.tape.spaces.append(Space(storage.nbytes(), device))
+        self.log.storages.append(StorageSpec(storage.nbytes(), device))
         return self.view(tensor)
 
     def _placed(self, x: Any) -> Any:
-        """What stands on the tape for an argument; a real tensor is kept as it is."""
+        """The log's view for a meta tensor argument; other arguments stay as they are."""
         if not isinstance(x, Tensor):
             return x
         if x.is_meta:
@@ -221,7 +226,7 @@ class Recorder:
         return next((self.device(x) if x.is_meta else x.device for x in inputs), _CPU)
 
     def _is_all(self, tensor: Tensor) -> bool:
-        """Whether a tensor is all of its storage, each element once."""
+        """True if a tensor covers all of its storage, each element once."""
         dims = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
         expected = 1
         for stride, n in dims:
@@ -232,16 +237,20 @@ class Recorder:
 
 
 class _Operations(TorchDispatchMode):
-    """Hands every operation to the recorder; the first that cannot be recorded is its problem, even if the construction goes on."""
+    """Dispatch mode that hands every operation to the recorder.
+
+    The first failure is kept as its problem, even if the construction goes on.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Called by torch."""
+        """Run one operation through the recorder."""
         try:
-            with torch._C.DisableTorchFunction():  # what `_Attributes` says is not for the recorder
+            # the answers of `_Attributes` are not meant for the recorder
+            with torch._C.DisableTorchFunction():
                 return self._recorder.operate(func, args, kwargs or {})
         except Exception as error:
             what = str(error) if isinstance(error, NotRecordable) else f"{func}: {error}"
@@ -250,14 +259,14 @@ class _Operations(TorchDispatchMode):
 
 
 class _Attributes(TorchFunctionMode):
-    """Says of tensors on the tape that they are where they would be: much initialisation is left out on the meta device."""
+    """Function mode that reports the intended device of logged tensors. Many initialisers skip meta tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Called by torch."""
+        """Answer questions about a tensor's device; run everything else."""
         if func in _ANSWERS and self._recorder.holds(args[0]):
             return _ANSWERS[func](self._recorder.device(args[0]))
         if _is_meta((kwargs or {}).get("device")):
@@ -265,22 +274,24 @@ class _Attributes(TorchFunctionMode):
         if func is Tensor.__deepcopy__ and self._recorder.holds(args[0]):
             return _deep_copied(*args)
         if func == _SET_DATA and self._recorder.holds(args[0]) and not args[1].is_meta:
-            return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1]))  # a real one would not do
+            # a tensor with values cannot be assigned
+            return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1]))
         return func(*args, **(kwargs or {}))
 
 
-class _Stream:
-    """A generator while recording. It stands still where the construction draws, so it is moved on: every state comes once."""
+class _GeneratorStates:
+    """A generator during recording. Draws are not executed, so it is advanced once per draw: every state is unique."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
         self.start = generator.get_state()
         self._last = _digest(self.start)
-        self._known = {self._last: 0}  # states by the number of draws before
+        # number of draws before each state
+        self._known = {self._last: 0}
         self._drawn = 0
 
     def moved(self) -> int | Tensor | None:
-        """What the construction set the generator to since the last draw: a state by its number of draws, a new one, or None."""
+        """State that the construction set since the last draw. It is an earlier draw's index, a new state, or None if there was none."""
         state = self.generator.get_state()
         digest = _digest(state)
         if digest == self._last:
@@ -289,7 +300,7 @@ class _Stream:
         return self._known.get(digest, state)
 
     def advance(self) -> int:
-        """Called at a draw; returns its number."""
+        """Advance the generator by one draw and return the draw's index."""
         torch.rand(1, generator=self.generator, device=_CPU)
         self._drawn += 1
         self._last = _digest(self.generator.get_state())
@@ -307,7 +318,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """torch's own copies the storage, of which there is nothing to copy."""
+    """Deep copy of a logged tensor, without copying its storage. PyTorch copies the storage, which has no memory here."""
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copied: Tensor = memo[id(tensor)]
@@ -316,7 +327,7 @@ def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 @contextmanager
 def _truncated_normal_recorded(recorder: Recorder) -> Iterator[None]:
-    """torch's truncated normal draws again and again what lies outside, so no tape of single operations can hold it: it goes on whole."""
+    """Log torch's truncated normal as one operation. It redraws rejected values, so the number of its draws varies."""
     original: Any = torch.nn.init._no_grad_trunc_normal_
 
     def fill(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
@@ -340,7 +351,7 @@ def _filled(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype,
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes."""
+    """Tensors that an operation changes."""
     written: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -370,7 +381,7 @@ def _digest(state: Tensor) -> bytes:
 
 
 def _place() -> str:
-    """Where the construction stands, in code that is neither torch's nor this package's split."""
+    """Source line of the construction, in code of neither torch nor this folder."""
     others = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(others)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"

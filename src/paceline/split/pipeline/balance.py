@@ -1,4 +1,4 @@
-"""Where to cut a model so that no stage takes longer than it must: every piece is measured, and the best cuts are found exactly."""
+"""Stage cuts that make the slowest stage as fast as possible, from measured segments."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.pipeline.forward_trace import Call, Cut, Trace
-from paceline.split.pipeline.observed import kept_as_is
-from paceline.split.pipeline.stages import Extent, Stage
+from paceline.split.pipeline.observed import restored_afterwards
+from paceline.split.pipeline.stages import Stage, StageBounds
 
-_RUNS = 8  # the fastest counts: the first ones have cold caches, and others meet whatever else the machine does
+# The fastest run counts: the first ones have cold caches, others are slowed by other work on the machine.
+_RUNS = 8
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Where stages 2, 3, … begin, so that the most expensive of `stages` contiguous stages is as cheap as can be.
+    """Indices where stages 2, 3, … begin, so that the slowest stage is fastest.
 
-    Of cuts that are equally good, those are taken whose other stages are the most even (smallest sum of squares).
+    Of equally good cuts, those with the most even other stages are taken (smallest sum of squares).
 
     Args:
-        costs: of every piece, in order; at least as many as stages. What stands before and after the repeated blocks is a piece as well.
+        costs: cost of each segment in order, at least as many as stages. The parts before and after the repeated blocks are segments too.
 
     Raises:
-        ValueError: more stages than pieces.
+        ValueError: more stages than segments.
     """
     if not 1 <= stages <= len(costs):
-        raise ValueError(f"{len(costs)} pieces cannot be cut into {stages} stages")
+        raise ValueError(f"{len(costs)} segments cannot be cut into {stages} stages")
     until = [0.0, *accumulate(costs)]
     best: list[tuple[float, float, list[int]]] = [(until[i], until[i] ** 2, []) for i in range(len(until))]
     for stage in range(2, stages + 1):
@@ -49,46 +50,49 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 def costs(
     model: nn.Module, trace: Trace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device, *, runs: int = _RUNS
 ) -> list[float]:
-    """Seconds of a forward and a backward pass of each piece between two cuts: `len(cuts) + 1` of them, the ends included.
+    """Seconds of a forward and a backward pass of each segment between two cuts.
 
-    A piece is computed alone, with random weights of its own, as a stage of a pipeline would be; pieces that are alike (the same kinds of
-    modules, parameters and activations) are measured once. No more than one piece is ever in memory. The loss is not in the last one.
+    There are `len(cuts) + 1` segments. Each is computed alone, with random weights of its own, as a stage of a pipeline would be;
+    equal segments (the same types of modules, parameters and activations) are measured once. At most one segment is in memory at a
+    time. The loss is not included in the last one.
 
-    Ranks that split the inside of a piece (tensor parallel) must call this together: they meet in its collectives.
+    Ranks that split the inside of a segment (tensor parallel) must call this together, for its collectives.
 
     Raises:
-        PlanError: a piece cannot be computed apart from the others.
+        PlanError: a segment cannot be computed apart from the others.
     """
-    bounds = [None, *cuts, None]
+    ends = [None, *cuts, None]
     measured: dict[Any, float] = {}
     found = []
-    for first, last in pairwise(bounds):
-        extent = Extent(trace, first, last)
-        likeness = _likeness(model, extent)
+    for first, last in pairwise(ends):
+        bounds = StageBounds(trace, first, last)
+        likeness = _likeness(model, bounds)
         if likeness not in measured:
-            with kept_as_is(model):
-                measured[likeness] = _measure(model, extent, batch, call, device, runs)
+            with restored_afterwards(model):
+                measured[likeness] = _measure(model, bounds, batch, call, device, runs)
         found.append(measured[likeness])
     return found
 
 
-def _likeness(model: nn.Module, extent: Extent) -> Any:
+def _likeness(model: nn.Module, bounds: StageBounds) -> Any:
     parameters = dict(model.named_parameters())
     modules = tuple(
-        type(model.get_submodule(v.name)).__qualname__ for v in extent.trace.visits if v.enter >= extent.start and v.leave <= extent.stop
+        type(model.get_submodule(v.name)).__qualname__
+        for v in bounds.trace.module_calls
+        if v.enter >= bounds.start and v.leave <= bounds.stop
     )
-    shapes = sorted((tuple(parameters[n].shape), str(parameters[n].dtype)) for n in extent.parameters())
-    return modules, tuple(shapes), tuple(extent.received), tuple(extent.sent)
+    shapes = sorted((tuple(parameters[n].shape), str(parameters[n].dtype)) for n in bounds.parameters())
+    return modules, tuple(shapes), tuple(bounds.received), tuple(bounds.sent)
 
 
-def _measure(model: nn.Module, extent: Extent, batch: Batch, call: Call, device: torch.device, runs: int) -> float:
+def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, device: torch.device, runs: int) -> float:
     seconds = []
     try:
-        stage = Stage(model, extent, lambda _: extent, call, device, extent.parameters())
+        stage = Stage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
         _fill(stage.module, device)
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
             for _ in range(runs):
-                received = _received(extent, device)
+                received = _received(bounds, device)
                 started = _now(device)
                 outputs = [t for t in tree_leaves(stage.module(*received, batch=batch)) if isinstance(t, Tensor) and t.requires_grad]
                 torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
@@ -97,8 +101,8 @@ def _measure(model: nn.Module, extent: Extent, batch: Batch, call: Call, device:
         raise
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
-        where = f"from {extent.first.before}" if extent.first else "from the beginning"
-        until = f"to before {extent.last.before}" if extent.last else "to the end"
+        where = f"from {bounds.first.before}" if bounds.first else "from the beginning"
+        until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
             f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: {first}). Its code may reach "
             "other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
@@ -106,8 +110,8 @@ def _measure(model: nn.Module, extent: Extent, batch: Batch, call: Call, device:
     return min(seconds)
 
 
-def _received(extent: Extent, device: torch.device) -> list[Tensor]:
-    received = [shape.on(device) for shape in extent.received]
+def _received(bounds: StageBounds, device: torch.device) -> list[Tensor]:
+    received = [shape.on(device) for shape in bounds.received]
     with torch.no_grad():
         for t in received:
             _ = t.normal_(std=0.02) if t.is_floating_point() else t.zero_()
@@ -115,7 +119,7 @@ def _received(extent: Extent, device: torch.device) -> list[Tensor]:
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:
-    """Random weights; buffers that have no values are zero."""
+    """Give parameters random values, and buffers without values zeros."""
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for name, p in part._parameters.items():

@@ -1,4 +1,4 @@
-"""At which modules a pipeline's stages begin: those that a plan names, or those that make the slowest stage as fast as can be."""
+"""Modules at which a pipeline's stages begin: named by the plan, or every possible one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from paceline.split.pipeline.rules import reasons_against_cut
 
 
 def wrong_names(model: nn.Module, names: Sequence[str], stages: int) -> list[str]:
-    """What is wrong with the cut points of a plan."""
+    """Problems with the cut points of a plan, as sentences."""
     known = [name for name, _ in model.named_modules() if name]
     problems = [f'there is no module "{name}". {nearest(name, known)}' for name in names if name not in known]
     return problems + (reasons_against_cut(names, stages, f"there are {stages} stages") if names else [])
 
 
 def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
-    """The cuts before the modules of these names, and why others cannot be made without tracing.
+    """Cuts before the named modules, and reasons why others need torch.export.
 
     Raises:
-        PlanError: these are no places to cut at all, or not in the order in which they are called.
+        PlanError: a module is no place to cut at all, or the names are not in the order of the calls.
     """
     cuts = [trace.cut(name) for name in names]
     good = [cut for cut in cuts if isinstance(cut, Cut)]
@@ -39,23 +39,26 @@ def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]
 
 
 def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:
-    """Before every block, and wherever one tensor crosses between outermost modules; in order. And why others are none."""
+    """Possible cuts in order, and reasons why the model cannot be cut before other blocks.
+
+    A model can be cut before blocks, and where one tensor crosses between outermost modules.
+    """
     cuts: dict[int, Cut] = {}
     reasons = []
     inside = tuple(f"{name}." for name in blocks)
     seen: set[str] = set()
-    for visit in trace.visits:
-        if not visit.name or visit.name in seen or visit.name.startswith(inside):
+    for module_call in trace.module_calls:
+        if not module_call.name or module_call.name in seen or module_call.name.startswith(inside):
             continue
-        seen.add(visit.name)
-        cut = trace.cut(visit.name)
+        seen.add(module_call.name)
+        cut = trace.cut(module_call.name)
         if isinstance(cut, str):
-            reasons += [cut] if visit.name in blocks[1:] else []
-        elif visit.name in blocks or len(cut.values) == 1:
+            reasons += [cut] if module_call.name in blocks[1:] else []
+        elif module_call.name in blocks or len(cut.values) == 1:
             cuts[cut.time] = cut
     found: list[Cut] = []
     for cut in (cuts[time] for time in sorted(cuts)):
-        # Two cuts with nothing between them that computes are one place; the outer module's name is kept.
+        # Two cuts with no computation between them are one; the outer module's name is kept.
         if trace.used(found[-1].time if found else -1, cut.time):
             found.append(cut)
     if found and not trace.used(found[-1].time, Trace.END):
@@ -64,7 +67,7 @@ def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[
 
 
 def too_few(cuts: int, stages: int, ranks: int, schedule: str, reasons: Sequence[str]) -> str:
-    """That the model has fewer places to cut than the plan needs, and what would work."""
+    """Message that the model has fewer possible cuts than needed, with plans that fit."""
     per_rank = stages // ranks
     fits = (cuts + 1) // per_rank
     help_ = f"pp={fits} or less" if fits > 1 else "train without pp (fsdp and tp divide any model)"
@@ -75,5 +78,5 @@ def too_few(cuts: int, stages: int, ranks: int, schedule: str, reasons: Sequence
 
 
 def even(blocks: int, stages: int) -> list[int]:
-    """Which blocks begin the second and later stages where nothing is measured; none where there are too few."""
+    """Indices of the blocks that begin the second and later stages if nothing is measured. Empty if there are fewer blocks than stages."""
     return [round(blocks * i / stages) for i in range(1, stages)] if blocks >= stages else []

@@ -1,4 +1,4 @@
-"""Pipeline stages through `torch.export`: for models whose own code keeps more between the blocks than modules return."""
+"""Pipeline stages made by `torch.export`, for models that pass state past module outputs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.no_grad_regions import inline_no_grad
 from paceline.split.pipeline.forward_trace import Call, Shape, quiet
-from paceline.split.pipeline.stages import Finish, as_it_is, copied, give_away, leave_buffers
+from paceline.split.pipeline.stages import Finish, copied, drop_buffers, drop_parameters, identity
 
-_CALL = re.compile(r"@\d+(?=\.|$)")  # torch.export's mark on the name of a module in its second and later calls
+# torch.export's mark on the name of a module in its second and later calls
+_CALL = re.compile(r"@\d+(?=\.|$)")
 
 
 @dataclass
-class Piece:
-    """What one stage computes for one shape of batch: a graph that torch has traced and split.
+class StageGraph:
+    """One stage's computation for one shape of batch: a graph traced and split by torch.
 
     Attributes:
         received, sent: the tensors that come in and go out.
@@ -53,7 +54,7 @@ class Piece:
         return {self.names[name] for name, _ in self.graph.named_buffers(remove_duplicate=False) if name in self.names}
 
     def run(self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:
-        """The values of all nodes that are known after the stage."""
+        """Run the stage; returns the values of all nodes known after it."""
         known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(zip(self.inputs, _tensors(batch), strict=True))
         args = fx.node.map_arg(self.node.args, lambda node: known[node])
         made = self.graph(*args) if tensors is None else torch.func.functional_call(self.graph, dict(tensors), args)
@@ -62,13 +63,13 @@ class Piece:
         return known
 
 
-def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, device: torch.device) -> list[Piece]:
-    """The stages of a model that is traced by `torch.export` and split before the modules `cuts`.
+def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, device: torch.device) -> list[StageGraph]:
+    """Stages of a model, traced by `torch.export` and split before the modules `cuts`.
 
-    The graph is that of this shape of batch, and of the model's present mode (train or eval).
+    The graph holds for this shape of batch, and for the model's current mode (train or eval).
 
     Raises:
-        PlanError: the model cannot be traced, e.g. as its control flow depends on data.
+        PlanError: the model cannot be traced, e.g. because its control flow depends on data.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -98,69 +99,76 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
             f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at modules that are called "
             "once"
         )
-    pieces = _pieces(pipe.split_gm, nodes, output, set(_named_tensors(model)))
+    stage_graphs = _stage_graphs(pipe.split_gm, nodes, output, set(_named_tensors(model)))
     try:
-        _infer_shapes(pieces, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
+        _infer_shapes(stage_graphs, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
             f"pp: the stages that torch.export makes of the model cannot be run ({type(error).__name__}: {first}). Cut "
             "elsewhere (cut=), or train without pp (fsdp divides any model)."
         ) from error
-    return pieces
+    return stage_graphs
 
 
 class ExportedStage:
-    """As `Stage`, for a `Piece`. It has no blocks; its graph computes with the parameters of `module`, whatever shards these."""
+    """Like `Stage`, for a `StageGraph`. It has no blocks; its graph computes with the parameters of `module`, sharded or not."""
 
     def __init__(
-        self, model: nn.Module, pieces_of: Callable[[Batch], Sequence[Piece]], example: Batch, i: int, device: torch.device, own: set[str]
+        self,
+        model: nn.Module,
+        graphs_of: Callable[[Batch], Sequence[StageGraph]],
+        example: Batch,
+        i: int,
+        device: torch.device,
+        own: set[str],
     ) -> None:
-        pieces = pieces_of(example)
-        self.finish: Finish = as_it_is
-        self._piece_of, self._last = (lambda batch: pieces_of(batch)[i]), i == len(pieces) - 1
+        stage_graphs = graphs_of(example)
+        self.finish: Finish = identity
+        self._graph_of, self._last = (lambda batch: graphs_of(batch)[i]), i == len(stage_graphs) - 1
         self.module = copied(model)
-        give_away(self.module, model, own, device)
-        leave_buffers(self.module, set().union(*(piece.buffers() for piece in pieces)) - pieces[i].buffers(), device)
+        drop_parameters(self.module, model, own, device)
+        drop_buffers(self.module, set().union(*(stage_graph.buffers() for stage_graph in stage_graphs)) - stage_graphs[i].buffers(), device)
         self.module.__dict__["forward"] = self._forward
 
     def _forward(self, *received: Tensor, batch: Batch) -> Any:
-        piece = self._piece_of(batch)
+        stage_graph = self._graph_of(batch)
         tensors = _named_tensors(self.module)
-        if missing := sorted(set(piece.names.values()) - tensors.keys()):
+        if missing := sorted(set(stage_graph.names.values()) - tensors.keys()):
             raise PlanError(
                 f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another stage's: give all batches the "
                 "same shape, or train without pp."
             )
-        known = piece.run(batch, received, {name: tensors[own] for name, own in piece.names.items()})
+        known = stage_graph.run(batch, received, {name: tensors[own] for name, own in stage_graph.names.items()})
         if self._last:
-            return self.finish(piece.output([known[node] for node in piece.results]))
-        sent = tuple(known[node].contiguous() for node in piece.outgoing)
+            return self.finish(stage_graph.output([known[node] for node in stage_graph.results]))
+        sent = tuple(known[node].contiguous() for node in stage_graph.outgoing)
         return sent if len(sent) > 1 else sent[0]
 
 
 class _Output:
-    """The structure of a model's output, kept outside of the traced module, whose attributes torch.export puts back."""
+    """Structure of a model's output. It is kept outside of the traced module, whose attributes torch.export resets."""
 
     def __init__(self) -> None:
         self._spec: TreeSpec | None = None
-        self._leaves: list[Any] = []  # None where a tensor is
+        # None for each tensor
+        self._leaves: list[Any] = []
 
     def tensors(self, output: Any) -> tuple[Tensor, ...]:
-        """The tensors in an output, whose structure is remembered."""
+        """Tensors of an output, whose structure is stored."""
         leaves, self._spec = tree_flatten(output)
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def of(self, tensors: Sequence[Any]) -> Any:
-        """An output of that structure."""
+        """An output of the stored structure."""
         assert self._spec is not None
         rest = iter(tensors)
         return tree_unflatten([next(rest) if leaf is None else leaf[0] for leaf in self._leaves], self._spec)
 
 
 class _Flat(nn.Module):
-    """Tensors in, tensors out, around a model that takes a batch and returns anything."""
+    """Wrapper of a model whose inputs and outputs are tensors, not batches and objects."""
 
     def __init__(self, model: nn.Module, call: Call, batch: Batch, output: _Output) -> None:
         super().__init__()
@@ -172,7 +180,7 @@ class _Flat(nn.Module):
         return self._run(self.model, tensors)
 
 
-def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output, known: set[str]) -> list[Piece]:
+def _stage_graphs(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output, known: set[str]) -> list[StageGraph]:
     order = {node: i for i, node in enumerate(nodes)}
     inputs = [node for node in split_gm.graph.nodes if node.op == "placeholder"]
     [output] = [node for node in split_gm.graph.nodes if node.op == "output"]
@@ -186,13 +194,13 @@ def _pieces(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Outp
     crossing = [[n for n, i in made.items() if i < k <= needed_until(n)] for k in range(len(nodes) + 1)]
     graphs = [split_gm.get_submodule(str(node.target)) for node in nodes]
     return [
-        Piece(graph, _model_names(graph, known), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
+        StageGraph(graph, _model_names(graph, known), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
         for k, (graph, node) in enumerate(zip(graphs, nodes, strict=True))
     ]
 
 
 def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
-    """The model's names of a graph's parameters and buffers; none for constants, which are the graph's own."""
+    """The model's names of a graph's parameters and buffers. The graph's own constants have none."""
     found = {}
     for name in _named_tensors(graph):
         own = name.removeprefix("model.")
@@ -206,17 +214,17 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _infer_shapes(pieces: Sequence[Piece], batch: tuple[Tensor, ...]) -> None:
+def _infer_shapes(stage_graphs: Sequence[StageGraph], batch: tuple[Tensor, ...]) -> None:
     carried: list[Tensor] = []
-    for piece in pieces:
-        piece.received = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
-        known = piece.run(batch, carried)
-        carried = [known[node] for node in piece.outgoing]
-        piece.sent = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+    for stage_graph in stage_graphs:
+        stage_graph.received = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+        known = stage_graph.run(batch, carried)
+        carried = [known[node] for node in stage_graph.outgoing]
+        stage_graph.sent = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
 
 
 def _with_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy whose parameters have a device and no memory; what is tied stays so."""
+    """A copy of the model with fake parameters and buffers; tied ones stay tied."""
     model = copied(model)
     made: dict[int, Any] = {}
     for module in model.modules():

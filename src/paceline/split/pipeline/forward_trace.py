@@ -1,4 +1,7 @@
-"""How a model's forward pass runs through its modules, watched once without computing it: where it can be cut, and what crosses there."""
+"""Trace of one forward pass on shapes: module calls, operations, and possible cuts.
+
+Nothing is computed. A cut knows the tensors that cross it.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.observed import Observed, in_transform, kept_as_is
+from paceline.split.pipeline.observed import Observed, in_transform, restored_afterwards
 
-Call = Callable[[Any, Batch], Any]  # (model, batch) -> the model's output
-Node = tuple[int, tuple[int, ...], tuple[int, ...], int]  # (storage, shape, stride, offset): a tensor as the watch tells it from others
-Turn = tuple[str, int]  # (module, how many times it had been called before in this forward pass)
+# (model, batch) -> the model's output
+Call = Callable[[Any, Batch], Any]
+# identity of a tensor: (storage, shape, stride, offset)
+Node = tuple[int, tuple[int, ...], tuple[int, ...], int]
+# (module, number of its earlier calls in this forward pass)
+CallKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a tensor without its values. Contiguous: what crosses between ranks is."""
+    """Shape, dtype and `requires_grad` of a contiguous tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -40,35 +46,36 @@ class Shape:
         return torch.empty(self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     def zero(self, device: torch.device) -> Tensor:
-        """A zero that is seen everywhere; it takes no memory to speak of."""
+        """An expanded zero of this shape, which takes almost no memory."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
 
 
 @dataclass
-class Visit:
+class ModuleCall:
     """One call of a module.
 
     Attributes:
-        enter, leave: when, on the clock of the trace.
+        call_index: number of the module's earlier calls in this forward pass.
+        parent: index of the calling module's call, or -1.
+        enter, leave: start and end, on the trace's clock.
         leaves: its output, flattened (tensors as `Shape`), to be put together by `spec`.
-        nodes: which tensors the leaves are; None for what is none.
-        works: whether something in it reads a parameter, or what came of one.
-        written: the leaves that are changed in place after it.
+        nodes: the leaves' tensor identities; None for other leaves.
+        uses_parameters: True if something in it depends on a parameter.
     """
 
     name: str
-    turn: int
+    call_index: int
     parent: int
     enter: int
     leave: int = 0
     leaves: list[Any] = field(default_factory=list)
     spec: TreeSpec | None = None
     nodes: list[Node | None] = field(default_factory=list)
-    works: bool = False
+    uses_parameters: bool = False
 
     @property
-    def key(self) -> Turn:
-        return self.name, self.turn
+    def key(self) -> CallKey:
+        return self.name, self.call_index
 
     def output(self, leaves: Sequence[Any]) -> Any:
         """An output of the same structure."""
@@ -78,10 +85,10 @@ class Visit:
 
 @dataclass
 class Step:
-    """One operation."""
+    """One operation of the trace."""
 
     time: int
-    visit: int
+    module_call: int
     reads: list[Node]
     makes: list[Node]
     changes: list[int]  # storages
@@ -104,9 +111,9 @@ class Value:
     """A tensor that crosses a cut.
 
     Attributes:
-        sources: (module, turn, leaf) of the calls before the cut that return it.
-        node: which tensor it is.
-        changed: whether code between the modules, which every stage runs, changes it in place.
+        sources: (module, call index, leaf) of the calls before the cut that return it.
+        node: its identity.
+        changed: True if code between the modules, which every stage runs, changes it in place.
     """
 
     sources: tuple[tuple[str, int, int], ...]
@@ -117,12 +124,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Cut:
-    """A place to cut: just before module `before` is called.
+    """A possible cut, just before module `before` is called.
 
     Attributes:
-        time: when that is, on the clock of the trace.
-        values: what crosses.
-        parameters: those that both sides need, as the code between the modules uses them on what crosses.
+        time: the time of that call, on the trace's clock.
+        values: the tensors that cross.
+        parameters: the parameters that both sides need, since code between the modules uses them on crossing tensors.
     """
 
     before: str
@@ -132,20 +139,20 @@ class Cut:
 
 
 class Trace:
-    """The calls and operations of one forward pass.
+    """Module calls and operations of one forward pass.
 
     The modules run with parameters that have shapes and no memory (torch's fake tensors), and everything that does not depend on a
-    parameter (positions, masks) is computed for real, so code may look at it. A module whose code looks at values that do depend on
-    parameters (the routing of a mixture of experts) is run alone with random weights, and then its output's shape is known.
+    parameter (positions, masks) is computed for real, so code may read its values. A module whose code reads values that do depend on
+    parameters (the routing of a mixture of experts) is run alone with random weights, and its output's shape is taken from that.
 
     Args:
         model: parameters on the meta device or real; they are not read.
-        whole: names of modules that may not be run with real weights, as they hold (nearly) all there are.
-        remembered: for modules that had to be run, which input each output is like; filled here, and used by later traces.
-        observed: where to put down what else is seen, for callers who want it of a pass that fails, too.
+        whole: names of modules that may not be run with real weights, since they hold (nearly) all of them.
+        remembered: for modules that had to be run, the input that each output resembles; filled here, and used by later traces.
+        observed: receives all other observations, also of a forward pass that fails.
 
     Raises:
-        PlanError: the model's own code, outside of the modules that could be run alone, looks at values.
+        PlanError: the model's own code, outside of the modules that could be run alone, reads values.
     """
 
     END = 1 << 62
@@ -163,23 +170,29 @@ class Trace:
     ) -> None:
         self.model, self.device, self._whole = model, device, whole
         self._remembered = {} if remembered is None else remembered
-        self.visits: list[Visit] = []
+        self.module_calls: list[ModuleCall] = []
         self.steps: list[Step] = []
         self.result: list[Node] = []
-        self.parameters: dict[int, str] = {}  # by storage
-        self._clock, self._current, self._turns = 0, -1, Counter[str]()
+        # parameter names by storage
+        self.parameters: dict[int, str] = {}
+        self._clock, self._current, self._call_counts = 0, -1, Counter[str]()
         self._watching, self._stuck = True, ""
         self.observed = Observed() if observed is None else observed
-        self._own: dict[nn.Module, dict[str, Any]] = {}  # what every module has in place of its parameters
+        # each module's fake parameters
+        self._own: dict[nn.Module, dict[str, Any]] = {}
         self._inputs: set[int] = set()
-        self._buffers: dict[int, str] = {}  # by storage
-        self._open = Counter[nn.Module]()  # calls under way, by `__call__`
-        self._running = Counter[nn.Module]()  # of those and others, in `forward`
-        self._undecided: list[tuple[Visit, int, Tensor]] = []
+        # buffer names by storage
+        self._buffers: dict[int, str] = {}
+        # active calls, by `__call__`
+        self._open = Counter[nn.Module]()
+        # active calls, by `forward`, with those that bypass `__call__`
+        self._running = Counter[nn.Module]()
+        self._undecided: list[tuple[ModuleCall, int, Tensor]] = []
         self.attributes: list[Attribute] = []
         self._with_backward_hooks = {n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
         self._storages: dict[int, int] = {}
-        self._kept: list[Any] = []  # storages, so that no address is used twice
+        # storages, so that no address is used twice
+        self._kept: list[Any] = []
         self._depends: set[int] = set()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._run(batch, call)
@@ -192,11 +205,11 @@ class Trace:
             for storage in step.changes:
                 self._changers[storage].append(step)
 
-    # What the trace says
+    # Queries
 
     def cut(self, before: str) -> Cut | str:
-        """The cut before the first call of a module, or why there cannot be one."""
-        first = next((v for v in self.visits if v.name == before), None)
+        """The cut before the first call of a module, or a reason against it."""
+        first = next((v for v in self.module_calls if v.name == before), None)
         if first is None:
             return f"{before} is not called in the forward pass"
         time, done = first.enter, self.done(first.enter)
@@ -204,17 +217,17 @@ class Trace:
             return f"nothing is computed before {before}"
         if problem := self._problem_at(before, time, done):
             return f"a cut before {before}: {problem}"
-        sources: dict[Node, list[tuple[Visit, int]]] = defaultdict(list)
-        for visit in done:
-            for i, node in enumerate(visit.nodes):
+        sources: dict[Node, list[tuple[ModuleCall, int]]] = defaultdict(list)
+        for module_call in done:
+            for i, node in enumerate(module_call.nodes):
                 if node is not None:
-                    sources[node].append((visit, i))
+                    sources[node].append((module_call, i))
         needed, parameters, problem = self._needed(time, sources)
         if problem:
             return f"a cut before {before}: {problem}"
-        changed = {storage for step in self.steps if not self._within(step.visit, time) for storage in step.changes}
+        changed = {storage for step in self.steps if not self._within(step.module_call, time) for storage in step.changes}
         values = [
-            Value(tuple((v.name, v.turn, i) for v, i in found), node, found[-1][0].leaves[found[-1][1]], node[0] in changed)
+            Value(tuple((v.name, v.call_index, i) for v, i in found), node, found[-1][0].leaves[found[-1][1]], node[0] in changed)
             for node, found in sources.items()
             if node in needed
         ]
@@ -222,8 +235,8 @@ class Trace:
             return f"a cut before {before}: nothing that comes before it is used after it"
         return Cut(before, time, tuple(values), frozenset(parameters))
 
-    def _problem_at(self, before: str, time: int, done: Sequence[Visit]) -> str | None:
-        """What about the place itself keeps a model from being cut there."""
+    def _problem_at(self, before: str, time: int, done: Sequence[ModuleCall]) -> str | None:
+        """Reason why a model cannot be cut at a time, whatever crosses there; or None."""
         if before in self.observed.transformed or any(v.name in self.observed.transformed for v in done):
             return "the model calls modules inside of a transform of torch.func, whose tensors cannot be sent"
         if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.checkpointed):
@@ -236,50 +249,55 @@ class Trace:
         late = self.buffers_changed_after(time)
         if read := {self._buffers[n[0]] for s in self.steps if s.time < time for n in s.reads if n[0] in self._buffers} & late:
             return f"the buffer {min(read)} is read before it, and changed after it for the next forward pass"
-        for visit in self.visits:
-            if visit.enter < time < visit.leave and visit.name in self._with_backward_hooks:
-                return f"{visit.name or 'the model'} has a backward hook, which would see gradients of two stages"
-        for visit in done:
-            if visit.name in self._with_backward_hooks and self.model.get_submodule(visit.name)._forward_hooks:
-                return f"{visit.name} has forward and backward hooks"
-            if visit.name in self._with_backward_hooks and any(v.name == visit.name and v.enter > time for v in self.visits):
-                return f"{visit.name} has a backward hook, and is called on both sides"
+        for module_call in self.module_calls:
+            if module_call.enter < time < module_call.leave and module_call.name in self._with_backward_hooks:
+                return f"{module_call.name or 'the model'} has a backward hook, which would see gradients of two stages"
+        for module_call in done:
+            if module_call.name in self._with_backward_hooks and self.model.get_submodule(module_call.name)._forward_hooks:
+                return f"{module_call.name} has forward and backward hooks"
+            if module_call.name in self._with_backward_hooks and any(
+                v.name == module_call.name and v.enter > time for v in self.module_calls
+            ):
+                return f"{module_call.name} has a backward hook, and is called on both sides"
         return None
 
     def enters(self, module: str) -> int:
-        """When a module is first called; 0 where it is not, or where nothing is computed before."""
-        time = next((v.enter for v in self.visits if v.name == module), 0)
+        """Time of a module's first call; 0 without one, or without earlier computation."""
+        time = next((v.enter for v in self.module_calls if v.name == module), 0)
         return time if self.done(time) else 0
 
-    def done(self, time: int) -> list[Visit]:
-        """The outermost calls that ended before `time` and computed with parameters."""
-        return [v for v in self.visits if v.works and v.leave <= time and not self._ended(v.parent, time)]
+    def done(self, time: int) -> list[ModuleCall]:
+        """Outermost calls that ended before `time` and computed with parameters."""
+        return [v for v in self.module_calls if v.uses_parameters and v.leave <= time and not self._ended(v.parent, time)]
 
-    def to_come(self, time: int) -> list[Visit]:
-        """The outermost calls that begin at `time` or later."""
-        return [v for v in self.visits if v.enter >= time and (v.parent < 0 or self.visits[v.parent].enter < time)]
+    def to_come(self, time: int) -> list[ModuleCall]:
+        """Outermost calls that begin at `time` or later."""
+        return [v for v in self.module_calls if v.enter >= time and (v.parent < 0 or self.module_calls[v.parent].enter < time)]
 
     def used(self, start: int, stop: int) -> set[str]:
-        """The parameters that are read in an interval of time."""
+        """Parameters that are read between two times."""
         read = {node[0] for step in self.steps if start <= step.time < stop for node in step.reads}
         return {name for storage, name in self.parameters.items() if storage in read}
 
     def buffers_changed_after(self, time: int) -> set[str]:
-        """The buffers that the forward pass changes at `time` or later."""
+        """Buffers that the forward pass changes at `time` or later."""
         return {self._buffers[s] for step in self.steps if step.time >= time for s in step.changes if s in self._buffers}
 
-    def changed_elsewhere(self, visit: Visit) -> set[int]:
-        """The leaves of a call's output that other code changes in place."""
-        outside = {s for step in self.steps if not visit.enter < step.time < visit.leave for s in step.changes}
-        return {i for i, node in enumerate(visit.nodes) if node is not None and node[0] in outside}
+    def changed_elsewhere(self, module_call: ModuleCall) -> set[int]:
+        """Indices of a call's output leaves that other code changes in place."""
+        outside = {s for step in self.steps if not module_call.enter < step.time < module_call.leave for s in step.changes}
+        return {i for i, node in enumerate(module_call.nodes) if node is not None and node[0] in outside}
 
-    def _ended(self, visit: int, time: int) -> bool:
-        return visit >= 0 and self.visits[visit].leave <= time
+    def _ended(self, module_call: int, time: int) -> bool:
+        return module_call >= 0 and self.module_calls[module_call].leave <= time
 
     def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str], str | None]:
-        """What of `sources` is used after `time`, by way of the code between modules as well, which every stage runs."""
+        """Nodes of `sources` used after `time`, parameters needed for them, and a problem or None.
+
+        Uses by the code between modules count, since every stage runs it.
+        """
         updates = [
-            s for s in self.steps if s.time < time and any(c in self._buffers for c in s.changes) and not self._within(s.visit, time)
+            s for s in self.steps if s.time < time and any(c in self._buffers for c in s.changes) and not self._within(s.module_call, time)
         ]
         open_ = self._read_after(time) + [(node, step.time) for step in updates for node in step.reads if node[0] not in self._buffers]
         seen: set[tuple[Node, int]] = set()
@@ -294,14 +312,14 @@ class Trace:
                 crossing.add(node)
                 if problem := self._changed_since(node, read, time, [v for v, _ in sources[node]]):
                     return crossing, parameters, problem
-                changes = [s for s in self._changers[node[0]] if s.time < time and not self._within(s.visit, time)]
+                changes = [s for s in self._changers[node[0]] if s.time < time and not self._within(s.module_call, time)]
                 open_ += [(n, step.time) for step in changes for n in step.reads]
                 parameters |= {self.parameters[n[0]] for step in changes for n in step.reads if n[0] in self.parameters}
                 continue
             makers = [s for s in self._makers[node] if s.time < read]
-            makers = [s for s in makers if not self._within(s.visit, time)] or makers[-1:]
+            makers = [s for s in makers if not self._within(s.module_call, time)] or makers[-1:]
             for step in makers + [s for s in self._changers[node[0]] if s.time < time]:
-                if inside := self._within(step.visit, time):
+                if inside := self._within(step.module_call, time):
                     strange = _strange(inside.leaves)
                     returns = f", but a {strange}" if strange else ""
                     return (
@@ -315,10 +333,13 @@ class Trace:
                 parameters |= {self.parameters[n[0]] for n in step.reads if n[0] in self.parameters}
         return crossing, parameters, None
 
-    def _changed_since(self, node: Node, read: int, time: int, sources: Sequence[Visit]) -> str | None:
-        """Why code between modules that read a tensor at `read` cannot read it again in a later stage, where a module changed it since."""
+    def _changed_since(self, node: Node, read: int, time: int, sources: Sequence[ModuleCall]) -> str | None:
+        """Problem with reading a tensor again in a later stage, or None.
+
+        Code between modules read it at `read`, and a module may have changed it since.
+        """
         before = [s for s in self._changers[node[0]] if s.time < time]
-        inside = [self._within(s.visit, time) for s in before]
+        inside = [self._within(s.module_call, time) for s in before]
         late = [v for s, v in zip(before, inside, strict=True) if v is not None and read < time and s.time > read]
         mixed = any(v is None for v in inside) and any(
             v is not None and s.time > min(u.leave for u in sources) for s, v in zip(before, inside, strict=True)
@@ -329,7 +350,7 @@ class Trace:
         return None
 
     def _read_after(self, time: int) -> list[tuple[Node, int]]:
-        """What is read after `time` and was not made after it, and when."""
+        """Tensors that are read after `time` and were made before it, each with its time."""
         made: set[Node] = set()
         read = []
         for step in self.steps:
@@ -338,17 +359,17 @@ class Trace:
                 made.update(step.makes)
         return read + [(node, self._clock) for node in self.result if node not in made]
 
-    def _within(self, visit: int, time: int) -> Visit | None:
-        """The outermost call around an operation that ended before `time` and computes with parameters."""
+    def _within(self, module_call: int, time: int) -> ModuleCall | None:
+        """Outermost call around an operation that ended before `time` and depends on parameters."""
         found = None
-        while visit >= 0:
-            here = self.visits[visit]
-            if here.leave <= time and here.works:
+        while module_call >= 0:
+            here = self.module_calls[module_call]
+            if here.leave <= time and here.uses_parameters:
                 found = here
-            visit = here.parent
+            module_call = here.parent
         return found
 
-    # How it is made
+    # Construction
 
     def _run(self, batch: Batch, call: Call) -> None:
         batch = tree_map(
@@ -356,7 +377,7 @@ class Trace:
             batch if isinstance(batch, dict) else tuple(batch) if isinstance(batch, (tuple, list)) else dict(batch),
         )
         self._inputs = {self._storage(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
-        with kept_as_is(self.model):
+        with restored_afterwards(self.model):
             before = {name: dict(vars(module)) for name, module in self.model.named_modules()}
             self._without_memory()
             self._patch()
@@ -365,17 +386,17 @@ class Trace:
                 torch.enable_grad(),
                 torch.random.fork_rng(_gpus(self.device)),
                 self.observed.of_autograd_and_checkpoints(lambda: self._clock),
-                _Watch(self),
+                _OperationMode(self),
             ):
                 output = call(self.model, batch)
             self._note_attributes(before)
-        for visit, i, leaf in self._undecided:
-            visit.leaves[i] = _shape(leaf)
+        for module_call, i, leaf in self._undecided:
+            module_call.leaves[i] = _shape(leaf)
         self._undecided.clear()
         self.result = [self._node(t) for t in _tensors_of(output)]
 
     def _without_memory(self) -> None:
-        """Put fakes in the place of parameters, and copies in that of buffers; `kept_as_is` takes them away again."""
+        """Replace parameters by fakes and buffers by copies, until `restored_afterwards` restores them."""
         made: dict[int, Tensor] = {}
         names, buffers = ({id(t): n for n, t in named} for named in (self.model.named_parameters(), self.model.named_buffers()))
         for module in self.model.modules():
@@ -393,7 +414,7 @@ class Trace:
             self._own[module] = dict(module._parameters)
 
     def _note_attributes(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put down the tensors that modules have kept as attributes in this pass, and where else they keep something."""
+        """Record the tensors that modules kept as attributes, and other state that they keep."""
         for name, module in self.model.named_modules():
             for key, value in vars(module).items():
                 old = before[name].get(key)
@@ -403,12 +424,12 @@ class Trace:
                     if any(isinstance(t, Tensor) and self._storage(t) in self._depends for t in tree_leaves(value)):
                         self.observed.keeps.append((name, key))
                 elif isinstance(value, (int, float, str)) and value != old:
-                    self.observed.counts = True
+                    self.observed.changes_attributes = True
 
     def _patch(self) -> None:
-        """Have every module tell when it is called; `kept_as_is` undoes it."""
+        """Let every module report its calls, until `restored_afterwards` restores it."""
         for name, module in self.model.named_modules():
-            module.__dict__["forward"] = partial(self._visit, name, module, module.forward)
+            module.__dict__["forward"] = partial(self._run_module, name, module, module.forward)
             module.__dict__["_call_impl"] = partial(self._called, module, module._call_impl)
 
     def _called(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -418,14 +439,14 @@ class Trace:
         finally:
             self._open[module] -= 1
 
-    def _visit(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_module(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._watching:
             return forward(*args, **kwargs)
         self._observe(name, module)
-        index, turns = len(self.visits), self._turns.copy()
-        self._turns[name] += 1
-        visit = Visit(name, turns[name], self._current, self._tick())
-        self.visits.append(visit)
+        index, call_counts = len(self.module_calls), self._call_counts.copy()
+        self._call_counts[name] += 1
+        module_call = ModuleCall(name, call_counts[name], self._current, self._tick())
+        self.module_calls.append(module_call)
         self._current = index
         self._running[module] += 1
         try:
@@ -434,22 +455,23 @@ class Trace:
             self._stuck = self._stuck or name
             if name in self._whole or not name:
                 raise self._looks_at_values(error) from error
-            del self.visits[index + 1 :]
-            self._turns = turns
-            self._turns[name] += 1
+            del self.module_calls[index + 1 :]
+            self._call_counts = call_counts
+            self._call_counts[name] += 1
             self._current = index
             output = self._run_alone(name, module, forward, args, kwargs)
             self._stuck = ""
         finally:
-            self._current = visit.parent
+            self._current = module_call.parent
             self._running[module] -= 1
-        leaves, visit.spec = tree_flatten(output)
-        visit.leaves = [_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        visit.nodes = [self._node(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        visit.works |= any(node is not None and node[0] in self._depends for node in visit.nodes)
-        if not torch.is_grad_enabled():  # a re-entrant checkpoint may give it a gradient yet
-            self._undecided += [(visit, i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        visit.leave = self._tick()
+        leaves, module_call.spec = tree_flatten(output)
+        module_call.leaves = [_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        module_call.nodes = [self._node(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        module_call.uses_parameters |= any(node is not None and node[0] in self._depends for node in module_call.nodes)
+        # a re-entrant checkpoint may set requires_grad later
+        if not torch.is_grad_enabled():
+            self._undecided += [(module_call, i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        module_call.leave = self._tick()
         return output
 
     def _observe(self, name: str, module: nn.Module) -> None:
@@ -473,7 +495,7 @@ class Trace:
         )
 
     def _run_alone(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The output of a module that cannot be followed, computed once with random weights of its own on random input."""
+        """Output of a module that cannot be followed, computed with random weights and input."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in self._remembered:
             spec, like = self._remembered[name]
@@ -515,18 +537,19 @@ class Trace:
             self._watching = True
 
     def note(self, name: str, read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor], *, random: bool) -> None:
-        """Put an operation down."""
+        """Record an operation."""
         reads = [self._node(t) for t in read]
         changes = [self._storage(t) for t in changed]
         self.observed.written |= {self.parameters[s]: name for s in changes if s in self.parameters}
         self.observed.writes_input |= any(s in self._inputs for s in changes)
-        makes = [node for t in made if (node := self._node(t)) not in reads]  # what an operation only passes on, it did not make
+        # an operation did not make the tensors that it only passes on
+        makes = [node for t in made if (node := self._node(t)) not in reads]
         if any(node[0] in self._depends for node in reads):
             self._depends.update([node[0] for node in makes], changes)
             at = self._current
             while at >= 0:
-                self.visits[at].works = True
-                at = self.visits[at].parent
+                self.module_calls[at].uses_parameters = True
+                at = self.module_calls[at].parent
         self.steps.append(Step(self._tick(), self._current, reads, makes, changes, random, name))
 
     @property
@@ -553,8 +576,8 @@ class Trace:
         return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
 
 
-class _Watch(TorchDispatchMode):
-    """Shows the trace every operation."""
+class _OperationMode(TorchDispatchMode):
+    """Dispatch mode that reports every operation to the trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -563,7 +586,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.trace.watching and func.namespace != "prim":  # which asks for a device or a size
+        # the namespace prim asks for devices and sizes only
+        if self.trace.watching and func.namespace != "prim":
             read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             made = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             changed = [
@@ -586,14 +610,14 @@ def _shape(t: Tensor) -> Shape:
 
 
 def _real(t: Any, device: torch.device) -> Any:
-    """A tensor of the example on the device; zeros where only its shape is known."""
+    """An example's tensor on the device; zeros if only its shape is known."""
     if not isinstance(t, Tensor):
         return t
     return torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device, copy=True)
 
 
 def _random(t: Tensor, device: torch.device) -> Tensor:
-    """Values that a weight or an activation could have."""
+    """A tensor of plausible values for a weight or an activation."""
     if t.is_floating_point():
         return torch.empty(t.shape, dtype=t.dtype, device=device).normal_(std=0.02)
     return (
@@ -602,7 +626,7 @@ def _random(t: Tensor, device: torch.device) -> Tensor:
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output that a loss can reach: not those of caches, which are objects of their own."""
+    """Tensors in a model's output that a loss can use. Caches, which are objects, are skipped."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list)):
@@ -615,7 +639,7 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's logs and warnings on what has no shape without values: it is an error of ours, or tried otherwise."""
+    """Silence torch's logs and warnings about tensors without values. Failures are reported by our own errors, or tried in another way."""
     logs = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
     levels = [log.level for log in logs]
     for log in logs:
@@ -630,7 +654,7 @@ def quiet() -> Iterator[None]:
 
 
 def _strange(leaves: Sequence[Any]) -> str | None:
-    """The type of the first leaf of an output that could hide tensors."""
+    """Type name of the first leaf of an output that could hide tensors, or None."""
     return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, Shape, int, float, str, type(None)))), None)
 
 

@@ -1,4 +1,4 @@
-"""Habits of a model's code that decide how it can be divided, noted while one forward pass is watched."""
+"""Observations in one forward pass of model code that limits how it can be divided."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
-_Saved = tuple[Any, Any]  # a container, and a copy of what it held
+# (container, copy of its content)
+_Saved = tuple[Any, Any]
 
 
 @dataclass
 class Observed:
-    """Notes on one forward pass; what was noted before an error stays.
+    """Observations of one forward pass; they stay even if it fails.
 
     Attributes:
         transformed: modules called within a transform of `torch.func` (vmap, grad).
         substituted: modules called with other tensors in place of their parameters (`torch.func.functional_call`).
         direct: modules whose `forward` is called without `__call__`, past all hooks.
         written: parameters that the forward pass changes, each with the operation.
-        differentiates: whether the forward pass runs autograd (a gradient penalty, forces from energies).
-        writes_input: whether the batch is changed in place.
-        checkpointed: activation checkpointing of the model's own, from and until when on the trace's clock.
-        reentrant: whether some of it is re-entrant.
-        functions: the same times of the forward passes of `torch.autograd.Function`s.
+        differentiates: True if the forward pass runs autograd (a gradient penalty, forces from energies).
+        writes_input: True if the batch is changed in place.
+        checkpointed: start and end times of the model's own activation checkpoints, on the trace's clock.
+        reentrant: True if some of them are re-entrant.
+        functions: start and end times of the forward passes of `torch.autograd.Function`s.
         keeps: (module, attribute) of lists and dictionaries in which modules keep tensors that depend on parameters.
-        counts: whether modules count, or set other numbers or texts on themselves.
+        changes_attributes: True if modules change numbers or strings of their own, such as a counter.
     """
 
     transformed: set[str] = field(default_factory=set)
@@ -46,11 +47,11 @@ class Observed:
     reentrant: bool = False
     functions: list[tuple[int, int]] = field(default_factory=list)
     keeps: list[tuple[str, str]] = field(default_factory=list)
-    counts: bool = False
+    changes_attributes: bool = False
 
     @contextmanager
     def of_autograd_and_checkpoints(self, clock: Callable[[], int]) -> Iterator[None]:
-        """Note calls of autograd and regions of activation checkpointing meanwhile."""
+        """Record calls of autograd and activation checkpoints within this context."""
         autograd: Any = torch.autograd
         engine, generator = autograd._engine_run_backward, checkpointing._checkpoint_without_reentrant_generator
 
@@ -112,13 +113,13 @@ def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> It
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` is under way."""
+    """True within a transform of `torch.func`."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 @contextmanager
-def kept_as_is(model: nn.Module) -> Iterator[None]:
-    """Undo what is set on a model's modules meanwhile: attributes, and what is in their lists and dictionaries; and random states.
+def restored_afterwards(model: nn.Module) -> Iterator[None]:
+    """Restore the modules' attributes, their lists and dictionaries, and random states afterwards.
 
     Tensors that are changed in place stay changed.
     """

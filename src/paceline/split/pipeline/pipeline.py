@@ -1,4 +1,7 @@
-"""Pipeline parallelism: a model's layers over ranks, one stage after the other, on the schedules of `torch.distributed.pipelining`."""
+"""Pipeline parallelism: a model's layers in stages on several ranks.
+
+The schedules are those of `torch.distributed.pipelining`.
+"""
 
 from __future__ import annotations
 
@@ -18,44 +21,47 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.plans.plan import Plan
-from paceline.split.deferred_init.deferred import DeferredWeights
 from paceline.split.parts import Parts, local
 from paceline.split.pipeline.balance import balanced, costs
 from paceline.split.pipeline.cuts import even, named_cuts, possible_cuts, too_few, wrong_names
-from paceline.split.pipeline.exported import ExportedStage, Piece, exported
+from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
 from paceline.split.pipeline.forward_trace import Call, Cut, Shape, Trace
 from paceline.split.pipeline.observed import Observed
-from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, fitting_microbatches, interleaves, refuse_habits
-from paceline.split.pipeline.stages import Extent, Stage, as_it_is
-from paceline.split.pipeline.timer import Busy, TimedStage
+from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, fitting_microbatches, interleaves, refuse_unsupported_code
+from paceline.split.pipeline.stages import Stage, StageBounds, identity
+from paceline.split.pipeline.timer import PipelineTimer, TimedStage
+from paceline.split.pipeline.weight_gradients import DeferredWeights
 from paceline.trace.blocks import find_blocks
 
 __all__ = ["Loss", "Pipeline", "fitting_microbatches"]
 
-Loss = Callable[[Any, Batch, int], Tensor]  # (output, microbatch, its number) -> the scaled scalar to go backward from
-_SHAPES_KEPT = 8  # shapes of batches whose schedule and receive buffers are kept
+# (output, microbatch, its index) -> the scaled scalar to run the backward pass from
+Loss = Callable[[Any, Batch, int], Tensor]
+# number of batch shapes whose schedule and receive buffers are kept
+_SHAPES_KEPT = 8
 
 
 class Pipeline:
     """This rank's stages of a model, and the schedule that runs them.
 
-    Every stage runs the model's own forward pass on the same batch, in which the modules of other stages are stand-ins: masks and positions
-    are computed by the model's own code, and no module or parameter has another name than in the undivided model. What crosses between
-    stages is found by watching one forward pass (`Trace`): any number of tensors, such as T5's position bias, if modules return them.
+    Every stage runs the model's own forward pass on the same batch, in which placeholders replace the modules of other stages:
+    masks and positions are computed by the model's own code, and no module or parameter has another name than in the undivided
+    model. The tensors that cross between stages are found by tracing one forward pass (`Trace`): any number of them, such as T5's
+    position bias, if modules return them.
 
     Zero bubble is the V schedule (Qi et al., 2024, arXiv:2401.10241): two stages a rank, the first and the last on rank 0.
 
     Attributes:
         stages: this rank's stages: one, or two for interleaved and zero-bubble.
-        lines: what was cut where, in words.
+        lines: report of the cuts, one line each.
         shared: the ranks of every parameter that several ranks hold.
-        trace: of the example; None where `torch.export` traced the model.
+        trace: trace of the example; None if `torch.export` traced the model.
 
     Args:
         model: the undivided model on the meta device; it stays as it is. A stage is a copy of its structure with its own parameters only.
         parts: loses the entries of other stages; those of parameters on several stages are marked.
         example: one microbatch.
-        call: how the model is called with a batch.
+        call: runs the model on a batch.
 
     Raises:
         PlanError: the model cannot be cut so. The message says where it can.
@@ -66,31 +72,31 @@ class Pipeline:
         self._block_names = find_blocks(model)
         self._whole = {name.rsplit(".", i)[0] for name in self._block_names for i in range(1, name.count(".") + 1)}
         self._remembered: dict[str, Any] = {}
-        self._extents: OrderedDict[Any, Sequence[Extent | Piece]] = OrderedDict()
+        self._stage_bounds: OrderedDict[Any, Sequence[StageBounds | StageGraph]] = OrderedDict()
         self.stages: list[nn.Module] = []
         self.lines: list[str] = []
         self._names = {n: first for first, all_ in _aliases(model).items() for n in all_}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._busy = Busy(device)
+        self._timer = PipelineTimer(device)
         self._count = pp.size * STAGES_PER_RANK[plan.schedule]
         self.by_export, self._cuts = self._choose(example, plan)
         self._own = [i for i in range(self._count) if self._rank_of(i) == pp.rank]
-        extents = self._extents_of(example)
-        owners = self._owners(extents)
+        stage_bounds = self._bounds_of(example)
+        owners = self._owners(stage_bounds)
         self._refuse_shards_of_shared(owners, plan)
-        self.trace = next((extent.trace for extent in extents if isinstance(extent, Extent)), None)
-        self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, extents[i], example, owners) for i in self._own}
+        self.trace = next((bounds.trace for bounds in stage_bounds if isinstance(bounds, StageBounds)), None)
+        self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, stage_bounds[i], example, owners) for i in self._own}
         splits_backward = plan.schedule == "zero-bubble"
         self._deferred = {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
         self.stages = [stage.module for stage in self._stages.values()]
         self.shared = self._note(parts, owners)
-        self.lines += self._described(extents)
+        self.lines += self._described(stage_bounds)
 
-    # What is on this rank
+    # Modules and tensors of this rank
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks on this rank, in order; none where `torch.export` traced the model, as its graph does not call them."""
+        """Repeated blocks on this rank, in order; none with `torch.export`. Its graph does not call them."""
         found: list[nn.Module] = []
         if self.by_export:
             return found
@@ -100,26 +106,29 @@ class Pipeline:
         return found
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their names in the undivided model; one that is tied has the first of its names."""
+        """This rank's parameters by their names in the undivided model. Tied ones have their first name."""
         return {self._names[name]: p for stage in self.stages for name, p in stage.named_parameters(remove_duplicate=False)}
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers by their names in the undivided model. What is no part of a stage (rotary frequencies) is on every one."""
+        """This rank's buffers by their names in the undivided model.
+
+        Buffers outside of all stages (rotary frequencies) are on every rank.
+        """
         return {name: b for stage in self.stages for name, b in stage.named_buffers()}
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank computes the loss."""
         return self._count - 1 in self._own
 
-    # Running it
+    # Forward and backward passes
 
     def forward_backward(self, batch: Batch, microbatches: int, loss: Loss) -> None:
-        """Forward and backward passes of one step; gradients add up in `.grad`.
+        """Forward and backward passes of one step; gradients accumulate in `.grad`.
 
         Args:
-            batch: this replica's share, the same on all ranks of the pipeline.
-            microbatches: into how many equal parts it is cut; it divides the rows (see `fitting_microbatches`).
+            batch: this replica's part, the same on all ranks of the pipeline.
+            microbatches: number of equal parts of the batch; it divides the rows (see `fitting_microbatches`).
             loss: called on the last stage.
 
         Raises:
@@ -139,26 +148,27 @@ class Pipeline:
 
         for stage in self._stages.values():
             stage.finish = finish
-        with self._busy.step():
+        with self._timer.step():
             try:
                 schedule.step(batch=batch, target=torch.zeros(microbatches), return_outputs=False)
             except RuntimeError as error:
                 if error.__cause__ is not None and "failed to run forward" in str(error):
-                    raise error.__cause__ from None  # torch's text shows shapes; the model's or loss's own error says what is wrong
+                    # torch's text shows shapes; the model's or loss's own error says what is wrong
+                    raise error.__cause__ from None
                 raise
 
     def forward(self, batch: Batch) -> Any | None:
-        """The model's output on the last stage, None elsewhere; without gradients. Batches may follow one another without waiting."""
+        """The model's output on the last stage, None elsewhere; without gradients. Calls may follow one another without waiting."""
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
-        extents = self._extents_of(batch)
+        stage_bounds = self._bounds_of(batch)
         carried: tuple[Tensor, ...] = ()
         output = None
         with torch.no_grad():
             for i in self._own:
                 if i and self._rank_of(i - 1) != self._pp.rank:
-                    carried = self._receive(extents[i].received, self._rank_of(i - 1))
-                self._stages[i].finish = as_it_is
+                    carried = self._receive(stage_bounds[i].received, self._rank_of(i - 1))
+                self._stages[i].finish = identity
                 output = self._stages[i].module(*carried, batch=batch)
                 if i == self._count - 1:
                     return output
@@ -168,7 +178,7 @@ class Pipeline:
         return output if self._count - 1 in self._own else None
 
     def after_backward(self) -> None:
-        """Make the gradient of every parameter that stages of several ranks hold the sum over these ranks, the same bits on each."""
+        """Sum the gradients of parameters that several ranks hold, with the same bits on each."""
         own = self.named_parameters()
         for name, holders in self.shared.items():
             if self._pp.rank in holders:
@@ -177,18 +187,18 @@ class Pipeline:
     @property
     def bubble_s(self) -> float:
         """Seconds of the newest step in which this rank waited for its neighbours. On CUDA it waits for the end of that step."""
-        return self._busy.waited_s()
+        return self._timer.waited_s()
 
     def close(self) -> None:
-        """Wait for what is still being sent, and let go of schedules and buffers."""
+        """Wait for outstanding sends, and release schedules and buffers."""
         self._settle()
         self._schedules.clear()
-        self._extents.clear()
+        self._stage_bounds.clear()
 
-    # How it is cut
+    # Cuts
 
     def _choose(self, example: Batch, plan: Plan) -> tuple[bool, list[str]]:
-        """Whether `torch.export` has to trace the model, and the modules before which it is cut."""
+        """Choose the modules before which the model is cut. The first value is True if `torch.export` has to trace it."""
         names = plan.cut.split(",") if plan.cut else []
         if problems := wrong_names(self._model, names, self._count):
             raise PlanError("\n".join(f"cut={plan.cut}: {problem}" for problem in problems))
@@ -197,17 +207,18 @@ class Pipeline:
             trace = self._trace(example)
         except PlanError as error:
             cuts, reasons = list[Cut](), [IN_TRANSFORM] if self._observed.transformed else str(error).splitlines()
-        refuse_habits(self._observed)
+        refuse_unsupported_code(self._observed)
         if trace is not None:
             cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self._block_names)
             if len(cuts) + 1 < self._count:
                 reasons = [too_few(len(cuts), self._count, self._pp.size, plan.schedule, reasons)]
-        if reasons:  # not between all blocks
+        # the model cannot be cut between all blocks
+        if reasons:
             names = names or [self._block_names[i] for i in even(len(self._block_names), self._count)]
             problem = ""
             if names and can_be_exported(self._model, self._observed):
                 try:
-                    self._pieces(example, names)
+                    self._export(example, names)
                     return True, names
                 except PlanError as error:
                     problem = str(error)
@@ -218,23 +229,29 @@ class Pipeline:
         return False, [cut.before for cut in self._balanced(trace, cuts, example)]
 
     def _balanced(self, trace: Trace, cuts: list[Cut], example: Batch) -> list[Cut]:
-        """Those cuts that make the slowest stage as fast as can be."""
-        if len(cuts) + 1 == self._count:  # measured all the same: stages that cannot be computed apart are found out
+        """Cuts that make the slowest stage as fast as possible."""
+        # measured all the same, to find stages that cannot be computed apart
+        if len(cuts) + 1 == self._count:
             costs(self._model, trace, cuts, example, self._call, self._device, runs=1)
             return cuts
         seconds = torch.tensor(costs(self._model, trace, cuts, example, self._call, self._device), dtype=torch.float64, device=self._device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # over all ranks: every replica and every shard of a stage must be cut alike
+        # over all ranks, as every replica and every shard of a stage must be cut alike
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return [cuts[i - 1] for i in balanced(seconds.tolist(), self._count)]
 
-    def _owners(self, extents: Sequence[Extent | Piece]) -> dict[str, set[int]]:
-        """The stages that hold each parameter: those that compute with it; the stage of its module for one that took no part."""
+    def _owners(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> dict[str, set[int]]:
+        """Stages that compute with each parameter; for an unused one, the stage of its module."""
         owners: dict[str, set[int]] = {name: set() for name, _ in self._model.named_parameters()}
-        for i, extent in enumerate(extents):
-            for name in extent.parameters():
+        for i, bounds in enumerate(stage_bounds):
+            for name in bounds.parameters():
                 owners[self._names[name]].add(i)
         for name, stages in owners.items():
             if not stages:
-                stages.add(next((i for i, extent in enumerate(extents) if isinstance(extent, Extent) and extent.calls_module_of(name)), 0))
+                stages.add(
+                    next(
+                        (i for i, bounds in enumerate(stage_bounds) if isinstance(bounds, StageBounds) and bounds.calls_module_of(name)), 0
+                    )
+                )
         return owners
 
     def _refuse_shards_of_shared(self, owners: dict[str, set[int]], plan: Plan) -> None:
@@ -246,14 +263,14 @@ class Pipeline:
                     f"schedule={other}, or fsdp=1"
                 )
 
-    def _stage(self, i: int, extent: Extent | Piece, example: Batch, owners: dict[str, set[int]]) -> Stage | ExportedStage:
+    def _stage(self, i: int, bounds: StageBounds | StageGraph, example: Batch, owners: dict[str, set[int]]) -> Stage | ExportedStage:
         own = {name for name, stages in owners.items() if i in stages}
-        if isinstance(extent, Piece):
-            return ExportedStage(self._model, lambda b: cast(Sequence[Piece], self._extents_of(b)), example, i, self._device, own)
-        return Stage(self._model, extent, lambda b: cast(Extent, self._extents_of(b)[i]), self._call, self._device, own)
+        if isinstance(bounds, StageGraph):
+            return ExportedStage(self._model, lambda b: cast(Sequence[StageGraph], self._bounds_of(b)), example, i, self._device, own)
+        return Stage(self._model, bounds, lambda b: cast(StageBounds, self._bounds_of(b)[i]), self._call, self._device, own)
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:
-        """Mark in `parts` what this rank holds; returns the ranks of every parameter that several hold."""
+        """Mark in `parts` what this rank holds; returns the ranks of every shared parameter."""
         shared = {}
         for name, stages in owners.items():
             ranks = sorted({self._rank_of(i) for i in stages})
@@ -265,8 +282,8 @@ class Pipeline:
                 parts[name].stages, parts[name].writes = len(ranks), self._pp.rank == ranks[0]
         return shared
 
-    def _described(self, extents: Sequence[Extent | Piece]) -> list[str]:
-        shapes = [" + ".join(str(list(shape.size)) for shape in extent.received) for extent in extents[1:]]
+    def _described(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> list[str]:
+        shapes = [" + ".join(str(list(shape.size)) for shape in bounds.received) for bounds in stage_bounds[1:]]
         crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in zip(self._cuts, shapes, strict=True))
         how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self.by_export else ""
         tied = [f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed" for name, ranks in self.shared.items()]
@@ -285,47 +302,47 @@ class Pipeline:
         finally:
             self._observed = observed
 
-    def _pieces(self, batch: Batch, names: Sequence[str]) -> list[Piece]:
+    def _export(self, batch: Batch, names: Sequence[str]) -> list[StageGraph]:
         return exported(self._model, names, batch, self._call, self._device)
 
-    def _extents_of(self, batch: Batch) -> Sequence[Extent | Piece]:
-        """What every stage does with batches of this shape; watched once for each shape."""
+    def _bounds_of(self, batch: Batch) -> Sequence[StageBounds | StageGraph]:
+        """Each stage's bounds for batches of this shape; traced once per shape."""
         training = self.stages[0].training if self.stages else self._model.training
         key = (_shapes_of(batch, self._device), training and self.by_export)
-        if key not in self._extents:
+        if key not in self._stage_bounds:
             if self.by_export:
                 self._model.train(training)
-                self._extents[key] = self._pieces(batch, self._cuts)
+                self._stage_bounds[key] = self._export(batch, self._cuts)
             else:
                 trace = self._trace(batch)
-                bounds = [None, *_cuts(trace, self._cuts), None]
-                self._extents[key] = [Extent(trace, first, last) for first, last in itertools.pairwise(bounds)]
-            _forget_oldest(self._extents)
-        return self._extents[key]
+                ends = [None, *_cuts(trace, self._cuts), None]
+                self._stage_bounds[key] = [StageBounds(trace, first, last) for first, last in itertools.pairwise(ends)]
+            _forget_oldest(self._stage_bounds)
+        return self._stage_bounds[key]
 
     def _schedule(self, microbatch: Batch, microbatches: int) -> Any:
-        """torch's schedule for microbatches of this shape; it has buffers of fixed shapes."""
+        """torch's schedule for microbatches of this shape; its buffers have fixed shapes."""
         key = (_shapes_of(microbatch, self._device), microbatches)
         if key not in self._schedules:
-            extents = self._extents_of(microbatch)
-            stages = [self._timed(i, extents[i]) for i in self._own]
+            stage_bounds = self._bounds_of(microbatch)
+            stages = [self._timed(i, stage_bounds[i]) for i in self._own]
             kind = _schedule_class(self._schedule_name, self._pp.size, microbatches)
             what = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
             self._schedules[key] = kind(what, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
             _forget_oldest(self._schedules)
         return self._schedules[key]
 
-    def _timed(self, i: int, extent: Extent | Piece) -> TimedStage:
+    def _timed(self, i: int, bounds: StageBounds | StageGraph) -> TimedStage:
         last = i == self._count - 1
-        sent = (torch.empty((), device="meta", requires_grad=True),) if last else tuple(s.on("meta") for s in extent.sent)
-        received = tuple(s.on("meta") for s in extent.received)
+        sent = (torch.empty((), device="meta", requires_grad=True),) if last else tuple(s.on("meta") for s in bounds.sent)
+        received = tuple(s.on("meta") for s in bounds.received)
         stage = TimedStage(
             self._stages[i].module, i, self._count, self._device, received, sent, group=self._pp.backend, dw_builder=self._deferred.get(i)
         )
-        stage.busy = self._busy
+        stage.timer = self._timer
         return stage
 
-    # Messages of our own: evaluation and tied gradients
+    # Point-to-point messages for evaluation and tied gradients
 
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
         self._sending += [(_work(dist.isend(t, group=self._pp.backend, group_dst=to)), t) for t in tensors]
@@ -342,24 +359,25 @@ class Pipeline:
         self._sending.clear()
 
     def _sum(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Every holder sends its gradient to all the others and adds them up in the order of ranks."""
+        """Sum a shared gradient over its ranks, in rank order. Every holder sends its own to all others."""
         own = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
         others = [r for r in holders if r != self._pp.rank]
-        addend = own.contiguous()
-        received = {r: torch.empty_like(addend) for r in others}
-        operations = [dist.P2POp(dist.isend, addend, group=self._pp.backend, group_peer=r) for r in others]
+        own_gradient = own.contiguous()
+        received = {r: torch.empty_like(own_gradient) for r in others}
+        operations = [dist.P2POp(dist.isend, own_gradient, group=self._pp.backend, group_peer=r) for r in others]
         operations += [dist.P2POp(dist.irecv, t, group=self._pp.backend, group_peer=r) for r, t in received.items()]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        received[self._pp.rank] = addend.clone()
+        received[self._pp.rank] = own_gradient.clone()
         total = torch.stack([received[r] for r in holders]).sum(0) if len(holders) > 2 else received[holders[0]] + received[holders[1]]
         if parameter.grad is None:
-            parameter.grad = parameter.detach().clone()  # of its kind: a DTensor has one
+            # of the parameter's own kind, since a DTensor needs a DTensor gradient
+            parameter.grad = parameter.detach().clone()
         local(parameter.grad).copy_(total)
 
 
 def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
-    """torch's class; where a batch has fewer microbatches than the schedule needs, the one of the same stages that takes any number."""
+    """torch's schedule class. If there are too few microbatches for it, one with the same stages that takes any number."""
     if name == "interleaved":
         return ScheduleInterleaved1F1B if microbatches >= ranks and interleaves(ranks, microbatches) else ScheduleLoopedBFS
     if name == "zero-bubble":
@@ -375,7 +393,7 @@ def _cuts(trace: Trace, names: Sequence[str]) -> list[Cut]:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of every parameter, under its first."""
+    """All names of every parameter, under its first name."""
     firsts = {id(p): name for name, p in model.named_parameters()}
     names: dict[str, list[str]] = {name: [] for name in firsts.values()}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -384,7 +402,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _shapes_of(batch: Batch, device: torch.device) -> Any:
-    """What tells batches apart. Not the width of floats: FSDP2 narrows what a stage is called with."""
+    """Key that tells batch shapes apart. The width of floats is not in it, since FSDP2 casts a stage's inputs."""
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return autocast, *((key, tuple(t.shape), t.is_floating_point() or t.dtype) for key, t in items)

@@ -1,4 +1,4 @@
-"""Replacing the forward pass of one module by a function that is given the forward pass before."""
+"""Replacement of one module's forward pass by a function that wraps it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
-    """Have a module's forward be `run(forward, …)`; returns what undoes it."""
+    """Make `run(forward, …)` a module's forward pass; returns a function that undoes this."""
     before = module.__dict__.get("forward")
     inner = module.forward.__func__ if inspect.ismethod(module.forward) else type(module).forward
 
@@ -25,5 +25,6 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
         if before is not None:
             module.__dict__["forward"] = before
 
-    module.__dict__["forward"] = MethodType(forward, module)  # bound, so that a deep copy of the module is bound to the copy
+    # bound, so that a deep copy of the module is bound to the copy
+    module.__dict__["forward"] = MethodType(forward, module)
     return undo

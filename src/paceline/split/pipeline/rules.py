@@ -1,4 +1,4 @@
-"""What a pipeline allows: numbers of microbatches, stages and cut points, and habits of a model's code."""
+"""Rules of pipelines: allowed numbers of microbatches, cut points, and unsupported model code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
 
 
 def reasons_against_cut(names: Sequence[str], stages: int, each: str) -> list[str]:
-    """What is wrong with the number of cut points; `each` says how many stages there are."""
+    """Problems with the number of cut points. `each` is a phrase that tells the number of stages."""
     found = []
     if len(names) != stages - 1:
         found.append(f"{each}, so cut names the {stages - 1} modules that begin the second and later ones; it names {len(names)}")
@@ -32,12 +32,12 @@ def reasons_against_cut(names: Sequence[str], stages: int, each: str) -> list[st
 
 
 def interleaves(ranks: int, microbatches: int) -> bool:
-    """Whether interleaved 1F1B can deal the microbatches into equal rounds of at least one for every rank, or all in one."""
+    """True if interleaved 1F1B can run this number of microbatches. They must form equal rounds of at least one per rank, or one round."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 
-def refuse_habits(observed: Observed) -> None:
-    """Refuse a model whose forward pass does what cannot be done in stages, wherever these begin.
+def refuse_unsupported_code(observed: Observed) -> None:
+    """Refuse a model whose forward pass cannot be computed in stages, wherever they begin.
 
     Raises:
         PlanError: it runs autograd itself, or changes parameters.
@@ -48,15 +48,16 @@ def refuse_habits(observed: Observed) -> None:
             "through other stages: pp=1 (fsdp divides such a model)."
         )
     for name, operation in observed.written.items():
-        if not operation.startswith("aten.embedding_renorm_"):  # the backward pass reads no weight of an embedding
+        # the backward pass reads no weight of an embedding
+        if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
-                f"pp: the model's forward pass changes its parameter {name} ({operation}), and other microbatches under way still need it "
+                f"pp: the model's forward pass changes its parameter {name} ({operation}), and other microbatches in flight still need it "
                 "as it was: change it after the optimizer's step instead, or pp=1."
             )
 
 
 def can_be_exported(model: nn.Module, observed: Observed) -> bool:
-    """Whether a graph traced by `torch.export` does all that the model's code does: it has no backward hooks and counts nothing."""
-    if observed.transformed or observed.substituted or observed.keeps or observed.counts:
+    """True if a `torch.export` graph can replace the model's code. Such a graph has no backward hooks and changes no module attributes."""
+    if observed.transformed or observed.substituted or observed.keeps or observed.changes_attributes:
         return False
     return not any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())

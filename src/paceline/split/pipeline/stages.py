@@ -1,4 +1,4 @@
-"""A pipeline stage made from the model itself: the model's own forward pass, in which the other stages' modules are stand-ins."""
+"""A pipeline stage: the model's own forward pass, with placeholders for other stages' modules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Attribute, Call, Cut, Shape, Trace, Turn, Visit, is_in
+from paceline.split.pipeline.forward_trace import Attribute, Call, CallKey, Cut, ModuleCall, Shape, Trace, is_in
 from paceline.split.pipeline.observed import without_reentrant_checkpoints
 
-Finish = Callable[[Any], Any]  # what the last stage does with the model's output
+# applied to the model's output on the last stage
+Finish = Callable[[Any], Any]
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -32,27 +33,29 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
-class Extent:
-    """What a stage does in a forward pass for one shape of batch: `first` and `last` are its cuts, None at the ends of the model.
+class StageBounds:
+    """Bounds of a stage in a forward pass for one shape of batch.
+
+    `first` and `last` are its cuts, None at the ends of the model.
 
     Attributes:
-        stands_in: the calls before the stage, and the outputs they had.
-        ends: the calls behind it.
-        changed_before_sending: the outputs that are sent as they were returned, whatever changes them in place afterwards.
+        placeholders: the calls before the stage, with the outputs they had.
+        ends: the calls after the stage.
+        changed_before_sending: the outputs that are sent as returned, although later code changes them in place.
         received, sent: the tensors that come in and go out.
     """
 
     trace: Trace
     first: Cut | None
     last: Cut | None
-    stands_in: dict[Turn, Visit] = field(init=False)
-    ends: set[Turn] = field(init=False)
+    placeholders: dict[CallKey, ModuleCall] = field(init=False)
+    ends: set[CallKey] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stands_in = {v.key: v for v in self.trace.done(self.start)} if self.first else {}
+        self.placeholders = {v.key: v for v in self.trace.done(self.start)} if self.first else {}
         self.ends = {v.key for v in self.trace.to_come(self.stop)} if self.last else set()
         self._given = {s: i for i, value in enumerate(self.first.values) for s in value.sources} if self.first else {}
-        self._changed = {key: self.trace.changed_elsewhere(v) for key, v in self.stands_in.items()}
+        self._changed = {key: self.trace.changed_elsewhere(v) for key, v in self.placeholders.items()}
         self._received_nodes = {value.node: i for i, value in enumerate(self.first.values)} if self.first else {}
         self.changed_before_sending = {s for value in self.last.values if value.changed for s in value.sources} if self.last else set()
 
@@ -73,34 +76,34 @@ class Extent:
         return [value.shape for value in self.last.values] if self.last else []
 
     def parameters(self) -> set[str]:
-        """The parameters that the stage computes with."""
+        """Parameters that the stage computes with."""
         return self.trace.used(self.start, self.stop) | (set(self.first.parameters) if self.first else set())
 
     def calls_module_of(self, parameter: str) -> bool:
-        """Whether the innermost module around a parameter that is called at all is called here."""
-        visits = [v for v in self.trace.visits if v.name and parameter.startswith(v.name + ".")]
-        return bool(visits) and self.start <= max(visits, key=lambda v: len(v.name)).enter < self.stop
+        """True if the stage calls the innermost called module around a parameter."""
+        module_calls = [v for v in self.trace.module_calls if v.name and parameter.startswith(v.name + ".")]
+        return bool(module_calls) and self.start <= max(module_calls, key=lambda v: len(v.name)).enter < self.stop
 
-    def stand_in(self, key: Turn, received: tuple[Tensor, ...], device: torch.device) -> Any:
-        """The output of a call before the stage: what was received where it was, zeros of the right shapes elsewhere."""
-        visit = self.stands_in[key]
-        leaves = list(visit.leaves)
+    def placeholder_output(self, key: CallKey, received: tuple[Tensor, ...], device: torch.device) -> Any:
+        """Output of a call before the stage. Tensors that were received are in it, others are zeros of the right shapes."""
+        module_call = self.placeholders[key]
+        leaves = list(module_call.leaves)
         for i, leaf in enumerate(leaves):
             if (place := self._given.get((*key, i))) is not None:
                 assert self.first is not None
                 leaves[i] = received[place].clone() if self.first.values[place].changed else received[place]
             elif isinstance(leaf, Shape):
                 leaves[i] = torch.zeros(leaf.size, dtype=leaf.dtype, device=device) if i in self._changed[key] else leaf.zero(device)
-        return visit.output(leaves)
+        return module_call.output(leaves)
 
     def attributes(self, name: str) -> Iterator[tuple[Attribute, int]]:
-        """What modules within `name` keep as attributes of what is received, each with the number of the received tensor."""
+        """Attributes in which modules within `name` keep received tensors, with the tensors' indices."""
         for attribute in self.trace.attributes:
             if is_in(attribute.module, name) and attribute.node in self._received_nodes:
                 yield attribute, self._received_nodes[attribute.node]
 
     def sources(self) -> list[tuple[str, int, int] | int]:
-        """Where each sent tensor comes from: (module, turn, leaf) of a call of this stage, or the number of a received tensor."""
+        """Source of each sent tensor: (module, call index, leaf) of this stage, or a received tensor's index."""
         found: list[tuple[str, int, int] | int] = []
         for value in self.last.values if self.last else ():
             passed = next((self._given[s] for s in value.sources if s in self._given), None)
@@ -109,21 +112,23 @@ class Extent:
 
 
 class _End(BaseException):
-    """The stage's part of the forward pass is over. No `Exception`, so that no model's code takes it for an error of its own."""
+    """Raised at the end of the stage's part of the forward pass. It is no `Exception`, so that the model's code does not catch it."""
 
 
 @dataclass
 class _Pass:
     """The forward pass under way."""
 
-    extent: Extent
+    bounds: StageBounds
     received: tuple[Tensor, ...]
-    turns: Counter[str] = field(default_factory=Counter)
+    call_counts: Counter[str] = field(default_factory=Counter)
     returned: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
 
 class Stage:
-    """The `forward` of a stage's module: `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)`.
+    """The `forward` of a stage's module.
+
+    It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last one.
 
     Attributes:
         module: a copy of the model's structure that holds this stage's parameters only, under their names. Calling it calls this.
@@ -131,24 +136,30 @@ class Stage:
     """
 
     def __init__(
-        self, model: nn.Module, extent: Extent, extent_of: Callable[[Batch], Extent], call: Call, device: torch.device, own: set[str]
+        self,
+        model: nn.Module,
+        bounds: StageBounds,
+        bounds_of: Callable[[Batch], StageBounds],
+        call: Call,
+        device: torch.device,
+        own: set[str],
     ) -> None:
-        self.call, self.device, self.extent_of = call, device, extent_of
-        self.finish: Finish = as_it_is
-        self._observed = extent.trace.observed
-        self._is_last = extent.last is None
+        self.call, self.device, self.bounds_of = call, device, bounds_of
+        self.finish: Finish = identity
+        self._observed = bounds.trace.observed
+        self._is_last = bounds.last is None
         self._pass: _Pass | None = None
         self.module = copied(model)
-        give_away(self.module, model, own, device)
-        self._stand_in_for_others(extent)
-        leave_buffers(self.module, extent.trace.buffers_changed_after(extent.stop), device)
+        drop_parameters(self.module, model, own, device)
+        self._install_placeholders(bounds)
+        drop_buffers(self.module, bounds.trace.buffers_changed_after(bounds.stop), device)
         root = self.module.__dict__
         self._as_model = {"forward": self.module.forward} | {kind: root[kind] for kind in _HOOKS}
         root.update({"forward": self._forward} | {kind: type(root[kind])() for kind in _HOOKS})
 
     def _forward(self, *received: Tensor, batch: Batch) -> Any:
-        extent = self.extent_of(batch)
-        self._pass = current = _Pass(extent, received)
+        bounds = self.bounds_of(batch)
+        self._pass = current = _Pass(bounds, received)
         if self._observed.writes_input:
             batch = tree_map(torch.clone, batch)
         try:
@@ -160,12 +171,12 @@ class Stage:
             self._pass = None
         if self._is_last:
             return self.finish(output)
-        sent = tuple((received[s] if isinstance(s, int) else _returned(current, s)).contiguous() for s in extent.sources())
+        sent = tuple((received[s] if isinstance(s, int) else _returned(current, s)).contiguous() for s in bounds.sources())
         return sent if len(sent) > 1 else sent[0]
 
     @contextmanager
     def _the_model(self) -> Iterator[None]:
-        """Within, calling the stage's module is calling the model, with the hooks that its author put on it."""
+        """Context in which the stage's module behaves as the model, with its author's hooks."""
         root = self.module.__dict__
         stage = {key: root[key] for key in self._as_model}
         root.update(self._as_model)
@@ -174,36 +185,39 @@ class Stage:
         finally:
             root.update(stage)
 
-    def _stand_in_for_others(self, extent: Extent) -> None:
+    def _install_placeholders(self, bounds: StageBounds) -> None:
         modules = dict(self.module.named_modules())
-        calls = Counter(visit.name for visit in extent.trace.visits)
-        away = extent.stands_in.keys() | extent.ends
-        never = {n for n in {n for n, _ in away} if sum(n == name for name, _ in away) == calls[n]}  # called for real
+        calls = Counter(module_call.name for module_call in bounds.trace.module_calls)
+        away = bounds.placeholders.keys() | bounds.ends
+        # never computed on this stage
+        never = {n for n in {n for n, _ in away} if sum(n == name for name, _ in away) == calls[n]}
         _forget([modules[n] for n in never], self.module, self.device)
         for name in {name for name, _ in away}:
-            modules[name].__dict__["forward"] = partial(self._turn, name, modules[name].forward)
-        for name in {s[0] for s in extent.sources() if not isinstance(s, int)}:
+            modules[name].__dict__["forward"] = partial(self._run_or_replace, name, modules[name].forward)
+        for name in {s[0] for s in bounds.sources() if not isinstance(s, int)}:
             module, keep = modules[name], partial(self._keep, name, name in {n for n, _ in away})
-            if name in self._observed.direct:  # past all hooks
+            # called past all hooks
+            if name in self._observed.direct:
                 module.__dict__["forward"] = partial(_then, module.forward, partial(keep, module, ()))
-            elif module._backward_hooks or module._backward_pre_hooks:  # they are put on the output after all forward hooks
+            # backward hooks are put on the output after all forward hooks
+            elif module._backward_hooks or module._backward_pre_hooks:
                 module.__dict__["_call_impl"] = partial(_then, module._call_impl, partial(keep, module, ()))
             else:
                 module.register_forward_hook(keep, prepend=True)
 
-    def _turn(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_or_replace(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current = self._pass
         if current is None:
             return forward(*args, **kwargs)
-        key = name, current.turns[name]
-        current.turns[name] += 1
-        if key in current.extent.ends:
+        key = name, current.call_counts[name]
+        current.call_counts[name] += 1
+        if key in current.bounds.ends:
             raise _End
-        if key in current.extent.stands_in:
-            for attribute, i in current.extent.attributes(name):
+        if key in current.bounds.placeholders:
+            for attribute, i in current.bounds.attributes(name):
                 kept = current.received[i] if attribute.requires_grad else current.received[i].detach()
                 setattr(self.module.get_submodule(attribute.module), attribute.name, kept)
-            return current.extent.stand_in(key, current.received, self.device)
+            return current.bounds.placeholder_output(key, current.received, self.device)
         return forward(*args, **kwargs)
 
     def _keep(self, name: str, counted: bool, module: nn.Module, args: Any, output: Any) -> None:
@@ -211,19 +225,19 @@ class Stage:
         if current is None:
             return
         if not counted:
-            current.turns[name] += 1
-        turn = current.turns[name] - 1
+            current.call_counts[name] += 1
+        index = current.call_counts[name] - 1
         for i, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
-                changes = (name, turn, i) in current.extent.changed_before_sending
-                current.returned[name, turn, i] = leaf.clone() if changes else leaf
+                changes = (name, index, i) in current.bounds.changed_before_sending
+                current.returned[name, index, i] = leaf.clone() if changes else leaf
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """The same tree of modules, with the same parameters, buffers and other attributes; what is set on a copy does not show in the model.
+    """A copy of the tree of modules that shares parameters, buffers and other attributes.
 
-    Functions that a module keeps as attributes or hooks, and that are bound to a module or have captured one, get its copy instead; so do
-    lists, tuples and dictionaries that hold modules.
+    Attributes set on the copy do not show in the model. Functions that a module keeps as attributes or hooks, and that are bound to
+    a module or have captured one, get its copy instead; so do lists, tuples and dictionaries that hold modules.
     """
     copies: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -244,10 +258,10 @@ def copied(model: nn.Module) -> nn.Module:
     return copies[id(model)]
 
 
-def give_away(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
-    """Replace the parameters that are not `own` in a copy of `model` by zeros of their shape that are no parameters.
+def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
+    """Replace parameters of a model's copy that are not `own` by zeros.
 
-    Code of the model may still ask for their dtype or device, or compute with them what nobody uses.
+    The zeros are no parameters. Code of the model may still read their dtype or device, or compute unused values with them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for module in copy_.modules():
@@ -257,8 +271,8 @@ def give_away(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.d
                 module.__dict__[name] = Shape(tuple(parameter.shape), parameter.dtype, False).zero(device)
 
 
-def leave_buffers(copy_: nn.Module, others: set[str], device: torch.device) -> None:
-    """Make buffers that another stage changes plain attributes of a stage's modules, so that nothing outdated is saved."""
+def drop_buffers(copy_: nn.Module, others: set[str], device: torch.device) -> None:
+    """Make buffers that another stage changes plain attributes, so that no stale value is saved."""
     for name, module in copy_.named_modules():
         for key, buffer in list(module._buffers.items()):
             if f"{name}.{key}".lstrip(".") in others and buffer is not None:
@@ -296,9 +310,9 @@ def _bound_function(function: FunctionType, copies: Mapping[int, nn.Module]) -> 
 
 
 def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
-    """Take the buffers and hooks from modules that only stand in, and from those in them that nobody else has.
+    """Remove buffers and hooks from placeholder modules, and from submodules that only they use.
 
-    Forward hooks of a stand-in itself stay, as they may pass on its output; of those before it only users'.
+    Forward hooks of a placeholder itself stay, as they may pass on its output; of its pre-forward hooks only the users' stay.
     """
     others: set[nn.Module] = set()
     _reachable(root, set(away), others)
@@ -318,7 +332,7 @@ def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) ->
 
 
 def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
-    """Make a buffer a plain attribute, without values where it has none yet."""
+    """Make a buffer a plain attribute, of zeros if it has no values yet."""
     buffer = module._buffers.pop(name)
     module._non_persistent_buffers_set.discard(name)
     if buffer is not None and buffer.is_meta:
@@ -327,7 +341,7 @@ def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def _is_a_librarys(hook: Any) -> bool:
-    """Whether a hook before a module makes its weights (`torch.nn.utils`) or divides its input (tensor parallel)."""
+    """True for a library's pre-forward hook: `torch.nn.utils` makes weights, tensor parallelism divides inputs."""
     made_by = hook.func if isinstance(hook, partial) else hook
     where = str(getattr(made_by, "__module__", None) or type(made_by).__module__)
     return where.startswith(("torch.nn.utils", "paceline."))
@@ -355,6 +369,6 @@ def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
     return current.returned[source]
 
 
-def as_it_is(output: Any) -> Any:
-    """The output of a stage that makes nothing else of it."""
+def identity(output: Any) -> Any:
+    """The output of a stage, unchanged."""
     return output

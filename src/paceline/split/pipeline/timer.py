@@ -1,4 +1,4 @@
-"""How long a pipeline's rank computed in a step, and so how long it waited."""
+"""Timer of a pipeline rank's computation, which gives its waiting time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 
-class Busy:
-    """Times the stages of one rank, on CUDA by events in the stream that computes."""
+class PipelineTimer:
+    """Timer of the stages of one rank, on CUDA by events in the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -21,7 +21,7 @@ class Busy:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a whole step."""
+        """Time a whole step."""
         self._computing = []
         start = self._now()
         yield
@@ -29,7 +29,7 @@ class Busy:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around what one stage computes of one microbatch."""
+        """Time one stage's computation on one microbatch."""
         start = self._now()
         yield
         self._computing.append((start, self._now()))
@@ -54,22 +54,22 @@ class Busy:
 
 
 class TimedStage(PipelineStage):
-    """torch's stage, which tells `busy` when it computes."""
+    """torch's pipeline stage, timed by `timer`."""
 
-    busy: Busy
+    timer: PipelineTimer
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.busy.computing():
+        with self.timer.computing():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self.busy.computing():
+        with self.timer.computing():
             super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self.busy.computing():
+        with self.timer.computing():
             super().backward_weight_one_chunk(*args, **kwargs)
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
-        with self.busy.computing():
+        with self.timer.computing():
             super().perform_reduce_grad(*args, **kwargs)

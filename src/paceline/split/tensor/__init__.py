@@ -1,4 +1,4 @@
-"""Tensor parallelism: regions of any model whose matrices can be divided over ranks, found and proven, not annotated.
+"""Tensor parallelism: regions of any model whose matrices are sharded, found and verified automatically.
 
-Read `division.py` first, then `trace.py` (what a region is found in), `regions.py` and `proof.py`.
+Read `division.py` first, then `trace.py` (the graph that regions are found in), `regions.py` and `proof.py`.
 """

@@ -1,13 +1,13 @@
-"""Tensor parallelism for any module: matrices divided over ranks that compute on the same samples.
+"""Tensor parallelism for any module: matrices sharded over ranks that compute on the same samples.
 
-What is divided is found in a trace of the model, not in a list of architectures (`tensor_trace`, `tensor_regions`), and proven: the divided
-model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that fails, layers stay whole, or
-gather their outputs if they are large. So results are right for every model; only speed and memory differ.
+Regions to divide are found in a trace of the model, not in a list of architectures (`trace`, `regions`), and verified: the divided
+model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that fails, layers stay replicated,
+or gather their outputs if they are large. So results are right for every model; only speed and memory differ.
 
-Dropout inside a divided region draws other masks on each rank, elsewhere the same ones (`tensor_dropout`).
+Dropout inside a divided region draws other masks on each rank, elsewhere the same ones (`dropout`).
 
-On GPUs nothing differs but the process group; asynchronous TP (matrix products that overlap with the collectives) is inductor's to make
-out of the functional collectives in a compiled graph, and has not been run.
+On GPUs only the process group differs. Asynchronous TP (matrix products that overlap with the collectives) is left to inductor, from
+the functional collectives of a compiled graph, and has not been run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.parts import Parts
-from paceline.split.tensor.dropout import draw_apart
+from paceline.split.tensor.dropout import separate_random_streams
 from paceline.split.tensor.layers import (
     TOKENS,
     HeadSwitch,
     column_forward,
     copy,
     gather,
-    gather_addends,
+    gather_partial,
     reduce,
     reduce_scatter,
     row_forward,
@@ -39,17 +39,17 @@ from paceline.split.tensor.proof import Proof, extend, prove
 from paceline.split.tensor.sequence import convert_arguments, convert_result, places_of
 from paceline.split.tensor.shape_rewriter import install
 from paceline.split.tensor.trace import Call, Entry, Graph, is_transposed
-from paceline.split.tensor.unpaired import divide_lone, owners_of, shard
+from paceline.split.tensor.unpaired import divide_unpaired, owners_of, shard
 
 
 @dataclass
 class TensorReport:
-    """What became of every layer with a matrix.
+    """Result of `shard_tensors` for every layer with a matrix.
 
     Attributes:
-        done: path of a module -> `column`, `row`, `vocabulary` or `gathered`, and for whom it is: a sentence.
-        whole: path of a linear layer or embedding that every rank holds in full -> why.
-        notes: what is worth knowing about the model as a whole.
+        done: path of a module -> `column`, `row`, `vocabulary` or `gathered`, as a phrase.
+        whole: path of a linear layer or embedding that every rank holds in full -> reason.
+        notes: sentences about the model as a whole.
         vocabulary_head: the switch of the output head, if its output is the model's own and is divided over the vocabulary.
     """
 
@@ -73,17 +73,19 @@ def shard_tensors(
     sequence: bool = False,
     vocabulary: bool = True,
 ) -> TensorReport:
-    """Divide the matrices of a model over the ranks of `tp`, in place. Every rank calls this; nothing is communicated yet.
+    """Divide the matrices of a model over the ranks of `tp`, in place.
+
+    Every rank calls this; nothing is communicated yet.
 
     Args:
-        parts: what the rank holds of each parameter so far; what is divided is noted.
+        parts: the part that the rank holds of each parameter so far; updated.
         example: a batch as the engine gives it to `call`, of real or meta tensors.
-        call: how the engine calls the model with a batch.
-        sequence: also divide the activations between the matrices, along the tokens, in the trunk of blocks.
+        call: spans the model on a batch, as the engine does.
+        sequence: also divide the activations between the matrices along the tokens, within the repeated blocks.
         vocabulary: also divide embeddings and the output head, along the vocabulary.
 
     Raises:
-        PlanError: heads that do not divide, with the degrees that work; `sequence` where there is no such trunk or tokens do not divide.
+        PlanError: heads that cannot be divided, with degrees that can; `sequence` without such blocks, or tokens that cannot be divided.
     """
     if tp.size == 1:
         return TensorReport()
@@ -93,23 +95,23 @@ def shard_tensors(
     report = TensorReport(whole=dict(proof.why_whole), notes=proof.notes)
     if sequence:
         extend(proof, model, tp.size, example, call)
-        report.notes.append(f"between the matrices, {proof.stream} divides the tokens")
+        report.notes.append(f"between the matrices, {proof.sequence} divides the tokens")
     _divide_regions(model, parts, tp, proof, report)
     _join_regions(model, tp, proof)
     if proof.graph is not None:
-        graph, labels = (proof.graph, proof.labels) if proof.stream is None else (proof.stream.graph, proof.stream.labels)
-        draw_apart(model, graph, labels, tp.rank)
-    lone = divide_lone(model, parts, tp, proof, vocabulary=vocabulary)
-    report.done |= lone.done
-    report.whole = {path: why for path, why in (lone.whole | report.whole).items() if path not in lone.done}
-    report.vocabulary_head = lone.head
+        graph, labels = (proof.graph, proof.labels) if proof.sequence is None else (proof.sequence.graph, proof.sequence.labels)
+        separate_random_streams(model, graph, labels, tp.rank)
+    unpaired = divide_unpaired(model, parts, tp, proof, vocabulary=vocabulary)
+    report.done |= unpaired.done
+    report.whole = {path: why for path, why in (unpaired.whole | report.whole).items() if path not in unpaired.done}
+    report.vocabulary_head = unpaired.head
     if not report.done:
         report.notes.append(f"nothing can be divided: all {tp.size} ranks of tp compute the same, so use dp or fsdp instead")
     return report
 
 
 def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, report: TensorReport) -> None:
-    """Give every parameter of the regions its part, and change the code that names full sizes."""
+    """Shard every parameter of the regions, and rewrite the code that uses full sizes."""
     if proof.graph is None:
         return
     owners = owners_of(model)
@@ -117,7 +119,7 @@ def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, rep
         value = proof.graph.values[v]
         if value.kind == "parameter":
             shard(parts, owners, value.name, tp, label.dim, label.sections)
-    install(model, proof.edits, tp.size)
+    install(model, proof.rewrites, tp.size)
     for region in proof.regions:
         for paths, style in ((region.columns, "column"), (region.rows, "row")):
             for path in paths:
@@ -127,41 +129,41 @@ def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, rep
         module = model.get_submodule(path)
         if is_transposed(module):
             module.forward = column_forward(module)
-    for name in proof.stream.parameters if proof.stream is not None else proof.boundaries.parameters:
+    for name in proof.sequence.parameters if proof.sequence is not None else proof.boundaries.parameters:
         parts[name].summed.add("tp")
 
 
 def _join_regions(model: nn.Module, tp: Group, proof: Proof) -> None:
-    """Put the exchanges at the ends of the regions: copies where whole tensors enter, sums behind row-parallel layers."""
+    """Install the collectives at the ends of the regions. Copies where replicated tensors enter, sums behind row-parallel layers."""
     if proof.graph is None:
         return
-    stream = proof.stream
+    sequence = proof.sequence
     for entry, value in proof.boundaries.copies:
-        if stream is not None and (entry.path, value) in stream.gathers:
-            convert: Callable[[Tensor], Tensor] = partial(gather_addends, group=tp)
+        if sequence is not None and (entry.path, value) in sequence.gathers:
+            convert: Callable[[Tensor], Tensor] = partial(gather_partial, group=tp)
         else:
             convert = partial(copy, group=tp, fresh=_fresh(proof.graph, entry, value))
         convert_arguments(model.get_submodule(entry.path), places_of(entry, value), convert)
     for path in {path for region in proof.regions for path in region.rows}:
         module = model.get_submodule(path)
-        join = partial(reduce_scatter if stream is not None and path in stream.scatters else reduce, group=tp)
+        join = partial(reduce_scatter if sequence is not None and path in sequence.scatters else reduce, group=tp)
         module.forward = row_forward(module, join)
-    for path in stream.results if stream is not None else proof.boundaries.results:
+    for path in sequence.results if sequence is not None else proof.boundaries.results:
         convert_result(model.get_submodule(path), partial(copy, group=tp))
-    if stream is not None:
-        for entry, value in stream.more_copies:
+    if sequence is not None:
+        for entry, value in sequence.more_copies:
             convert_arguments(model.get_submodule(entry.path), places_of(entry, value), partial(copy, group=tp))
-        for island in stream.islands:
-            module = model.get_submodule(island.entry.path)
-            for value in island.enters:
-                convert_arguments(module, places_of(island.entry, value), partial(gather, group=tp, dim=TOKENS))
+        for full in sequence.full_modules:
+            module = model.get_submodule(full.entry.path)
+            for value in full.enters:
+                convert_arguments(module, places_of(full.entry, value), partial(gather, group=tp, dim=TOKENS))
             convert_result(module, partial(take, group=tp))
-        for run in stream.runs:
-            convert_arguments(model.get_submodule(run.first.path), places_of(run.first, run.enters), partial(take, group=tp))
-            convert_result(model.get_submodule(run.last.path), partial(gather, group=tp, dim=TOKENS))
+        for span in sequence.spans:
+            convert_arguments(model.get_submodule(span.first.path), places_of(span.first, span.enters), partial(take, group=tp))
+            convert_result(model.get_submodule(span.last.path), partial(gather, group=tp, dim=TOKENS))
 
 
 def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
-    """Whether only matrix products read the value inside, so that its gradients are theirs alone."""
+    """True if only matrix products inside the call read the value. Its gradients are then theirs alone."""
     inside = [graph.nodes[n] for n, _ in graph.values[value].uses if entry.start <= n < entry.stop]
     return all(node.name == "linear" and isinstance(node.op, str) for node in inside)

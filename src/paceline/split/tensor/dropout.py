@@ -1,8 +1,8 @@
-"""Dropout under tensor parallelism: each rank has its own masks for divided tensors, and all have the same ones for whole tensors.
+"""Dropout under tensor parallelism: own masks for sharded tensors, common ones for replicated tensors.
 
-Ranks of tp are seeded alike, so that they drop the same from what they all compute. Around a module that draws for divided tensors, the
-generator is seeded anew from that common stream and the rank. The common stream is one number further afterwards, and nothing else is kept,
-so activations that are computed again in the backward pass get the same masks again. While torch.compile traces, masks are equal pieces.
+Ranks of tp have the same seed, so that they drop the same elements of replicated tensors. Around a module that draws for sharded tensors,
+the generator is seeded from that common stream and the rank. The common stream advances by one number, and no other state is kept,
+so activations that are recomputed in the backward pass get the same masks again. While torch.compile traces, all ranks' masks are equal.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from paceline.job.zoo.models.moe import without_values
 from paceline.split.tensor.rules import Label, bound
 from paceline.split.tensor.trace import Graph, Node
 
-_common: list[tuple[torch.Generator, Tensor]] = []  # of the modules under way that draw for themselves, the common stream's states
+# states of the common stream, for the active modules that draw for themselves
+_common: list[tuple[torch.Generator, Tensor]] = []
 
 
-def draw_apart(model: nn.Module, graph: Graph, labels: Mapping[int, Label], rank: int) -> set[str]:
-    """Have the modules that draw for divided tensors draw other numbers on each rank; their paths.
+def separate_random_streams(model: nn.Module, graph: Graph, labels: Mapping[int, Label], rank: int) -> set[str]:
+    """Give modules that draw for sharded tensors other random numbers on each rank. Returns their paths.
 
-    A module whose own code draws for divided and for whole tensors goes on drawing the same on all ranks.
+    A module whose own code draws for both sharded and replicated tensors goes on drawing the same on all ranks.
     """
     divided, whole = set[str](), set[str]()
     for node in graph.nodes:
         if _draws(node):
             (divided if any(v in labels for v in (*node.inputs, *node.outputs)) else whole).add(node.path)
-    apart = {path for path in divided - whole if path}
-    for path in apart:
+    separate = {path for path in divided - whole if path}
+    for path in separate:
         module = model.get_submodule(path)
-        module.__dict__["forward"] = partial(_apart, module.forward, module, rank)
+        module.__dict__["forward"] = partial(_with_own_masks, module.forward, module, rank)
     for path in whole - divided:
-        if any(path.startswith(f"{outer}.") for outer in apart):
+        if any(path.startswith(f"{outer}.") for outer in separate):
             module = model.get_submodule(path)
-            module.__dict__["forward"] = partial(_together, module.forward)
-    return apart
+            module.__dict__["forward"] = partial(_with_common_masks, module.forward)
+    return separate
 
 
 def _draws(node: Node) -> bool:
-    """Whether an operation of a trace uses random numbers."""
+    """True if an operation of a trace uses random numbers."""
     if isinstance(node.op, str) or torch.Tag.nondeterministic_seeded not in node.op.tags:
         return False
     given = bound(node)
@@ -52,7 +53,7 @@ def _draws(node: Node) -> bool:
     return not ("dropout" in node.name and (given.get("p") == 0 or given.get("train") is False))
 
 
-def _apart(forward: Callable[..., Any], module: nn.Module, rank: int, *args: Any, **kwargs: Any) -> Any:
+def _with_own_masks(forward: Callable[..., Any], module: nn.Module, rank: int, *args: Any, **kwargs: Any) -> Any:
     device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not without_values(x)), None)
     if device is None or not module.training or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
@@ -67,7 +68,7 @@ def _apart(forward: Callable[..., Any], module: nn.Module, rank: int, *args: Any
         generator.set_state(before)
 
 
-def _together(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_common_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _common or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     generator, common = _common[-1]

@@ -1,8 +1,8 @@
-"""What tensor-parallel layers compute and exchange: the conjugate pairs of Megatron-LM as small autograd functions over a group.
+"""Layers and collectives of tensor parallelism: Megatron-LM's conjugate pairs as autograd functions.
 
-copy and reduce, gather and take, gather and reduce-scatter along the tokens (Shoeybi et al., 2019, arXiv:1909.08053; Korthikanti et al.,
-2022, arXiv:2205.05198). While torch.compile traces, they are functional collectives, which inductor can overlap with the matrix products
-(asynchronous TP, on GPUs); otherwise they go straight to the group.
+The pairs are copy and reduce, gather and take, gather and reduce-scatter along the tokens (Shoeybi et al., 2019, arXiv:1909.08053;
+Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile traces, they are functional collectives, which inductor can overlap with
+the matrix products (asynchronous TP, on GPUs); otherwise they call the group directly.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import without_values
 from paceline.split.tensor.trace import is_transposed, weighted
 
-TOKENS = 1  # the dimension of (samples, tokens, features) that sequence parallel divides
+# the dimension of (samples, tokens, features) that sequence parallelism divides
+TOKENS = 1
 
 
 @dataclass
 class HeadSwitch:
-    """Whether the model's output head gathers its logits; without, each rank keeps the columns `start` to `stop` of the vocabulary."""
+    """Switch of a divided output head: gather its logits, or keep them divided.
+
+    If `gather` is False, each rank keeps the columns `start` to `stop` of the vocabulary.
+    """
 
     start: int
     stop: int
@@ -35,37 +39,40 @@ class HeadSwitch:
 
 
 def copy(x: Tensor, group: Group, fresh: bool = False) -> Tensor:
-    """`x` as it is; its gradients, an addend on each rank, are summed: in place where they are `fresh`, read by nobody else."""
+    """`x` unchanged; its gradients, partial sums on each rank, are all-reduced.
+
+    This happens in place if they are `fresh`, that is, read by nobody else.
+    """
     result: Tensor = _Copy.apply(x, group, fresh)
     return result
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of `x` over the ranks, written into `x`; its gradient is the same on every rank."""
+    """All-reduced sum of `x`, written into `x`; its gradient is the same on every rank."""
     result: Tensor = _Reduce.apply(x, group)
     return result
 
 
 def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """The parts of all ranks side by side along `dim`, which every rank then reads in the same way: gradients are only cut."""
+    """All-gather of `x` along `dim`; the gradient is this rank's slice. Every rank must use the result in the same way."""
     result: Tensor = _Gather.apply(x, group, dim % x.dim())
     return result
 
 
 def take(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """This rank's part of `x`, which is the same on all ranks; the gradients of the parts are put side by side."""
+    """This rank's part of a replicated `x`; the gradients of the parts are all-gathered."""
     result: Tensor = _Take.apply(x, group, dim % x.dim())
     return result
 
 
-def gather_addends(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """The parts of all ranks side by side, of which each rank reads something else: gradients are summed and cut."""
-    result: Tensor = _GatherAddends.apply(x, group, dim % x.dim())
+def gather_partial(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
+    """All-gather of `x` whose gradients are partial sums: they are reduce-scattered. Each rank uses the result in another way."""
+    result: Tensor = _GatherPartial.apply(x, group, dim % x.dim())
     return result
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """This rank's part of the sum of `x` over the ranks; the gradients of the parts are put side by side."""
+    """Reduce-scattered sum of `x`; the gradients of the parts are all-gathered."""
     result: Tensor = _ReduceScatter.apply(x, group, dim % x.dim())
     return result
 
@@ -78,7 +85,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():  # a gradient of gradients: every backward pass is one of these functions again
+        # for gradients of gradients, every backward pass is one of these functions again
+        if torch.is_grad_enabled():
             return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None, None
         own = grad.contiguous() if ctx.fresh else grad.clone(memory_format=torch.contiguous_format)
         return _summed(own, ctx.group), None, None
@@ -120,7 +128,7 @@ class _Take(torch.autograd.Function):
         return gather(grad, ctx.group, ctx.dim), None, None
 
 
-class _GatherAddends(torch.autograd.Function):
+class _GatherPartial(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -139,16 +147,16 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_addends(grad, ctx.group, ctx.dim), None, None
+        return gather_partial(grad, ctx.group, ctx.dim), None, None
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:
-    """Whether there is nothing to send: a trace has shapes only. Those of a dry run are sent, to its ranks that are not there."""
+    """True if a trace has shapes only, so that nothing is sent. A dry run sends its shapes all the same, to ranks that do not exist."""
     return without_values(x) and group.transport != "fake"
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, in place outside of a compiler and a trace."""
+    """Sum over the ranks, in place unless compiled or traced."""
     if _only_traced(x, group):
         return x.clone()
     if torch.compiler.is_compiling():
@@ -164,7 +172,8 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
         whole: Tensor = functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, _torch_group(group)))
         return whole
-    parts = x.new_empty((group.size * x.shape[0], *x.shape[1:]))  # gloo takes this shape only
+    # gloo supports this shape only
+    parts = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     _all_gather(parts, x.contiguous(), group=group.backend)
     return parts.view(group.size, *x.shape).movedim(0, dim).reshape(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
 
@@ -181,16 +190,17 @@ def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
     return own
 
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older names warn from torch 2.13 on
+# the older names warn from torch 2.13 on
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _own(x: Tensor, group: Group, dim: int) -> Tensor:
-    size, rest = divmod(x.shape[dim], group.size)
-    if rest:
+    size, remainder = divmod(x.shape[dim], group.size)
+    if remainder:
         wanted = (size + 1) * group.size
         raise PlanError(
-            f"sequence: {x.shape[dim]} tokens do not divide over tp={group.size}; pad or cut them to a multiple, such as {wanted}"
+            f"sequence: {x.shape[dim]} tokens cannot be divided evenly over tp={group.size}; pad or cut them to a multiple such as {wanted}"
         )
     return x.narrow(dim, group.rank * size, size).contiguous()
 
@@ -204,19 +214,20 @@ Forward = Callable[..., Tensor]
 
 
 def row_forward(module: nn.Module, join: Callable[[Tensor], Tensor]) -> Forward:
-    """The forward of a linear layer whose inputs are divided: `join` the addends of the ranks, then add the bias once."""
+    """Forward of a linear layer with sharded inputs. It joins the partial sums with `join`, then adds the bias once."""
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
         joined = join(F.linear(input, weight.T if transposed else weight))
-        return joined if bias is None else joined.add_(bias)  # in its own precision, also under autocast
+        # in its own precision, also under autocast
+        return joined if bias is None else joined.add_(bias)
 
     return forward
 
 
 def column_forward(module: nn.Module) -> Forward:
-    """The forward of a `Conv1D`, whose own names its full width, with divided outputs."""
+    """Forward of a `Conv1D` with sharded outputs; its own code uses the full width."""
     layer = weighted(module)
 
     def forward(input: Tensor) -> Tensor:
@@ -226,7 +237,7 @@ def column_forward(module: nn.Module) -> Forward:
 
 
 def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None) -> Forward:
-    """The forward of a linear layer whose outputs are divided and gathered, unless `switch` says that they stay divided."""
+    """Forward of a linear layer with sharded outputs, gathered unless `switch` keeps them sharded."""
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
@@ -238,7 +249,7 @@ def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None)
 
 
 def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
-    """The forward of an embedding that holds `rows` rows from `rows` times its rank on: each token is looked up by one rank."""
+    """Forward of an embedding that holds `rows` rows, from `rows` times its rank on. One rank looks each token up; the others add zeros."""
     assert isinstance(module, nn.Embedding)
     start, padding = group.rank * rows, module.padding_idx
     padding = padding - start if padding is not None and start <= padding < start + rows else None

@@ -1,4 +1,4 @@
-"""Proof that an autograd function works element by element, so that ranks may run it on their parts of its tensors."""
+"""Check that an autograd function is element-wise, so that ranks may run it on shards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.autograd.function import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# Operations without the tag `pointwise` that keep every element in its place, or only take memory for it.
+# Operations without the tag `pointwise` that keep every element's position, or only allocate.
 _IN_PLACE = ("detach", "alias", "clone", "_to_copy", "empty_like", "zeros_like", "ones_like", "new_empty_strided", "empty_strided")
 
 
 def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function's results and gradients come element by element, with the same numbers for tensors of any shape.
+    """True if a function's results and gradients are element-wise, whatever the shape. Constants must be the same for any shape.
 
-    The function and its backward pass are run on tensors without data, of the shape given and of a larger one.
+    The function and its backward pass are run on tensors without data, of the given shape and of a larger one.
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not tensors or any(x.shape != tensors[0].shape or not x.dim() for x in tensors):
@@ -29,16 +29,16 @@ def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _steps(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size) -> list[Any] | None:
-    """The operations of both passes with the numbers that they are given; None where one is not pointwise or fails."""
+    """Operations of both passes with their constants; None if one is not pointwise or fails."""
     found: list[list[Any] | None] = [None]
 
     def run() -> None:
         try:
             found[0] = _run(function, args, kwargs, shape)
-        except Exception:  # noqa: BLE001 - whatever the function's code raises: nothing is proven then
+        except Exception:  # noqa: BLE001 - any error of the function's code: nothing is shown then
             found[0] = None
 
-    # A thread of its own, because a trace is under way in this one, below autograd.
+    # A thread of its own, because a trace is active in this one, below autograd.
     thread = threading.Thread(target=run, name="pointwise")
     thread.start()
     thread.join()
@@ -60,7 +60,7 @@ def _run(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class _Pointwise(TorchDispatchMode):
-    """Watches whether every operation is pointwise, on tensors of one shape and single numbers."""
+    """Dispatch mode that checks that every operation is pointwise, on one shape and scalars."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()

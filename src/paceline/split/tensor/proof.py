@@ -1,6 +1,7 @@
-"""What of a model may be divided, proven by a second trace: the divided model does the same operations on a rank's part of each tensor.
+"""Verification of tensor-parallel regions: a second trace, on the shapes of a rank's part.
 
-A region that does not stand it is left whole, together with the like of it in other blocks.
+The divided model must do the same operations as the whole one. A region that fails the check stays replicated, and so do the same layers
+in all other blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.tensor.regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
 from paceline.split.tensor.rules import CREATIONS, Label, is_row
-from paceline.split.tensor.sequence import Stream, find_stream, simulated
-from paceline.split.tensor.shape_rewriter import Correction, Edits, install
+from paceline.split.tensor.sequence import SequenceRegion, find_sequence_region, simulated
+from paceline.split.tensor.shape_rewriter import Rewrites, ShapeRewriter, install
 from paceline.split.tensor.trace import Call, Graph, Node, Shapes, Unfollowable, trace
 
 _LAYOUT_ONLY = {
@@ -30,22 +31,25 @@ _TAKES_SIZES = CREATIONS | {"split", "split_with_sizes", "chunk", "slice", "narr
 
 @dataclass
 class Proof:
-    """What may be divided. `graph` is None for a model that cannot be traced."""
+    """Regions that may be divided, and reasons for the layers that may not.
+
+    `graph` is None for a model that cannot be traced.
+    """
 
     graph: Graph | None
     regions: list[Region] = field(default_factory=list)
     labels: dict[int, Label] = field(default_factory=dict)
     boundaries: Boundaries = field(default_factory=Boundaries)
-    edits: Edits = field(default_factory=dict)
+    rewrites: Rewrites = field(default_factory=dict)
     why_whole: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     hints: dict[str, str] = field(default_factory=dict)
-    stream: Stream | None = None
+    sequence: SequenceRegion | None = None
 
 
 def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
-    """Everything that can be divided over `ranks` ranks, or, in `refused`, why the model's heads cannot."""
+    """Find everything that can be divided over `ranks` ranks. `refused` has reasons if attention heads cannot."""
     try:
         graph = trace(model, example, call)
         found = find_regions(graph, _hints(model))
@@ -67,14 +71,14 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
 
 
 def _refusals(regions: list[Region], ranks: int) -> list[str]:
-    """One reason for each number of heads that does not divide."""
+    """Reasons against a degree, one for each number of heads that it does not divide."""
     bad: dict[tuple[int, ...], list[Region]] = {}
     for region in regions:
         if region.attention and not region.divides(ranks):
             bad.setdefault(tuple(sorted(region.heads or region.sizes)), []).append(region)
     return [
         f"tp={ranks}: the {' and '.join(map(str, heads))} heads of {_common(of[0].columns)}"
-        f"{f' (and {len(of) - 1} more)' if len(of) > 1 else ''} do not divide over {ranks} ranks. "
+        f"{f' (and {len(of) - 1} more)' if len(of) > 1 else ''} cannot be divided evenly over {ranks} ranks. "
         f"Degrees that work: tp={_listed(of[0].degrees)}"
         for heads, of in bad.items()
     ]
@@ -89,7 +93,7 @@ def _common(paths: list[str]) -> str:
 
 
 def _hints(model: nn.Module) -> dict[str, str]:
-    """The styles that Hugging Face's own plan gives to this model's layers."""
+    """Parallel styles that Hugging Face's own plan gives to this model's layers."""
     plan = getattr(model, "_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     styles = {pattern: style for name, style in plan.items() for pattern in (name, f"{prefix}.{name}")}
@@ -97,7 +101,7 @@ def _hints(model: nn.Module) -> dict[str, str]:
 
 
 def _alike(regions: list[Region]) -> list[list[Region]]:
-    """Regions in groups: those of the same layers in different blocks stand or fall together."""
+    """Groups of the same layers in different blocks, which are kept or dropped together."""
     groups: dict[str, list[Region]] = {}
     for region in regions:
         groups.setdefault(re.sub(r"\d+", "*", region.columns[0]), []).append(region)
@@ -110,7 +114,7 @@ def _leave_whole(proof: Proof, region: Region, why: str) -> None:
 
 
 def _keep_proven(proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
-    """Keep the groups of regions that stand the second trace: all at once, or else one after the other."""
+    """Keep the groups of regions that pass the second trace. All are tried at once, and if that fails one by one."""
     together = [region for group in groups for region in group]
     try:
         _verify(proof, together, model, ranks, example, call)
@@ -124,7 +128,7 @@ def _keep_proven(proof: Proof, groups: list[list[Region]], model: nn.Module, ran
 
 
 def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
-    """Trace the model with a rank's shapes, and take the regions into the proof if it does what the rules predict.
+    """Trace the model with a rank's shapes, and add the regions if that succeeds. It must do what the rules predict.
 
     Raises:
         Unfollowable: it does not.
@@ -133,27 +137,27 @@ def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, e
     assert graph is not None
     labels = {value: label for region in regions for value, label in region.labels.items()}
     boundaries = find_boundaries(graph, labels)
-    edits = _retraced(graph, labels, _shapes(graph, labels, ranks), model, ranks, example, call)
-    proof.regions, proof.labels, proof.boundaries, proof.edits = regions, labels, boundaries, edits
+    rewrites = _retraced(graph, labels, _shapes(graph, labels, ranks), model, ranks, example, call)
+    proof.regions, proof.labels, proof.boundaries, proof.rewrites = regions, labels, boundaries, rewrites
 
 
 def _shapes(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
-    """The shapes of a rank's parts of the divided parameters."""
+    """Shapes of a rank's parts of the divided parameters."""
     named = {v: graph.values[v] for v in labels if graph.values[v].kind == "parameter"}
     return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
 
 
-def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call) -> Edits:
-    """The changes of code with which the model does on a rank's part what `labels` predict.
+def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call) -> Rewrites:
+    """Rewrites of code with which the model does on a rank's part what `labels` predict.
 
     Raises:
         Unfollowable: there are none.
     """
-    correction = Correction(graph, labels, ranks)
+    rewriter = ShapeRewriter(graph, labels, ranks)
     try:
-        again = trace(model, example, call, shapes, graph.opaque, correction)
-        if correction.edits:
-            remove = install(model, correction.edits, ranks)
+        again = trace(model, example, call, shapes, graph.opaque, rewriter)
+        if rewriter.rewrites:
+            remove = install(model, rewriter.rewrites, ranks)
             try:
                 again = trace(model, example, call, shapes, graph.opaque)
             finally:
@@ -163,38 +167,40 @@ def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.
     except Exception as error:
         raise Unfollowable(" ".join(str(error).split())[:200]) from error
     compare(graph, again, labels, ranks)
-    return correction.edits
+    return rewriter.rewrites
 
 
 def extend(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
-    """Divide the tokens, too, and prove it in the same way.
+    """Divide the tokens as well, verified in the same way.
 
     Raises:
-        PlanError: there is no trunk of blocks, the tokens do not divide, or the trunk does something that needs whole sequences.
+        PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole sequences.
     """
     advice = "Use tp without sequence, or cp for long sequences"
     if proof.graph is None or not proof.regions:
         raise PlanError(f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}")
     try:
-        stream = find_stream(model, proof.graph, proof.labels, proof.boundaries, ranks)
+        region = find_sequence_region(model, proof.graph, proof.labels, proof.boundaries, ranks)
         shapes = _shapes(proof.graph, proof.labels, ranks)
-        with simulated(model, stream, ranks):
-            proof.edits = _retraced(stream.graph, stream.labels, shapes, model, ranks, example, call)
+        with simulated(model, region, ranks):
+            proof.rewrites = _retraced(region.graph, region.labels, shapes, model, ranks, example, call)
     except Unfollowable as error:
         raise PlanError(f"sequence: the tokens cannot be divided over tp={ranks}: {error}. {advice}") from error
-    proof.stream = stream
+    proof.sequence = region
 
 
 def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:
-    """Hold a trace of the divided model against that of the whole one.
+    """Compare a trace of the divided model with that of the whole one.
+
+    Operations that only change the layout are not compared: a mistake in them shows in the shapes of the operations that read them.
 
     Raises:
-        Unfollowable: an operation is missing, new or another one, or has another shape than `labels` predict. Those that only lay data out
-            anew are not compared: a mistake in them shows in the shapes of what reads them.
+        Unfollowable: an operation is missing, new or another one, or has another shape than `labels` predict.
     """
     full, own = _computing(graph), _computing(again)
     for a, b in zip(full, own, strict=False):
-        whole = a.outputs if is_row(a, labels) else ()  # addends, before they are joined and perhaps cut along the tokens
+        # partial sums, before they are joined and perhaps cut along the tokens
+        whole = a.outputs if is_row(a, labels) else ()
         predicted = [
             labels[v].local(graph.values[v].shape, ranks) if v in labels and v not in whole else graph.values[v].shape
             for v in (*a.inputs, *a.outputs)
@@ -211,7 +217,7 @@ def _computing(graph: Graph) -> list[Node]:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """The numbers among a node's arguments, which a rank's part must not change: a scale may have been computed from a shape."""
+    """Numbers among a node's arguments, which must be the same on a rank's part. A scale, for instance, may be computed from a shape."""
     if node.name in _TAKES_SIZES:
         return []
     return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, (int, float))]

@@ -1,8 +1,8 @@
-"""Which matrices to divide: regions of a trace that begin with column-parallel layers and end in row-parallel ones.
+"""Regions of a trace that begin with column-parallel layers and end in row-parallel ones.
 
-A region is grown from one linear layer by the rules of `tensor_rules` until nothing is implied any more: the query layer implies the key
-and value layers, the relative position bias and the output layer. A region that reaches something that cannot be divided is given up, so
-what stays is right by construction (Shoeybi et al., 2019, arXiv:1909.08053, found by search instead of by hand).
+A region is grown from one linear layer by the rules of `rules` until nothing more is implied: the query layer implies the key and
+value layers, the relative position bias and the output layer. A region that reaches an operation that cannot be divided is dropped,
+so the remaining ones are right by construction (Shoeybi et al., 2019, arXiv:1909.08053, found by search instead of by hand).
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from math import gcd, prod
 from paceline.split.tensor.rules import Label, bound, implied, is_row
 from paceline.split.tensor.trace import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
 
-EXCHANGES = ("enter", "scatter", "collect")  # operations that `tensor_stream` adds to a graph; they sum or cut gradients themselves
+# operations that `sequence` adds to a graph; they sum or cut gradients themselves
+EXCHANGES = ("enter", "scatter", "collect")
 _ATTENTION = {"scaled_dot_product_attention", "bmm", "matmul", "baddbmm", "einsum", "softmax", "_softmax"}
 
 
 @dataclass
 class Region:
-    """Values that are divided together. `columns` and `rows` are the paths of linear layers; `heads` the sizes that attention divides."""
+    """Values that are divided together.
+
+    Attributes:
+        columns, rows: paths of its column- and row-parallel linear layers.
+        heads: sizes of the dimensions that attention divides.
+    """
 
     labels: dict[int, Label]
     columns: list[str]
@@ -31,32 +37,32 @@ class Region:
     sizes: set[int]
 
     def divides(self, ranks: int) -> bool:
-        """Whether all that is divided has a multiple of `ranks` items."""
+        """True if all divided sizes are multiples of `ranks`."""
         return all(size % ranks == 0 for size in self.sizes)
 
     @property
     def degrees(self) -> list[int]:
-        """The numbers of ranks that it can be divided over."""
+        """Numbers of ranks that the region can be divided over."""
         common = gcd(*self.sizes)
         return [n for n in range(1, common + 1) if common % n == 0]
 
 
 @dataclass
-class Found:
+class TensorRegions:
     """All regions of a model.
 
     Attributes:
-        regions: what can be divided, by the first path of their columns.
-        why_whole: path of a linear layer in no region -> why.
+        regions: the regions, in the order of the computation.
+        why_whole: path of a linear layer in no region -> reason.
     """
 
     regions: list[Region] = field(default_factory=list)
     why_whole: dict[str, str] = field(default_factory=dict)
 
 
-def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> Found:
-    """Every region of a graph, begun in the order in which the model computes; layers that `hints` calls row-parallel begin none."""
-    found, taken = Found(), set[int]()
+def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorRegions:
+    """Find every region of a graph, in the order of the computation. Layers that `hints` calls row-parallel begin none."""
+    found, taken = TensorRegions(), set[int]()
     for node in graph.nodes:
         if node.name != "linear" or isinstance(node.op, str) is False:
             continue
@@ -83,7 +89,7 @@ def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> Found:
 
 
 def _sections(graph: Graph, value: int) -> Iterator[tuple[int, ...]]:
-    """In which sections a linear layer's output may be divided: as one, or as the pieces that its users cut it into."""
+    """Candidate sections of a linear layer's output: one, or its users' cuts."""
     size = graph.values[value].shape[-1]
     yield (size,)
     for number, _ in graph.values[value].uses:
@@ -149,11 +155,11 @@ def _around(graph: Graph, value: int) -> set[int]:
 
 @dataclass
 class Boundaries:
-    """Where gradients have to be summed over the ranks, because each computes only an addend.
+    """Places where gradients are partial sums that must be summed over ranks.
 
     Attributes:
         copies: module calls whose argument is read by divided layers only: (entry, value).
-        parameters: names of undivided parameters that take part in divided operations; their gradients are addends.
+        parameters: names of replicated parameters used in divided operations; their gradients are partial sums.
         results: row-parallel layers whose joined output is read by divided operations only.
     """
 
@@ -163,17 +169,19 @@ class Boundaries:
 
 
 def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
-    """Where whole tensors enter divided computations.
+    """Places where replicated tensors enter divided computations.
 
-    From the divided operations backwards: an activation whose gradient is an addend is summed at the outermost module call to which it is
-    an argument and in which nothing else reads it; where there is none, at the row-parallel layer that made it; else the operation that
-    made it has addends, too, down to its parameters. So every path from a parameter or an input to a divided operation has one sum.
+    Going backwards from the divided operations: an activation whose gradient is a partial sum is summed at the outermost module
+    call that takes it as an argument and in which nothing else reads it; if there is none, at the row-parallel layer that made it;
+    otherwise the inputs of the operation that made it have partial sums, too, down to its parameters. So every path from a
+    parameter or an input to a divided operation has one sum.
 
     Raises:
         Unfollowable: a tensor is read by divided and by undivided operations in one module, or a parameter is; there is no place between.
     """
     result, learns = Boundaries(), _learned(graph)
-    partial: dict[int, set[int]] = {}  # value -> the nodes whose gradient for it is an addend
+    # value -> the nodes whose gradient for it is a partial sum
+    partial: dict[int, set[int]] = {}
     for number, node in enumerate(graph.nodes):
         if node.op not in EXCHANGES and any(v in labels for v in (*node.inputs, *node.outputs)):
             joined_whole = is_row(node, labels) and node.outputs[0] not in labels
@@ -213,10 +221,10 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
 
 
 def _walk_back(node: Node, number: int, labels: dict[int, Label], learns: list[bool], partial: dict[int, set[int]]) -> None:
-    """What a node with addends as gradients of its outputs gives its inputs: addends again, as gradients are linear in those behind them.
+    """Propagate partial sums of gradients from a node's outputs to its inputs. Gradients are linear in later ones.
 
     Raises:
-        Unfollowable: that cannot be told, or an input is divided.
+        Unfollowable: the operation's gradient is unknown, or an input is divided.
     """
     if node.name in UNSEEN_GRADIENT:
         raise Unfollowable(f"{node.name} in {node.path or 'the model'} would see a part of a gradient only", node.path)
@@ -228,10 +236,10 @@ def _walk_back(node: Node, number: int, labels: dict[int, Label], learns: list[b
 
 
 def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[bool]) -> list[tuple[Entry, int]]:
-    """Of a module that is called several times the first call, as all of them are changed together.
+    """Keep the first call of a module that is called repeatedly. A change applies to all its calls.
 
     Raises:
-        Unfollowable: the calls do not need the same.
+        Unfollowable: the calls need different changes.
     """
     wanted = {(entry.path, place, value) for entry, value in copies for place, v in entry.arguments.items() if v == value}
     for path, place in {(path, place) for path, place, _ in wanted}:
@@ -246,9 +254,10 @@ def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[b
 
 
 def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> list[Entry]:
-    """The outermost calls that take the value as an argument and in which only `wanted` nodes read it."""
+    """Outermost calls with the value as an argument, read by `wanted` nodes only."""
     found: list[Entry] = []
-    for entry in sorted(graph.entries, key=lambda e: e.start - e.stop):  # longest first
+    # longest first
+    for entry in sorted(graph.entries, key=lambda e: e.start - e.stop):
         inside = {n for n in uses if entry.start <= n < entry.stop}
         covered = any(outer.start <= entry.start and entry.stop <= outer.stop for outer in found)
         if value in entry.arguments.values() and inside and inside <= wanted and not covered:
@@ -257,7 +266,7 @@ def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> l
 
 
 def _learned(graph: Graph) -> list[bool]:
-    """Which values may have a gradient: they depend on a parameter, or on an input, whose gradient a penalty may ask for."""
+    """Flags of the values that may have a gradient. They depend on a parameter, or on an input, whose gradient a penalty may use."""
     learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
     for node in graph.nodes:
         if any(learns[v] for v in node.inputs):

@@ -1,8 +1,8 @@
-"""How a division of one tensor of an operation divides the others: for every operation, which dimensions run together.
+"""Sharding rules: for every operation, the dimensions of its tensors that are divided together.
 
-The idea is that of sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation is a set of indices, each of which runs over a
-dimension of some of its tensors. What is divided along an index is divided in all of them. An index that is summed or normalised over
-cannot be divided; the one exception, a linear layer whose inputs are divided, leaves addends for an all-reduce.
+This is sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation has a set of indices, each of which runs over a
+dimension of some of its tensors. Dividing along an index divides all of them. An index that is summed or normalised over
+cannot be divided; the one exception, a linear layer with divided inputs, gives partial sums for an all-reduce.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import torch
 
 from paceline.split.tensor.trace import Graph, Node, Unfollowable
 
-Slot = tuple[int, int]  # (tensor, dimension); tensors are counted over a node's inputs, then its outputs
+# (tensor, dimension); tensors are counted over a node's inputs, then its outputs
+Slot = tuple[int, int]
 Tie = list[Slot]
 
 
 @dataclass(frozen=True)
 class Label:
-    """A division along `dim`: that dimension is `outer` repeats of the sections `sizes`, and each rank holds an equal part of each."""
+    """A division along `dim` into sections, of which each rank holds an equal part.
+
+    The dimension is `outer` repeats of the sections `sizes`.
+    """
 
     dim: int
     outer: int
@@ -30,7 +34,7 @@ class Label:
 
     @classmethod
     def of(cls, dim: int, sections: Sequence[int]) -> Label:
-        """The label of these sections, in its only form."""
+        """The label of these sections, in its canonical form."""
         first = sections[0]
         return cls(dim, len(sections), (first,)) if all(s == first for s in sections) else cls(dim, 1, tuple(sections))
 
@@ -40,7 +44,7 @@ class Label:
         return self.sizes * self.outer
 
     def along(self, dim: int) -> Label:
-        """The same division along another dimension."""
+        """Equal division along another dimension."""
         return Label(dim, self.outer, self.sizes)
 
     def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -49,10 +53,10 @@ class Label:
 
 
 def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Label]:
-    """The labels of a node's tensors that follow from those which are known.
+    """Labels of a node's tensors that follow from the known ones.
 
     Raises:
-        Unfollowable: the operation does not work on divided tensors, or is not known here.
+        Unfollowable: the operation does not support divided tensors, or is not known here.
     """
     tensors = [*node.inputs, *node.outputs]
     shapes = [graph.values[v].shape for v in tensors]
@@ -73,7 +77,7 @@ def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Lab
 
 
 def is_row(node: Node, labels: dict[int, Label]) -> bool:
-    """Whether the node is a linear layer with divided inputs, so that its outputs are addends."""
+    """True for a linear layer with divided inputs, whose outputs are partial sums."""
     if node.op != "linear":
         return False
     x, weight = labels.get(node.inputs[0]), labels.get(node.inputs[1])
@@ -120,7 +124,7 @@ def bound(node: Node) -> dict[str, Any]:
 
 
 def _broadcast(shapes: list[tuple[int, ...]], inputs: int) -> list[Tie]:
-    """Elementwise: dimensions count from the right; one of size 1 is repeated and stays whole."""
+    """Ties of an element-wise operation. Dimensions count from the right; those of size 1 stay whole."""
     out = shapes[inputs] if len(shapes) > inputs else shapes[0]
     ties: list[Tie] = []
     for back in range(1, len(out) + 1):
@@ -140,7 +144,7 @@ def _permuted(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 
 
 def _all_but(name: str) -> Callable[[Node, list[tuple[int, ...]]], list[Tie]]:
-    """Elementwise, except along the dimensions that argument `name` gives."""
+    """Rule of operations that are element-wise except along the dimensions that argument `name` gives."""
 
     def rule(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
         return [[(s, d) for s in range(len(shapes)) if len(shapes[s]) == len(shapes[0])] for d in _others(bound(node)[name], shapes[0])]
@@ -176,7 +180,8 @@ def _matmul(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     ties: list[Tie] = [[(offset, len(a) - 2), (offset + 2, len(out) - 2)], [(offset + 1, len(b) - 1), (offset + 2, len(out) - 1)]]
     for tie in _broadcast([a[:-2], b[:-2], out[:-2]], 2):
         ties.append([(offset + s, d) for s, d in tie])
-    if offset:  # baddbmm: what is added runs with the output
+    # baddbmm: the added tensor is divided like the output
+    if offset:
         ties = [[*tie, *((0, d) for s, d in tie if s == 3 and shapes[0][d] == out[d])] for tie in ties]
     return ties
 
@@ -207,7 +212,8 @@ def _stacked(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 
 def _concatenated(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     rank = len(shapes[-1])
-    full = [s for s, shape in enumerate(shapes) if len(shape) == rank]  # an empty vector may stand among them
+    # there may be an empty vector among them
+    full = [s for s, shape in enumerate(shapes) if len(shape) == rank]
     return [[(s, d) for s in full] for d in _others(bound(node)["dim"], shapes[-1])]
 
 
@@ -230,7 +236,7 @@ def _linear(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) 
 
 
 def _reshaped(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """A division in equal sections survives a reshape where they stay equal sections of one dimension."""
+    """Labels through a reshape: equal sections stay divided if they remain sections of one dimension."""
     found = {}
     for slot, label in known.items():
         if slot not in (0, 1):
@@ -241,7 +247,8 @@ def _reshaped(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
 
 def _through_reshape(node: Node, shape: tuple[int, ...], into: tuple[int, ...], label: Label) -> Label:
     before = prod(shape[: label.dim])
-    lead = before * (label.outer if len(label.sizes) == 1 else 1)  # in row-major order: so many repeats of blocks that are divided
+    # number of repeats of divided sections, in row-major order
+    lead = before * (label.outer if len(label.sizes) == 1 else 1)
     passed = 1
     for dim, size in enumerate(into):
         if passed * size > lead:
@@ -255,7 +262,10 @@ def _through_reshape(node: Node, shape: tuple[int, ...], into: tuple[int, ...], 
 
 
 def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """split, chunk, slice, narrow: along another dimension as it is; along its own the sections of the input are those of the outputs."""
+    """Labels through split, chunk, slice and narrow.
+
+    Other dimensions keep their division; along the cut one the input has the sections of all outputs.
+    """
     given = bound(node)
     dim = int(given["dim"]) % len(shapes[0])
     if any(label.dim != dim for label in known.values()):
@@ -276,7 +286,7 @@ def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> 
 
 
 def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -> list[list[int]]:
-    """The sections that lie in each of the consecutive ranges of `sizes` from `start` on."""
+    """Sections that lie in each of the consecutive ranges of `sizes` from `start` on."""
     ends, passed = [0], 0
     for size in sections:
         passed += size
@@ -291,7 +301,7 @@ def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -
 
 
 def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """repeat_interleave by a number: every row of the dimension becomes several."""
+    """Labels through repeat_interleave by a number, which repeats every row of the dimension."""
     given = bound(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         raise Unfollowable(f"{_where(node)} is not followed")
@@ -307,7 +317,7 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
 
 
 def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Scaled dot-product attention: batch and heads run together; grouped heads in their own number."""
+    """Labels through scaled dot-product attention. Batch and heads are divided together, grouped heads in their own number."""
     out = len(shapes) - 1
     found: dict[int, Label] = {}
     for known_slot, label in known.items():

@@ -1,8 +1,9 @@
-"""Sequence parallelism: between the divided matrices, each rank holds some of the tokens (Korthikanti et al., 2022, arXiv:2205.05198).
+"""Sequence parallelism: between the sharded matrices, each rank holds some of the tokens.
 
-In the trunk of blocks the stream (samples, tokens, features) is divided along the tokens: norms, dropout and additions work on a share.
-What enters a column-parallel layer is gathered, what leaves a row-parallel one is reduced and scattered. Which operations that concerns is
-found by the same rules as the division of matrices, on the same trace, in which the exchanges are written as operations of their own.
+Within the repeated blocks the activations (samples, tokens, features) are divided along the tokens: norms, dropout and additions work on
+a rank's tokens. The input of a column-parallel layer is all-gathered, the output of a row-parallel one reduce-scattered (Korthikanti et
+al., 2022, arXiv:2205.05198). The affected operations are found by the same rules as the division of matrices, on the same trace, to which
+the collectives are added as operations of their own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from paceline.trace.blocks import find_blocks
 
 
 @dataclass
-class Run:
-    """Blocks that follow each other: value `enters` is cut before the first one, `leaves` gathered after the last one."""
+class BlockSpan:
+    """Consecutive blocks. Value `enters` is cut before the first one, `leaves` gathered after the last one."""
 
     first: Entry
     last: Entry
@@ -35,8 +36,8 @@ class Run:
 
 
 @dataclass
-class Island:
-    """A module inside a block that needs all tokens, and computes the same on every rank: `enters` are gathered, `leaves` is cut."""
+class FullSequenceModule:
+    """Module inside a block that needs all tokens, and computes the same on every rank. `enters` are gathered, `leaves` is cut."""
 
     entry: Entry
     enters: list[int]
@@ -44,24 +45,24 @@ class Island:
 
 
 @dataclass
-class Stream:
-    """What is divided along the tokens.
+class SequenceRegion:
+    """Sequence-parallel region: everything that is divided along the tokens.
 
     Attributes:
-        graph: the trace with the exchanges as operations.
+        graph: the trace with the collectives as operations.
         labels: all divisions, of matrices and of tokens.
-        gathers: (module, value) of copies that become gathers, for what enters is divided.
+        gathers: (module, value) of copies that become gathers, since the entering value is divided.
         scatters: row-parallel layers whose sum is scattered.
-        inside: layers that work whole on a share of the tokens.
-        parameters: names of whole parameters whose gradients are addends.
-        more_copies: (call, value) of whole tensors that enter the stream.
+        inside: replicated layers that work on a rank's tokens.
+        parameters: names of replicated parameters whose gradients are partial sums.
+        more_copies: (call, value) of replicated tensors that enter the region.
         results: row-parallel layers whose joined output is read by divided operations only.
     """
 
     graph: Graph
     labels: dict[int, Label]
-    runs: list[Run]
-    islands: list[Island]
+    spans: list[BlockSpan]
+    full_modules: list[FullSequenceModule]
     gathers: set[tuple[str, int]] = field(default_factory=set)
     scatters: set[str] = field(default_factory=set)
     inside: set[str] = field(default_factory=set)
@@ -70,25 +71,26 @@ class Stream:
     results: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        return " and ".join(f"{run.first.path} to {run.last.path}" for run in self.runs)
+        return " and ".join(f"{span.first.path} to {span.last.path}" for span in self.spans)
 
 
-def find_stream(model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int) -> Stream:
-    """The division of the tokens in every run of a model's blocks.
+def find_sequence_region(model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int) -> SequenceRegion:
+    """Divide the tokens in every span of a model's blocks.
 
     Raises:
-        Unfollowable: there is none, or the tokens do not divide.
+        Unfollowable: there is none, or the tokens cannot be divided.
     """
     blocks = find_blocks(model)
-    runs = _runs(blocks, graph)
-    for run in runs:
-        tokens = graph.values[run.enters].shape[TOKENS]
+    spans = _spans(blocks, graph)
+    for span in spans:
+        tokens = graph.values[span.enters].shape[TOKENS]
         if tokens % ranks:
             raise Unfollowable(f"{tokens} tokens are no multiple of {ranks}; {-(-tokens // ranks) * ranks} would be")
-    whole: set[str] = set()  # modules in the blocks, by their names there, that need all tokens
+    # modules in the blocks, by their names there, that need all tokens
+    whole: set[str] = set()
     while True:
         try:
-            return _stream(graph, runs, _islands(graph, blocks, whole), labels, boundaries)
+            return _region(graph, spans, _full_modules(graph, blocks, whole), labels, boundaries)
         except Unfollowable as error:
             inside = next((error.path[len(b) + 1 :] for b in blocks if error.path.startswith(f"{b}.")), "")
             name = inside.partition(".")[0]
@@ -97,74 +99,78 @@ def find_stream(model: nn.Module, graph: Graph, labels: dict[int, Label], bounda
             whole.add(name)
 
 
-def _stream(graph: Graph, runs: list[Run], islands: list[Island], labels: dict[int, Label], boundaries: Boundaries) -> Stream:
+def _region(
+    graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], labels: dict[int, Label], boundaries: Boundaries
+) -> SequenceRegion:
     wide = deepcopy(graph)
-    placed = _write_exchanges(wide, runs, islands, boundaries)
-    stream = Stream(wide, dict(labels), runs, islands)
-    _spread(stream, [node.outputs[0] for node in wide.nodes if node.op == "scatter"], regions=labels)
-    for run in runs:
-        if run.leaves not in stream.labels:
-            raise Unfollowable(f"what {run.last.path} returns does not have the tokens of what {run.first.path} takes")
-    if stream.labels.keys() & set(wide.outputs):
+    placed = _write_exchanges(wide, spans, full_modules, boundaries)
+    region = SequenceRegion(wide, dict(labels), spans, full_modules)
+    _spread(region, [node.outputs[0] for node in wide.nodes if node.op == "scatter"], regions=labels)
+    for span in spans:
+        if span.leaves not in region.labels:
+            raise Unfollowable(f"what {span.last.path} returns does not have the tokens of what {span.first.path} takes")
+    if region.labels.keys() & set(wide.outputs):
         raise Unfollowable("a tensor inside the blocks is an output of the model")
     copies = {(p.node.path, p.value): p.node for p in placed if p.node.op == "enter"}
     for node in copies.values():
-        label = stream.labels.get(node.inputs[0])
+        label = region.labels.get(node.inputs[0])
         if label is not None and (label.dim, label.outer) != (TOKENS, 1):
             raise Unfollowable(f"{node.path} takes samples and tokens as one dimension", node.path)
-    stream.gathers = {key for key, node in copies.items() if node.inputs[0] in stream.labels}
-    stream.scatters = {node.path for node in wide.nodes if is_row(node, stream.labels) and node.outputs[0] in stream.labels}
-    stream.inside = {n.path for n in wide.nodes if n.op in ("linear", "embedding") and _on_a_share(n, stream, labels)}
-    collected = {(p.node.path, p.value) for p in placed if p.node.op == "collect" and p.node.inputs[0] in stream.labels}
-    for island in islands:
-        island.enters = [v for v in island.enters if (island.entry.path, v) in collected]
-    after = find_boundaries(wide, stream.labels)
-    stream.parameters, stream.results = after.parameters, after.results
+    region.gathers = {key for key, node in copies.items() if node.inputs[0] in region.labels}
+    region.scatters = {node.path for node in wide.nodes if is_row(node, region.labels) and node.outputs[0] in region.labels}
+    region.inside = {n.path for n in wide.nodes if n.op in ("linear", "embedding") and _on_own_tokens(n, region, labels)}
+    collected = {(p.node.path, p.value) for p in placed if p.node.op == "collect" and p.node.inputs[0] in region.labels}
+    for full in full_modules:
+        full.enters = [v for v in full.enters if (full.entry.path, v) in collected]
+    after = find_boundaries(wide, region.labels)
+    region.parameters, region.results = after.parameters, after.results
     made = {p.node.outputs[0] for p in placed}
-    stream.more_copies = [(entry, value) for entry, value in after.copies if value not in made]
-    return stream
+    region.more_copies = [(entry, value) for entry, value in after.copies if value not in made]
+    return region
 
 
-def _islands(graph: Graph, blocks: list[str], names: set[str]) -> list[Island]:
-    islands = []
+def _full_modules(graph: Graph, blocks: list[str], names: set[str]) -> list[FullSequenceModule]:
+    full_modules = []
     for entry in graph.entries:
         if any(entry.path == f"{block}.{name}" for block in blocks for name in names):
-            leaves = [v for v in entry.results if _is_stream(graph.values[v])]
+            leaves = [v for v in entry.results if _is_activation(graph.values[v])]
             if not leaves:
                 raise Unfollowable(f"{entry.path} needs all tokens, and returns no (samples, tokens, features)")
-            islands.append(Island(entry, [v for v in set(entry.arguments.values()) if _is_stream(graph.values[v])], leaves[0]))
-    return islands
+            full_modules.append(
+                FullSequenceModule(entry, [v for v in set(entry.arguments.values()) if _is_activation(graph.values[v])], leaves[0])
+            )
+    return full_modules
 
 
-def _on_a_share(node: Node, stream: Stream, regions: dict[int, Label]) -> bool:
-    return any(v in stream.labels and v not in regions for v in (node.inputs[0], *node.outputs)) and not is_row(node, stream.labels)
+def _on_own_tokens(node: Node, region: SequenceRegion, regions: dict[int, Label]) -> bool:
+    return any(v in region.labels and v not in regions for v in (node.inputs[0], *node.outputs)) and not is_row(node, region.labels)
 
 
-def _runs(blocks: list[str], graph: Graph) -> list[Run]:
+def _spans(blocks: list[str], graph: Graph) -> list[BlockSpan]:
     lists: dict[str, list[str]] = {}
     for path in blocks:
         lists.setdefault(path.rpartition(".")[0], []).append(path)
-    runs = []
+    spans = []
     for paths in lists.values():
         entries = [entry for path in paths for entry in graph.entries if entry.path == path]
         if len(entries) != len(paths):
             continue
-        enters = [v for v in entries[0].arguments.values() if _is_stream(graph.values[v])]
-        leaves = [v for v in entries[-1].results if _is_stream(graph.values[v])]
+        enters = [v for v in entries[0].arguments.values() if _is_activation(graph.values[v])]
+        leaves = [v for v in entries[-1].results if _is_activation(graph.values[v])]
         if enters and leaves:
-            runs.append(Run(entries[0], entries[-1], enters[0], leaves[0]))
-    if not runs:
-        raise Unfollowable("there is no trunk of repeated blocks that take and return (samples, tokens, features)")
-    return runs
+            spans.append(BlockSpan(entries[0], entries[-1], enters[0], leaves[0]))
+    if not spans:
+        raise Unfollowable("there are no repeated blocks that take and return (samples, tokens, features)")
+    return spans
 
 
-def _is_stream(value: Value) -> bool:
+def _is_activation(value: Value) -> bool:
     return len(value.shape) == 3 and value.floating
 
 
 @dataclass
 class _Placed:
-    """An exchange in a graph: what it reads is given up between nodes `start` and `stop` for what it makes."""
+    """A collective in a graph. Nodes from `start` to `stop` read its result instead of `value`."""
 
     value: int
     start: int
@@ -172,8 +178,8 @@ class _Placed:
     node: Node
 
 
-def _write_exchanges(graph: Graph, runs: list[Run], islands: list[Island], boundaries: Boundaries) -> list[_Placed]:
-    """Add the exchanges to a graph, behind its other operations, and have those inside read what they give; the copies come first."""
+def _write_exchanges(graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], boundaries: Boundaries) -> list[_Placed]:
+    """Add the collectives behind a graph's other operations, and redirect the inner operations to them. The copies come first."""
     placed: list[_Placed] = []
 
     def place(op: str, value: int, path: str, start: int, stop: int) -> None:
@@ -186,26 +192,26 @@ def _write_exchanges(graph: Graph, runs: list[Run], islands: list[Island], bound
     end = len(graph.nodes)
     for entry, value in boundaries.copies:
         place("enter", value, entry.path, entry.start, entry.stop)
-    for island in islands:
-        for value in island.enters:
-            place("collect", value, island.entry.path, island.entry.start, island.entry.stop)
-        place("scatter", island.leaves, island.entry.path, island.entry.stop, end)
-    for run in runs:
-        if run.leaves == run.enters:
-            raise Unfollowable(f"{run.first.path} returns what it takes")
-        place("scatter", run.enters, run.first.path, run.first.start, run.first.stop)
-        place("collect", run.leaves, run.last.path, run.last.stop, end)
-    for run in runs:
-        graph.outputs = [_collected(graph, run) if v == run.leaves else v for v in graph.outputs]
+    for full in full_modules:
+        for value in full.enters:
+            place("collect", value, full.entry.path, full.entry.start, full.entry.stop)
+        place("scatter", full.leaves, full.entry.path, full.entry.stop, end)
+    for span in spans:
+        if span.leaves == span.enters:
+            raise Unfollowable(f"{span.first.path} returns what it takes")
+        place("scatter", span.enters, span.first.path, span.first.start, span.first.stop)
+        place("collect", span.leaves, span.last.path, span.last.stop, end)
+    for span in spans:
+        graph.outputs = [_collected(graph, span) if v == span.leaves else v for v in graph.outputs]
     return placed
 
 
-def _collected(graph: Graph, run: Run) -> int:
-    return next(node.outputs[0] for node in graph.nodes if node.op == "collect" and node.inputs == [run.leaves])
+def _collected(graph: Graph, span: BlockSpan) -> int:
+    return next(node.outputs[0] for node in graph.nodes if node.op == "collect" and node.inputs == [span.leaves])
 
 
 def _exchange(graph: Graph, op: str, value: int, path: str, inside: range) -> Node:
-    """A new operation on a value, whose result the operations `inside` read instead."""
+    """Add an operation on a value, whose result the operations `inside` read instead."""
     made, number = len(graph.values), len(graph.nodes)
     graph.values.append(replace(graph.values[value], kind="result", name="", producer=number, uses=[]))
     for node in graph.nodes[inside.start : inside.stop]:
@@ -228,8 +234,8 @@ def _read(graph: Graph, node: Node, value: int, instead: int) -> None:
             graph.values[instead].uses.append((number, slot))
 
 
-def _spread(stream: Stream, seeds: list[int], regions: dict[int, Label]) -> None:
-    graph, labels = stream.graph, stream.labels
+def _spread(region: SequenceRegion, seeds: list[int], regions: dict[int, Label]) -> None:
+    graph, labels = region.graph, region.labels
     for seed in seeds:
         labels[seed] = Label(TOKENS, 1, (graph.values[seed].shape[TOKENS],))
     queue = list(seeds)
@@ -261,8 +267,8 @@ def _spread(stream: Stream, seeds: list[int], regions: dict[int, Label]) -> None
 
 
 @contextmanager
-def simulated(model: nn.Module, stream: Stream, ranks: int) -> Iterator[None]:
-    """Within, traces of the model see the shapes that the exchanges lead to."""
+def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[None]:
+    """Context in which traces of the model see the shapes after the collectives."""
     hooks = []
 
     def scaled(times: int, of: int) -> Callable[[Tensor], Tensor]:
@@ -274,16 +280,16 @@ def simulated(model: nn.Module, stream: Stream, ranks: int) -> Iterator[None]:
 
     gather, cut = scaled(ranks, 1), scaled(1, ranks)
     try:
-        for run in stream.runs:
-            hooks.append(convert_arguments(model.get_submodule(run.first.path), places_of(run.first, run.enters), cut))
-            hooks.append(convert_result(model.get_submodule(run.last.path), gather))
-        for path, value in stream.gathers:
-            for entry in {e.path: e for e in stream.graph.entries if e.path == path and value in e.arguments.values()}.values():
+        for span in region.spans:
+            hooks.append(convert_arguments(model.get_submodule(span.first.path), places_of(span.first, span.enters), cut))
+            hooks.append(convert_result(model.get_submodule(span.last.path), gather))
+        for path, value in region.gathers:
+            for entry in {e.path: e for e in region.graph.entries if e.path == path and value in e.arguments.values()}.values():
                 hooks.append(convert_arguments(model.get_submodule(path), places_of(entry, value), gather))
-        hooks += [convert_result(model.get_submodule(path), cut) for path in stream.scatters]
-        for island in stream.islands:
-            module = model.get_submodule(island.entry.path)
-            hooks += [convert_arguments(module, places_of(island.entry, value), gather) for value in island.enters]
+        hooks += [convert_result(model.get_submodule(path), cut) for path in region.scatters]
+        for full in region.full_modules:
+            module = model.get_submodule(full.entry.path)
+            hooks += [convert_arguments(module, places_of(full.entry, value), gather) for value in full.enters]
             hooks.append(convert_result(module, cut))
         yield
     finally:
@@ -292,17 +298,18 @@ def simulated(model: nn.Module, stream: Stream, ranks: int) -> Iterator[None]:
 
 
 def places_of(entry: Entry, value: int) -> tuple[int | str, ...]:
-    """Where in a call's arguments a value stands."""
+    """Positions and keywords of a value in a call's arguments."""
     return tuple(place for place, v in entry.arguments.items() if v == value)
 
 
 def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert: Callable[[Tensor], Tensor]) -> Any:
-    """Have `module` receive its arguments at `places` (one tensor, perhaps in several places) converted; returns the hook."""
+    """Convert the arguments of `module` at `places` (one tensor, perhaps passed several times). Returns the hook."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
             given = args[places[0]] if isinstance(places[0], int) else kwargs[places[0]]
-        except (IndexError, KeyError):  # to go on would lose the sum of its gradients
+        # going on would lose the sum of its gradients
+        except (IndexError, KeyError):
             raise PlanError(
                 f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when the model was divided. "
                 "Give shard_tensors an example of the batches that are trained on"
@@ -317,7 +324,7 @@ def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert:
 
 
 def convert_result(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Have the tensor that `module` returns, alone or first in a tuple, converted; returns the hook."""
+    """Convert the tensor that `module` returns, alone or first in a tuple. Returns the hook."""
 
     def after(_: nn.Module, __: Any, result: Any) -> Any:
         if isinstance(result, Tensor):
@@ -326,4 +333,5 @@ def convert_result(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> An
             raise Unfollowable(f"{type(module).__name__} returns a {type(result).__name__}, neither a tensor nor a tuple")
         return type(result)((convert(result[0]), *result[1:]))
 
-    return module.register_forward_hook(after, prepend=True)  # the model's own hooks see the converted result
+    # the model's own hooks see the converted result
+    return module.register_forward_hook(after, prepend=True)

@@ -1,8 +1,21 @@
-"""Code that names full sizes, such as `x.view(n, t, self.heads, hidden // self.heads)`, made to name a rank's own.
+"""Shape rewriter: makes a module's code use a rank's sizes where it uses full ones.
 
-A trace says at which calls the sizes are those of the full tensor where the rank's own are needed. There the source is changed, in a copy
-of the method on that one module: `self.heads` becomes `self.heads // 2`. What counts is that the changed module is traced again and does
-the same operations on exactly the shapes of a rank's part; so a change that is not right is found, not trusted.
+Only the method's copy on that module is rewritten, never the source file. Worked example, with tp=2, hidden size 64 and 8 heads of 8:
+
+    def forward(self, x):                      # x (n, t, 64)
+        q = self.query(x)                      # (n, t, 64); column-parallel, so (n, t, 32) on a rank
+        q = q.view(n, t, self.heads, 8)        # fails on a rank: 4 heads are left, self.heads is 8
+
+1. The trace of the whole model labels the result of this `view`: it is divided along dimension 2 (`rules`).
+2. A second trace gives `query` the weight (32, 64) of a rank. Before each Python call it asks `ShapeRewriter`, which sees the full size 8
+   in dimension 2 of a result with that label. It passes on 4 instead, and notes the rewrite (site of the call, "sizes", 2).
+3. `install` parses the source of `forward`, finds the call that ends at that line and column, and compiles a copy of the method with
+   `q.view(n, t, self.heads // 2, 8)`, which it sets on this one module.
+4. A third trace runs the rewritten model without help, and `proof.compare` demands the same operations on exactly the shapes of a rank's
+   part. A wrong rewrite therefore leaves the region replicated; it never changes results.
+
+The other kinds of rewrites: `x.split(self.width)` becomes `x.split(_paceline_part(self.width, 2, None))`, `x[..., : self.width]` becomes
+`x[..., : self.width // 2]`, and sizes with a star, `x.view(*sizes, 8)`, become `x.view(_paceline_part((*sizes, 8), 2, 2))`.
 """
 
 from __future__ import annotations
@@ -22,28 +35,30 @@ from torch import Tensor, nn
 from paceline.split.tensor.rules import Label
 from paceline.split.tensor.trace import Graph, PythonCall, Site, Unfollowable
 
-Change = tuple[Site, str, int]  # (where, "sizes" | "split" | "slice", which of the sizes)
-Edits = dict[str, set[Change]]  # module -> changes
+# (site, "sizes" | "split" | "slice", index of the size)
+Rewrite = tuple[Site, str, int]
+# module path -> rewrites
+Rewrites = dict[str, set[Rewrite]]
 _PART = "_paceline_part"
 _OF_TENSOR = {"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"}
 _NEW = {"zeros", "ones", "empty", "full"}
 
 
-class Correction:
-    """Goes along with a second trace of a model, in which parameters have a rank's shapes, and notes which sizes have to change.
+class ShapeRewriter:
+    """Records during a second trace the sizes that must change on a rank. Parameters then have a rank's shapes.
 
-    An instance is what `trace` takes as `correct`; `edits` is the result.
+    An instance is the argument `rewrite` of `trace`; `rewrites` is the result.
     """
 
     def __init__(self, graph: Graph, labels: dict[int, Label], ranks: int) -> None:
         self.graph = graph
         self.labels = labels
         self.ranks = ranks
-        self.edits: Edits = {}
+        self.rewrites: Rewrites = {}
 
     def __call__(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if number >= len(self.graph.calls) or self.graph.calls[number].name != name:
-            raise Unfollowable(f"the divided model takes another way than the whole one at {name}")
+            raise Unfollowable(f"the divided model runs other code than the whole one at {name}")
         full = self.graph.calls[number]
         label = next((self.labels[v] for v in full.results if v in self.labels), None)
         if label is None:
@@ -64,13 +79,14 @@ class Correction:
     def _note(self, full: PythonCall, kind: str, which: int) -> None:
         if full.site is None:
             raise Unfollowable(f"{full.name} in {full.path} needs other sizes, and its code is not known")
-        self.edits.setdefault(full.path, set()).add((full.site, kind, which))
+        self.rewrites.setdefault(full.path, set()).add((full.site, kind, which))
 
     def _sizes(self, full: PythonCall, args: tuple[Any, ...], label: Label, first: int) -> tuple[Any, ...]:
         whole, rest = self._shape(full)[label.dim], args[first:]
         sequence = bool(rest) and not isinstance(rest[0], int)
         if not rest or (sequence and not isinstance(rest[0], (tuple, list))):
-            return args  # view(dtype), or sizes given by keyword: the comparison of shapes tells whether that is right
+            # view(dtype), or sizes given by keyword: the comparison of shapes tells whether that is right
+            return args
         sizes = list(rest[0] if sequence else rest)
         if sizes[label.dim] != whole:
             return args
@@ -102,7 +118,7 @@ class Correction:
 
 
 def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
-    """A rank's own sizes: of one size, of all of a list, or of number `which` in a list."""
+    """A rank's own sizes, given the full ones. They are of one size, of all of a list, or of number `which` in a list."""
     if isinstance(sizes, int):
         return sizes // ranks
     if which is None:
@@ -110,11 +126,11 @@ def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
     return torch.Size(size // ranks if i == which % len(sizes) and size != -1 else size for i, size in enumerate(sizes))
 
 
-def install(model: nn.Module, edits: Edits, ranks: int) -> Callable[[], None]:
-    """Give each module of `edits` its changed methods; returns what takes them away again.
+def install(model: nn.Module, rewrites: Rewrites, ranks: int) -> Callable[[], None]:
+    """Install the rewritten methods on each module of `rewrites`; returns a function that removes them.
 
     Raises:
-        Unfollowable: a size stands in code that is no method of the module, or whose source is not there.
+        Unfollowable: a size is used in code that is no method of the module, or whose source is not available.
     """
     installed: list[tuple[nn.Module, str]] = []
 
@@ -123,7 +139,7 @@ def install(model: nn.Module, edits: Edits, ranks: int) -> Callable[[], None]:
             module.__dict__.pop(name, None)
 
     try:
-        for path, changes in edits.items():
+        for path, changes in rewrites.items():
             module = model.get_submodule(path)
             for code in {change[0].code for change in changes}:
                 name, function = _method(module, code)
@@ -148,9 +164,9 @@ def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
 
 @cache
 def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any], ranks: int) -> FunctionType:
-    """A copy of a method with its sizes changed; one for all modules of a class, so that a compiler compiles it once."""
+    """A copy of a method with rewritten sizes. All modules of a class share it, so that a compiler compiles it once."""
     tree = _definition(code)
-    change = _Change({(span[1], span[3]): (kind, which) for span, kind, which in changes}, ranks)
+    change = _SizeTransformer({(span[1], span[3]): (kind, which) for span, kind, which in changes}, ranks)
     changed = change.visit(copy.deepcopy(tree))
     if change.open:
         raise Unfollowable(f"{code.co_qualname} names full sizes at a place that is no plain call")
@@ -189,8 +205,8 @@ def _parsed(file: str) -> ast.Module:
         raise Unfollowable(f"{file} is no longer what was imported") from None
 
 
-class _Change(ast.NodeTransformer):
-    """Changes the sizes of the calls and subscripts that end at the given (line, column)."""
+class _SizeTransformer(ast.NodeTransformer):
+    """Transformer that rewrites the sizes of calls and subscripts ending at the given (line, column)."""
 
     def __init__(self, at: dict[tuple[int, int], tuple[str, int]], ranks: int) -> None:
         self.open = at

@@ -1,8 +1,8 @@
-"""What a model computes, as a list of operations over its tensors: one run on the meta device, which reads no weight.
+"""Trace of a model as a list of operations, run on the meta device.
 
-Weights and activations are on the meta device. What is made of the batch's whole numbers alone (masks, positions) is computed for real, so
-that code may look at it. A module that looks at the values of activations (a mixture of experts that routes tokens) cannot run so: it is
-noted as one opaque operation, whose output is taken to have the shape of its first input.
+Weights and activations are on the meta device. Tensors made of the batch's whole numbers alone (masks, positions) are computed for
+real, so that code may read them. A module that reads values of activations (a mixture of experts that routes tokens) cannot run so:
+it is recorded as one opaque operation, whose output is assumed to have the shape of its first input.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ Kind = Literal["parameter", "input", "constant", "result"]
 Shapes = Mapping[str, tuple[int, ...]]
 _DEVICE = Tensor.device.__get__
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-UNSEEN_GRADIENT = ("hook", "function")  # operations of a trace whose backward pass is the model's own code
-_OF_MODULES = set(nn.Module().__dict__)  # what torch itself keeps in a module
+# operations of a trace whose backward pass is the model's own code
+UNSEEN_GRADIENT = ("hook", "function")
+# attributes that torch itself keeps in a module
+_OF_MODULES = set(nn.Module().__dict__)
 _TORCH = str(Path(torch.__file__).parent)
 
 
 class Unfollowable(Exception):
-    """A division of tensors cannot be carried on; the text says through what, `path` in which module."""
+    """Raised if a division of tensors cannot be propagated. The text names the operation, `path` the module."""
 
     def __init__(self, text: str, path: str = "") -> None:
         super().__init__(text)
@@ -50,9 +52,12 @@ class Unfollowable(Exception):
 
 @dataclass
 class Value:
-    """A tensor of the trace. `name` is a parameter's name in the model; `uses` are (node, slot), the slots counted over its inputs.
+    """A tensor of the trace.
 
-    `floating` is whether it can have a gradient: of floating point or complex numbers.
+    Attributes:
+        floating: True for floating point or complex numbers, which can have a gradient.
+        name: a parameter's name in the model.
+        uses: (node, slot), the slots counted over the node's inputs.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +71,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the model's code a call stands: (first line, last line, first column, last column) of `code`."""
+    """Position of a call in the model's source code. `span` is (first line, last line, first column, last column) of `code`."""
 
     code: CodeType
     span: tuple[int | None, int | None, int | None, int | None]
@@ -74,7 +79,10 @@ class Site:
 
 @dataclass
 class Node:
-    """An operation: an ATen overload, or `linear`, `embedding` (leaf modules) or `opaque`. `args` holds `Ref`s in place of tensors."""
+    """An operation: an ATen overload, or `linear`, `embedding` (leaf modules) or `opaque`.
+
+    `args` holds `Ref`s in place of tensors.
+    """
 
     op: Any
     args: tuple[Any, ...]
@@ -85,7 +93,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """`view`, `linear`, …: the operation without its overload."""
+        """The operation's name without its overload, such as `view` or `linear`."""
         return self.op if isinstance(self.op, str) else self.op.overloadpacket.__name__
 
 
@@ -98,7 +106,7 @@ class Ref:
 
 @dataclass
 class PythonCall:
-    """A call of a torch function in the model's own code, with its arguments (`Ref`s in place of tensors) and resulting values."""
+    """A call of a torch function in the model's own code. Arguments have `Ref`s in place of tensors."""
 
     name: str
     path: str
@@ -110,7 +118,12 @@ class PythonCall:
 
 @dataclass
 class Entry:
-    """A call of a module: the tensors among its own arguments by place, those in its result, and nodes `start` to `stop`."""
+    """A call of a module, with nodes `start` to `stop`.
+
+    Attributes:
+        arguments: the tensors among its own arguments, by position or keyword.
+        results: the tensors in its result.
+    """
 
     path: str
     arguments: dict[int | str, int]
@@ -121,14 +134,20 @@ class Entry:
 
 @dataclass
 class Graph:
-    """A trace. `outputs` are the tensors of the model's result; `first` is the result itself, or its first or `logits` tensor."""
+    """A trace of a model.
+
+    Attributes:
+        outputs: the tensors of the model's result.
+        opaque: path of each opaque module -> reason.
+        logits: the result itself if it is a tensor, else its `logits`, or None.
+    """
 
     values: list[Value] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     calls: list[PythonCall] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    opaque: dict[str, str] = field(default_factory=dict)  # module -> why
+    opaque: dict[str, str] = field(default_factory=dict)
     logits: int | None = None
 
 
@@ -138,26 +157,28 @@ def trace(
     call: Call,
     shapes: Shapes | None = None,
     opaque: Collection[str] | None = None,
-    correct: Correct | None = None,
+    rewrite: BeforeCall | None = None,
 ) -> Graph:
-    """Run `call(model, example)` without weights, in training mode, and record it. The model is as before afterwards, its buffers included.
+    """Run `call(model, example)` without weights, in training mode, and record it.
+
+    The model and its buffers are restored afterwards.
 
     Args:
-        shapes: parameters that take part with another shape than their own, by name.
+        shapes: other shapes for parameters, by name.
         opaque: the modules that may be opaque; None for any.
-        correct: sees every Python call before it is made, and may change its arguments.
+        rewrite: called before every Python call; may change its arguments.
 
     Raises:
         Unfollowable: a module fails and is not among those that may be opaque.
-        Exception: what the model's own code raises outside of any submodule.
+        Exception: any error of the model's own code outside of its submodules.
     """
-    recorder = _Recorder(opaque, correct)
+    recorder = _Recorder(opaque, rewrite)
     before = {id(x) for module in model.modules() for x in tensors_of(module.__dict__)}
     with ExitStack() as stack:
         stack.callback(_current.reset, _current.set(recorder))
         stack.enter_context(_restored(model))
         stack.enter_context(_training(model))
-        stack.enter_context(_stand_ins(model, recorder, shapes or {}))
+        stack.enter_context(_placeholders(model, recorder, shapes or {}))
         stack.enter_context(_watched(model, recorder))
         batch = _placed(example, recorder)
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -170,40 +191,43 @@ def trace(
     return recorder.graph
 
 
-Correct = Callable[[int, str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+BeforeCall = Callable[[int, str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module computes x W (+ b) and nothing else: `nn.Linear`, or `Conv1D` of transformers, whose weight is transposed."""
+    """True if the module computes x W (+ b) and nothing else.
+
+    It is an `nn.Linear`, or `Conv1D` of transformers, whose weight is transposed.
+    """
     return type(module).forward is nn.Linear.forward or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the module is transformers' `Conv1D`: weight (in, out)."""
+    """True for transformers' `Conv1D`, with weight (in, out)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether the module looks up rows of its weight, without a norm or counts that need all of them."""
+    """True if the module looks up rows of its weight without needing all of them. A maximal norm or counts would need all."""
     if type(module).forward is not nn.Embedding.forward:
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 class Weighted(Protocol):
-    """What linear layers and embeddings have in common."""
+    """Common attributes of linear layers and embeddings."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 def weighted(module: nn.Module) -> Weighted:
-    """The module, known to hold a weight and perhaps a bias."""
+    """The module, typed as one with a weight and perhaps a bias."""
     return cast("Weighted", module)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in nested containers, mappings and data classes; not those of a key-value cache, which only generation reads."""
+    """Tensors in nested containers, mappings and data classes. Key-value caches are skipped; only generation reads them."""
     found = []
     for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree):
         if isinstance(leaf, Tensor):
@@ -220,20 +244,21 @@ def _has_gradients(tensor: Tensor) -> bool:
 
 
 class _Recorder:
-    """Gives every tensor a number and writes down what happens to it."""
+    """Recorder that numbers tensors and logs their operations."""
 
-    def __init__(self, opaque: Collection[str] | None, correct: Correct | None) -> None:
+    def __init__(self, opaque: Collection[str] | None, rewrite: BeforeCall | None) -> None:
         self.graph = Graph()
         self.opaque = opaque
-        self.correct = correct
+        self.rewrite = rewrite
         self.paths = [""]
         self.quiet = 0
         self.device = torch.device("cpu")
         self._known: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # so that no id is used twice
+        # keeps the tensors alive, so that no id is used twice
+        self._kept: list[Tensor] = []
 
     def see(self, tensor: Tensor, kind: Kind = "constant", name: str = "", producer: int = -1) -> int:
-        """The number of a tensor; a new one where it is seen for the first time."""
+        """The number of a tensor; a new one if it was not seen before."""
         known = self._known.get(id(tensor))
         if known is None:
             known = len(self.graph.values)
@@ -242,21 +267,22 @@ class _Recorder:
         return known
 
     def same(self, tensor: Tensor, number: int) -> None:
-        """From now on `tensor` stands for value `number`."""
+        """Let `tensor` stand for value `number` from now on."""
         self._known[id(tensor)] = number
         self._kept.append(tensor)
 
     def refs(self, tree: Any) -> Any:
-        """`tree` with the tensors replaced by `Ref`s."""
+        """Copy of `tree` with `Ref`s in place of tensors."""
         return tree_map(lambda x: Ref(self.see(x)) if isinstance(x, Tensor) else x, tree)
 
     def add(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Write down an operation."""
+        """Record an operation."""
         graph, number = self.graph, len(self.graph.nodes)
         args, kwargs = self.refs(args), self.refs(kwargs)
         inputs = [leaf.value for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         if not isinstance(op, str) and not op._schema.is_mutable and isinstance(result, Tensor) and self._known.get(id(result)) in inputs:
-            return  # `x.to(x.dtype)` is `x`
+            # `x.to(x.dtype)` is `x`
+            return
         for slot, value in enumerate(inputs):
             graph.values[value].uses.append((number, slot))
         outputs = [self.see(x, "result", producer=number) for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -266,26 +292,26 @@ class _Recorder:
         graph.nodes.append(Node(op, args, kwargs, inputs, outputs, self.paths[-1]))
 
     def hook(self, tree: Any) -> None:
-        """Write down that code of the model sees the gradients of the tensors of `tree`, and may change them."""
+        """Record a hook: code of the model sees these tensors' gradients, and may change them."""
         for tensor in tensors_of(tree):
             self.add("hook", (tensor,), {}, None)
 
     def forget(self, nodes: int, entries: int) -> None:
-        """Take back all nodes and entries from these numbers on."""
+        """Remove all nodes and entries from these numbers on."""
         for number in range(nodes, len(self.graph.nodes)):
             for value in self.graph.nodes[number].inputs:
                 self.graph.values[value].uses = [use for use in self.graph.values[value].uses if use[0] < nodes]
         del self.graph.nodes[nodes:], self.graph.entries[entries:]
 
     def finish(self, result: Any, kept: list[Tensor]) -> None:
-        """Note the model's outputs, and with them what its modules keep for somebody to read."""
+        """Record the model's outputs, and the tensors that its modules keep in attributes."""
         self.graph.outputs = [self.see(x) for x in (*tensors_of(result), *kept)]
         first = result if isinstance(result, Tensor) else getattr(result, "logits", None)
         self.graph.logits = self.see(first) if isinstance(first, Tensor) else None
 
 
 class _Functions(TorchFunctionMode):
-    """Records torch's functions as the model's code calls them, and brings mixed devices together on meta."""
+    """Function mode that records torch functions called by the model's code. Arguments on mixed devices are moved to meta."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
@@ -293,7 +319,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, kwargs = self.recorder, kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if func == _DEVICE and not recorder.quiet:  # masks and positions made for a tensor on meta are real, too
+        # masks and positions made for a tensor on meta are real, too
+        if func == _DEVICE and not recorder.quiet:
             return recorder.device
         if func == _REQUIRES_GRAD and not recorder.quiet and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             return recorder.graph.values[recorder.see(args[0])].requires_grad
@@ -302,10 +329,11 @@ class _Functions(TorchFunctionMode):
         if name in {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}:
             recorder.add("hook", (args[0],), {}, None)
             return RemovableHandle(OrderedDict())
-        if recorder.correct is not None:
-            args, kwargs = recorder.correct(len(recorder.graph.calls), name, args, kwargs)
+        if recorder.rewrite is not None:
+            args, kwargs = recorder.rewrite(len(recorder.graph.calls), name, args, kwargs)
         args, kwargs = self._on_one_device(args, kwargs)
-        if name == "to" and args[0].is_meta:  # stays there
+        # stays on meta
+        if name == "to" and args[0].is_meta:
             args = (args[0], *(x for x in args[1:] if not isinstance(x, (str, torch.device))))
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             if len(args) + len(kwargs) == 1:
@@ -333,7 +361,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Records ATen operations. Below autograd torch does not take composite ones apart, so that these are few and of a high level."""
+    """Dispatch mode that records ATen operations. Below autograd, composite operations stay whole, so these are few and high-level."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -352,7 +380,7 @@ _current: ContextVar[_Recorder | None] = ContextVar("_current", default=None)
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What is done inside, in a hook of a module, is not in the trace."""
+    """Context whose operations, in a hook of a module, are not recorded."""
     recorder = _current.get()
     assert recorder is not None, "no trace is under way"
     with _silence(recorder):
@@ -369,14 +397,14 @@ def _silence(recorder: _Recorder) -> Iterator[None]:
 
 
 def _kept(model: nn.Module, before: set[int]) -> list[Tensor]:
-    """The results that the model's modules have put into attributes of theirs."""
+    """Results that the model's modules have stored in their attributes."""
     own = [{k: v for k, v in module.__dict__.items() if k not in _OF_MODULES} for module in model.modules()]
     return [x for x in tensors_of(own) if id(x) not in before]
 
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards, modules have the attributes that they had, and no function of their code has cached a result without data."""
+    """Restore the modules' attributes afterwards, and clear caches that hold results without data."""
     before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield
@@ -400,13 +428,15 @@ def _refill(container: Any, held: Any) -> None:
 
 
 def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """What clears the caches (functools) of the methods of a model's classes, and of the functions of the files that define these."""
+    """Functions that clear the caches (functools) of a model's methods and of its files' functions."""
     classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")}
     files = {name: sys.modules.get(name) for name in {cls.__module__ for cls in classes}}
     functions = [f for name, file in files.items() for f in vars(file or object).values() if getattr(f, "__module__", "") == name]
     for function in (*functions, *(f for cls in classes for f in vars(cls).values())):
-        plain = getattr(function, "__func__", function)  # of a static or class method
-        for cached in (plain, *(getattr(plain, "__closure__", None) or ())):  # a decorator may hold the cache
+        # the function of a static or class method
+        plain = getattr(function, "__func__", function)
+        # a decorator may hold the cache
+        for cached in (plain, *(getattr(plain, "__closure__", None) or ())):
             clear = getattr(getattr(cached, "cell_contents", cached), "cache_clear", None)
             if callable(clear):
                 yield clear
@@ -414,7 +444,7 @@ def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode trains; one that trains keeps the modes of its modules."""
+    """Switch a model in evaluation mode to training; one that trains keeps its modules' modes."""
     before = {module: module.training for module in model.modules()}
     try:
         if not model.training:
@@ -426,8 +456,8 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(model: nn.Module, recorder: _Recorder, shapes: Shapes) -> Iterator[None]:
-    """Put meta tensors in the place of parameters, and copies in that of buffers."""
+def _placeholders(model: nn.Module, recorder: _Recorder, shapes: Shapes) -> Iterator[None]:
+    """Replace parameters by meta tensors, and buffers by copies."""
     made: dict[int, Tensor] = {}
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     names = {id(p): name for name, p in model.named_parameters()}
@@ -456,7 +486,10 @@ def _stand_ins(model: nn.Module, recorder: _Recorder, shapes: Shapes) -> Iterato
 
 
 def _placed(example: Batch, recorder: _Recorder) -> Batch:
-    """The batch as the trace sees it: whole numbers real (zeros, or ones in masks, where the example has none), the rest on meta."""
+    """The batch as the trace sees it: whole numbers real, floating-point tensors on meta.
+
+    Whole numbers that the example lacks are zeros, or ones in masks.
+    """
 
     def move(x: Tensor, name: str = "") -> Tensor:
         if x.is_floating_point():
@@ -473,7 +506,7 @@ def _placed(example: Batch, recorder: _Recorder) -> Batch:
 
 @contextmanager
 def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Have every module tell the recorder of its calls."""
+    """Let every module report its calls to the recorder."""
     had = {module: module.__dict__.get("forward") for module in model.modules()}
     try:
         for name, module in model.named_modules():
@@ -491,7 +524,8 @@ def _watch(path: str, module: nn.Module, recorder: _Recorder) -> Callable[..., A
     forward: Callable[..., Any] = module.forward
     leaf = "linear" if is_linear(module) else "embedding" if is_embedding(module) else None
     hooked = bool(module._backward_hooks or module._backward_pre_hooks)
-    module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())  # a trace has no backward pass
+    # a trace has no backward pass
+    module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         graph = recorder.graph
@@ -526,7 +560,7 @@ def _watch(path: str, module: nn.Module, recorder: _Recorder) -> Callable[..., A
 
 
 def _opaque(module: nn.Module, recorder: _Recorder, since: tuple[int, int], given: Any, error: Exception) -> Tensor | None:
-    """Note a module that failed on the meta device as one operation; None where there is nothing to take its output's shape from."""
+    """Record a module that failed on meta as one operation. None if it has no input to take the output's shape from."""
     path = recorder.paths[-1]
     if recorder.opaque is not None and path not in recorder.opaque:
         text = " ".join(str(error).split())[:200]
@@ -536,7 +570,8 @@ def _opaque(module: nn.Module, recorder: _Recorder, since: tuple[int, int], give
         if not path or first is None:
             return None
         graph = recorder.graph
-        read = {v for node in graph.nodes[since[0] :] for v in node.inputs if graph.values[v].producer < since[0]}  # attributes, too
+        # with the attributes that it read
+        read = {v for node in graph.nodes[since[0] :] for v in node.inputs if graph.values[v].producer < since[0]}
         recorder.forget(*since)
         recorder.graph.opaque[path] = " ".join(str(error).split())[:200]
         result = torch.empty_like(first, device="meta")
@@ -547,7 +582,10 @@ def _opaque(module: nn.Module, recorder: _Recorder, since: tuple[int, int], give
 
 @contextmanager
 def _own_functions(recorder: _Recorder) -> Iterator[None]:
-    """Record each autograd function of the model as one operation, of unknown gradient, unless it is proven to be pointwise."""
+    """Record each autograd function of the model as one operation of unknown gradient.
+
+    Functions shown to be pointwise are recorded as their operations.
+    """
     apply = Function.__dict__["apply"]
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -573,7 +611,7 @@ def _own_functions(recorder: _Recorder) -> Iterator[None]:
 
 
 def _leaf(kind: str, module: nn.Module, recorder: _Recorder, x: Tensor) -> Tensor:
-    """The output of a linear layer or embedding, as one operation: (x, weight, bias)."""
+    """Output of a linear layer or embedding, recorded as one operation on (x, weight, bias)."""
     weight, bias = weighted(module).weight, getattr(module, "bias", None)
     taken, given = weight.shape[::-1] if is_transposed(module) else weight.shape, x.shape
     with _silence(recorder):
@@ -589,7 +627,7 @@ def _leaf(kind: str, module: nn.Module, recorder: _Recorder, x: Tensor) -> Tenso
 
 
 def _site(frame: FrameType | None) -> Site | None:
-    """The innermost code outside of torch and of this file."""
+    """Site of the innermost code outside of torch and of this file."""
     while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__):
         frame = frame.f_back
     if frame is None:

@@ -1,4 +1,4 @@
-"""Lone matrices: embeddings divided along the vocabulary, output heads and other large layers with gathered outputs."""
+"""Unpaired layers: embeddings sharded along the vocabulary, output heads and large layers with gathered outputs."""
 
 from __future__ import annotations
 
@@ -13,40 +13,47 @@ from paceline.split.tensor.layers import HeadSwitch, gathered_forward, vocabular
 from paceline.split.tensor.proof import Proof
 from paceline.split.tensor.trace import Graph, Node, is_embedding, is_linear, is_transposed, weighted
 
-LARGE = 1 << 20  # elements from which on a lone matrix is worth a gather of its outputs
+# number of elements from which on an unpaired layer is worth a gather of its outputs
+LARGE = 1 << 20
 
 
 @dataclass
-class Lone:
-    """Path of a layer -> what was done to it, or why it stays whole; and the switch of the output head."""
+class Unpaired:
+    """Result of `divide_unpaired`.
+
+    Attributes:
+        done: path of a layer -> the division that was made.
+        whole: path of a layer -> reason why it stays replicated.
+        head: the switch of the output head.
+    """
 
     done: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     head: HeadSwitch | None = None
 
 
-def divide_lone(model: nn.Module, parts: Parts, tp: Group, proof: Proof, *, vocabulary: bool) -> Lone:
-    """Divide what is not divided yet and large, and with `vocabulary` its embeddings and output heads of any size."""
-    owners, report = owners_of(model), Lone()
+def divide_unpaired(model: nn.Module, parts: Parts, tp: Group, proof: Proof, *, vocabulary: bool) -> Unpaired:
+    """Divide large layers outside of all regions. With `vocabulary`, embeddings and output heads of any size are divided, too."""
+    owners, report = owners_of(model), Unpaired()
     paths = {id(module): path for path, module in model.named_modules()}
     heads = _heads(proof.graph)
     vocabularies = {rows for _, rows in heads.values()}
     for name, places in owners.items():
-        readers = [module for module, attribute in places if attribute == "weight" and (is_linear(module) or is_embedding(module))]
-        if "tp" in parts[name].sharded or not readers:
+        layers = [module for module, attribute in places if attribute == "weight" and (is_linear(module) or is_embedding(module))]
+        if "tp" in parts[name].sharded or not layers:
             continue
-        rows, reading = _rows(readers[0]), [paths[id(module)] for module in readers]
-        words = any(path in heads for path in reading) or any(is_embedding(module) for module in readers)
+        rows, layer_paths = _rows(layers[0]), [paths[id(module)] for module in layers]
+        words = any(path in heads for path in layer_paths) or any(is_embedding(module) for module in layers)
         why = None if vocabulary or not words else "the vocabulary is not to be divided"
-        if why is None and weighted(readers[0]).weight.numel() < LARGE and not (words and rows in vocabularies):
+        if why is None and weighted(layers[0]).weight.numel() < LARGE and not (words and rows in vocabularies):
             why = "small, and no part of a pair"
-        why = why or _not_lone(proof, owners, name, reading, readers, tp.size)
+        why = why or _reason_against(proof, owners, name, layer_paths, layers, tp.size)
         if why is not None:
-            report.whole |= dict.fromkeys(reading, why)
+            report.whole |= dict.fromkeys(layer_paths, why)
             continue
-        shard(parts, owners, name, tp, 1 if is_transposed(readers[0]) else 0, (rows,))
-        for module, path in zip(readers, reading, strict=True):
-            _divide_reader(module, path, parts, owners, tp, report, head=path in heads and heads[path][0])
+        shard(parts, owners, name, tp, 1 if is_transposed(layers[0]) else 0, (rows,))
+        for module, path in zip(layers, layer_paths, strict=True):
+            _divide_layer(module, path, parts, owners, tp, report, head=path in heads and heads[path][0])
     return report
 
 
@@ -54,8 +61,8 @@ def _rows(module: nn.Module) -> int:
     return weighted(module).weight.shape[1 if is_transposed(module) else 0]
 
 
-def _divide_reader(module: nn.Module, path: str, parts: Parts, owners: Owners, tp: Group, report: Lone, *, head: bool) -> None:
-    """Have an embedding or linear layer work with its part of the rows."""
+def _divide_layer(module: nn.Module, path: str, parts: Parts, owners: Owners, tp: Group, report: Unpaired, *, head: bool) -> None:
+    """Let an embedding or linear layer compute with its part of the rows."""
     own = _rows(module)
     if is_embedding(module):
         module.forward = vocabulary_forward(module, tp, own)
@@ -75,24 +82,24 @@ def _bias(owners: Owners, module: nn.Module) -> str | None:
     return next((name for name, places in owners.items() if any(m is module and a == "bias" for m, a in places)), None)
 
 
-def _not_lone(proof: Proof, owners: Owners, name: str, reading: list[str], readers: list[nn.Module], ranks: int) -> str | None:
-    """Why a matrix cannot be divided along its rows with gathered outputs; None if it can."""
-    rows, graph, stream = _rows(readers[0]), proof.graph, proof.stream
+def _reason_against(proof: Proof, owners: Owners, name: str, layer_paths: list[str], layers: list[nn.Module], ranks: int) -> str | None:
+    """Reason why a matrix cannot be divided along its rows with gathered outputs, or None."""
+    rows, graph, sequence = _rows(layers[0]), proof.graph, proof.sequence
     if rows % ranks:
         return f"its {rows} rows are no multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
     if graph is None:
         return "the model cannot be traced, so other code may read it"
-    if len({is_transposed(module) for module in readers}) > 1:
+    if len({is_transposed(module) for module in layers}) > 1:
         return "it is tied to a layer that holds it transposed"
     if not _uses(graph, name):
         return "the example does not use it"
-    for parameter in {name, *(_bias(owners, module) for module in readers)} - {None}:
-        if any(node.op not in ("linear", "embedding") or node.path not in reading for node in _uses(graph, str(parameter))):
+    for parameter in {name, *(_bias(owners, module) for module in layers)} - {None}:
+        if any(node.op not in ("linear", "embedding") or node.path not in layer_paths for node in _uses(graph, str(parameter))):
             return "it is read by other code than its own layer"
-    if stream is not None and stream.inside & set(reading):
+    if sequence is not None and sequence.inside & set(layer_paths):
         return "it works on this rank's tokens only"
-    if name in (stream.parameters if stream is not None else proof.boundaries.parameters):
-        return "its gradients are addends, of which each rank has its own"
+    if name in (sequence.parameters if sequence is not None else proof.boundaries.parameters):
+        return "its gradients are partial sums, other ones on each rank"
     return None
 
 
@@ -103,7 +110,10 @@ def _uses(graph: Graph, parameter: str) -> list[Node]:
 
 
 def _heads(graph: Graph | None) -> dict[str, tuple[bool, int]]:
-    """Linear layers whose output is the model's and is as wide as an embedding has rows -> (whether nothing else reads it, width)."""
+    """Output heads: linear layers that make the model's output, as wide as an embedding's rows.
+
+    Each path has (True if nothing else reads the output, width).
+    """
     if graph is None:
         return {}
     rows = {graph.values[node.inputs[1]].shape[0] for node in graph.nodes if node.op == "embedding"}
@@ -119,7 +129,7 @@ Owners = dict[str, list[tuple[nn.Module, str]]]
 
 
 def owners_of(model: nn.Module) -> Owners:
-    """Where each parameter stands, by its first name: in several modules if it is tied."""
+    """Modules and attribute names that hold each parameter, by its first name. There are several if it is tied."""
     names = {id(p): name for name, p in model.named_parameters()}
     owners: Owners = {}
     for module in model.modules():
@@ -130,7 +140,7 @@ def owners_of(model: nn.Module) -> Owners:
 
 
 def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections: Iterable[int]) -> None:
-    """Give a parameter its part in every module where it stands."""
+    """Shard a parameter in every module that holds it."""
     module, attribute = owners[name][0]
     shard_parameter(module, attribute, parts[name], axis="tp", dim=dim, index=tp.rank, of=tp.size, sections=tuple(sections))
     own = getattr(module, attribute)

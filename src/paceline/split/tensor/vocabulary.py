@@ -1,6 +1,7 @@
-"""Cross-entropy of logits whose classes are divided among ranks (Megatron-LM, arXiv:1909.08053, section 3): no rank ever holds them all.
+"""Cross-entropy of logits whose classes are sharded: no rank ever holds them all.
 
-PyTorch's own `loss_parallel` (torch.distributed.tensor.parallel) does the same for DTensors, without label smoothing.
+The method is Megatron-LM's (arXiv:1909.08053, section 3). PyTorch's own `loss_parallel` (torch.distributed.tensor.parallel) does the
+same for DTensors, without label smoothing.
 """
 
 from __future__ import annotations
@@ -20,50 +21,51 @@ from paceline.job.zoo.losses import IGNORED, CrossEntropy, check_labels, classes
 def parallel_cross_entropy(
     logits: Tensor, target: Tensor, tp: Group, *, ignore_index: int = IGNORED, label_smoothing: float = 0.0, weight: Tensor | None = None
 ) -> Tensor:
-    """The mean cross-entropy, the same on every rank of `tp`, as `F.cross_entropy` of all classes; 0 where every label is ignored.
+    """Mean cross-entropy over all classes, like `F.cross_entropy`, the same on every rank.
+
+    It is 0 if every label is ignored. The gradient of the logits is this rank's own, complete without communication.
 
     Args:
-        logits: (..., classes / ranks), those of classes rank * classes / ranks and on. Below 32 bits they are computed with in 32.
+        logits: (..., classes / ranks), from class rank * classes / ranks on. Types below 32 bits are computed in 32 bits.
         target: (...), whole numbers below the number of classes, or `ignore_index`.
         tp: the ranks that divide the classes. Sends two numbers for each label and one more, whatever the number of classes.
         label_smoothing: the part of a label that is spread over all classes.
-        weight: (classes,) of each class; the mean is then over the weights of the labels.
-
-    The gradient of the logits is this rank's own, complete without any exchange.
+        weight: (classes,), one for each class; the mean is then over the weights of the labels.
     """
     loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), tp, ignore_index, label_smoothing, weight)
     return loss
 
 
 class ParallelLoss:
-    """Stands in for a job's `cross_entropy` where the model leaves its logits divided among the ranks of `tp`."""
+    """A job's `cross_entropy` for a model that leaves its logits sharded over `tp`."""
 
     def __init__(self, loss: CrossEntropy, tp: Group) -> None:
         self.loss, self.tp = loss, tp
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor. Output: logits (n, classes / ranks) or (n, t, classes / ranks).
+        """The loss as a 0-dimensional tensor, of logits (n, classes / ranks) or (n, t, classes / ranks).
 
         Raises:
-            DataError: labels that are no whole numbers, not of the output's shape, or (looked at on the CPU only) out of range.
+            DataError: labels that are no whole numbers, not of the output's shape, or (checked on the CPU only) out of range.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
             raise DataError(
                 f"the model returned logits {list(logits.shape)} for labels {list(labels.shape)}; one label per sample or token"
             )
-        if labels.device.type == "cpu":  # a GPU would have to be waited for; `check` looks before
+        # on a GPU this would wait; `check` has looked before
+        if labels.device.type == "cpu":
             check_labels(labels, self._classes(logits), "in a batch")
         if self.loss.weight is not None:
             self.loss.weight = self.loss.weight.to(logits.device)
         return parallel_cross_entropy(logits, labels, self.tp, label_smoothing=self.loss.label_smoothing, weight=self.loss.weight)
 
     def items(self, target: Tensor) -> Tensor:
-        """What the mean is over, as `CrossEntropy.items`."""
+        """Number of items that the mean is over, as in `CrossEntropy.items`."""
         return self.loss.items(target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """`check_labels` of `target` for as many classes as all ranks have."""
+        """Check the labels with `check_labels`, for the classes of all ranks."""
         logits = logits_of(output)
         if logits.dim() > 1:
             check_labels(target, self._classes(logits), where, samples)
@@ -75,7 +77,7 @@ class ParallelLoss:
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of rows of logits (m, c) and labels (m,).
 
-    Keeps the logits as they are and computes the probabilities again in the backward pass: those would be another copy, of 32 bits.
+    Keeps the logits and recomputes the probabilities in the backward pass, since they would be another copy, of 32 bits.
 
     With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs
     (1 - e) w_y (Z - x_y) + e / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
@@ -87,7 +89,8 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
         part = rows.shape[1]
-        own = target - tp.rank * part  # each label as an index of this rank's classes
+        # each label as an index of this rank's classes
+        own = target - tp.rank * part
         counted = (target != ignore_index).to(rows.dtype)
         here = counted * ((own >= 0) & (own < part))
         own = own.clamp(0, part - 1).unsqueeze(1)

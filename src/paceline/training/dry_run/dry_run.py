@@ -36,7 +36,7 @@ from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
-from paceline.split.deferred_init.initialise import Recorded, record
+from paceline.split.deferred_init.initialise import DeferredModel, record
 from paceline.split.expert import mixtures
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import AXES, Mesh
@@ -175,7 +175,7 @@ def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
         split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
         watch = Watch()
         with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
-            split.allocate(Recorded(recorded.model, None, _nothing))
+            split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
@@ -204,7 +204,7 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
     return split
 
 
-def _recorded(job: Job) -> Recorded:
+def _recorded(job: Job) -> DeferredModel:
     """The model without memory; one of transformers computes its experts one by one, for the faster code has no shapes in fp32."""
     recorded = record(job.model.build)
     if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):

@@ -68,7 +68,7 @@ class OwnLoop(Engine):
         self.on_step: list[OnStep] = []
         self.is_main = group.rank == 0
         self.has_loss = loss is not None
-        self.counts_measures = split is None or split.counts  # of ranks that compute the same, one counts
+        self.counts_measures = split is None or split.owns_loss  # of ranks that compute the same, one counts
         self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
         for dealt in self.loaders:
             dealt.fills_empty = loss is None

@@ -1,4 +1,4 @@
-"""Gradients of weights computed later than those of activations: what fills the bubble of a zero-bubble pipeline."""
+"""Weight gradients computed after the activation gradients, to fill a zero-bubble pipeline's idle time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 
 class DeferredWeights:
-    """The weight gradients of a stage's linear layers, put off in a backward pass until they are asked for.
+    """Weight gradients of a stage's linear layers, deferred in a backward pass until requested.
 
-    All other gradients come with the backward pass. torch's own split of it (`stage_backward_input`) finds the weights in the graph of
-    autograd; on graphs where tensors computed from weights reach several layers (T5's position bias) it raises or counts gradients twice
-    (torch 2.13), so its hook for splits of one's own, `dw_builder`, is used.
+    All other gradients come with the backward pass. torch's own split of it (`stage_backward_input`) finds the weights in the
+    autograd graph; where tensors computed from weights reach several layers (T5's position bias) it raises or counts gradients
+    twice (torch 2.13), so `dw_builder`, its hook for a custom split, is used.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -26,7 +26,7 @@ class DeferredWeights:
                 module.__dict__["forward"] = partial(_linear, module, self._pending)
 
     def __call__(self) -> Callable[[], None]:
-        """What computes the gradients put off since the last call."""
+        """A function that computes the gradients deferred since the last call."""
         taken = list(self._pending)
         self._pending.clear()
         return partial(_compute, taken)
@@ -38,8 +38,9 @@ def _compute(pending: list[Callable[[], None]]) -> None:
 
 
 def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> Tensor:
-    weight = module.weight  # looked up once: a parametrised one is computed then
-    # What makes a weight has its gradient with all others; a hook on one would be called with none.
+    # looked up once, as a parametrised weight is computed on access
+    weight = module.weight
+    # A computed weight gets its gradient in the backward pass; a hook on a deferred one would be called with None.
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or weight._backward_hooks:
         return F.linear(x, weight, module.bias)
     y: Tensor = _Linear.apply(x, weight, module.bias, pending)
@@ -47,12 +48,13 @@ def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` whose backward pass leaves the weight's gradient to be computed later."""
+    """`F.linear` whose backward pass defers the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pending: list[Callable[[], None]]) -> Tensor:
         y = F.linear(x, weight, bias)
-        ctx.save_for_backward(x.to(y.dtype))  # autocast computes in a narrower type than that of x
+        # under autocast y may have a narrower type than x
+        ctx.save_for_backward(x.to(y.dtype))
         ctx.weight, ctx.pending, ctx.dtypes = weight, pending, (x.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -69,4 +71,5 @@ class _Linear(torch.autograd.Function):
 def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> None:
     with torch.no_grad():
         dw = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
-    torch.autograd.backward(weight, dw)  # runs the parameter's hooks as any backward pass does
+    # runs the parameter's hooks, as any backward pass does
+    torch.autograd.backward(weight, dw)

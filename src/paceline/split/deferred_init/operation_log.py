@@ -1,4 +1,4 @@
-"""What a model's construction did to its tensors, as a list of steps that can be run again with no more in memory than is needed."""
+"""Operation log of a model's construction, replayed with as little memory as possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Take = Callable[[str, Tensor], object]
 
 @dataclass(frozen=True)
 class View:
-    """A tensor on the tape: a window on storage number `storage`."""
+    """A tensor in the log: a view of storage number `storage`."""
 
     storage: int
     dtype: torch.dtype
@@ -26,20 +26,20 @@ class View:
 
 
 @dataclass(frozen=True)
-class Space:
-    """A storage on the tape."""
+class StorageSpec:
+    """A storage in the log: size in bytes and device."""
 
     nbytes: int
     device: torch.device
 
     def allocate(self) -> torch.UntypedStorage:
-        """Memory for it, whatever lies there."""
+        """Uninitialised memory for the storage."""
         return torch.UntypedStorage(self.nbytes, device=self.device)
 
 
 @dataclass(frozen=True)
-class Seek:
-    """Set a generator's state, because the construction did: to an absolute one, or back to that after so many draws."""
+class RestoreRNG:
+    """Restore a generator's state as the construction did. `to` is a state, or the index of the draw after which it was reached."""
 
     generator: torch.Generator
     to: int | Tensor
@@ -47,15 +47,15 @@ class Seek:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation, with a `View` in place of every tensor on the tape.
+    """One logged operation, with a `View` in place of every logged tensor.
 
     Attributes:
-        reads: the storages whose values it depends on.
-        writes: the views that it changes, those that it covers among them.
-        covers: the storages that it overwrites from end to end without reading them: what they held before is of no use.
-        made: the tensors with storages of their own that it returns, by their places among all that it returns.
-        draws: the generator whose random numbers it takes.
-        number: the how manieth of the generator's it is, from 1.
+        reads: the storages that its result depends on.
+        writes: the views that it changes, including covered ones.
+        covers: the storages that it overwrites completely without reading them.
+        made: the returned tensors with new storages, by their positions among the results.
+        draws: the generator that it draws from, or None.
+        draw_index: 1-based position of this draw in its generator's stream.
     """
 
     call: Callable[..., Any]
@@ -66,47 +66,47 @@ class Step:
     covers: frozenset[int]
     made: tuple[tuple[int, View], ...]
     draws: torch.Generator | None = None
-    number: int = 0
+    draw_index: int = 0
 
     @property
     def changes(self) -> frozenset[int]:
-        """The storages that hold something else after it."""
+        """Storages whose values differ after this step."""
         return frozenset([view.storage for view in self.writes] + [view.storage for _, view in self.made])
 
     @property
     def touches(self) -> frozenset[int]:
-        """All storages that it needs memory for."""
+        """Storages that must be in memory for this step."""
         return self.reads | self.changes
 
 
-Fate = Literal["run", "draw", "skip"]
+Action = Literal["run", "draw", "skip"]
 
 
 @dataclass
-class Tape:
-    """The steps of a construction in their order, and the states in which the generators were when it began."""
+class OperationLog:
+    """Logged steps of a construction in order, with the generators' states at its start."""
 
-    steps: list[Step | Seek] = field(default_factory=list)
-    spaces: list[Space] = field(default_factory=list)
+    steps: list[Step | RestoreRNG] = field(default_factory=list)
+    storages: list[StorageSpec] = field(default_factory=list)
     starts: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
-    def play(self, wanted: Mapping[str, View], take: Take) -> None:
-        """Run the construction again and hand out each of `wanted` when it is finished, once.
+    def replay(self, wanted: Mapping[str, View], take: Take) -> None:
+        """Run the construction again and call `take` for each of `wanted` when it is finished.
 
-        What is not wanted is not computed, except that all random numbers are drawn, so the generators end as they would have.
-        In memory are the tensors that are begun and not finished: for most models one.
+        Other tensors are not computed, but all random numbers are drawn, so the generators end as after a plain construction.
+        Memory holds only tensors that are begun and not finished: for most models one.
         """
-        memory = _Memory(self.spaces)
-        fates = self._fates({view.storage for view in wanted.values()})
-        finished = self._finished(fates, wanted)
+        memory = _Memory(self.storages)
+        actions = self._actions({view.storage for view in wanted.values()})
+        finished = self._finished(actions, wanted)
         draws = _Draws(self)
-        for index, (step, fate) in enumerate(zip(self.steps, fates, strict=True)):
-            if isinstance(step, Seek):
-                draws.seek(step)
+        for index, (step, action) in enumerate(zip(self.steps, actions, strict=True)):
+            if isinstance(step, RestoreRNG):
+                draws.restore(step)
                 continue
-            if fate == "run":
+            if action == "run":
                 memory.run(step)
-            elif fate == "draw":
+            elif action == "draw":
                 memory.draw(step)
             draws.note(step)
             for storage, names in finished[index]:
@@ -115,41 +115,41 @@ class Tape:
                 memory.free(storage)
 
     def value(self, view: View) -> Tensor | None:
-        """What a tensor holds at the end of the tape so far, or None where that depends on random numbers."""
-        memory = _Memory(self.spaces)
-        needed = [step for step, fate in zip(self.steps, self._fates({view.storage}, draw=False), strict=True) if fate == "run"]
+        """Value of a tensor after the log, or None if it is random."""
+        memory = _Memory(self.storages)
+        needed = [step for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True) if action == "run"]
         for step in needed:
             if not isinstance(step, Step) or step.draws is not None:
                 return None
             memory.run(step)
         return memory.tensor(view)
 
-    def _fates(self, live: set[int], *, draw: bool = True) -> list[Fate]:
-        """What becomes of each step if the storages `live` are needed at the end: backwards, from the use to the making.
+    def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
+        """Action for each step if the storages `live` are needed at the end, computed backwards.
 
-        A step that nothing needs is skipped, unless it draws: then only its random numbers are drawn. Where their count may depend on
-        what it reads, it runs with all it reads.
+        A step without use is skipped, unless it draws: then only its random numbers are drawn. If their number may depend on the
+        tensors that it reads, it runs with its inputs.
         """
-        fates: list[Fate] = []
+        actions: list[Action] = []
         for step in reversed(self.steps):
-            if isinstance(step, Seek):
-                fates.append("run" if draw else "skip")
+            if isinstance(step, RestoreRNG):
+                actions.append("run" if draw else "skip")
                 continue
             drawn = draw and step.draws is not None
             if step.changes & live or (drawn and step.reads):
-                fates.append("run")
+                actions.append("run")
                 live = (live - step.covers - {view.storage for _, view in step.made}) | step.reads
                 live |= {view.storage for view in step.writes} - step.covers
             else:
-                fates.append("draw" if drawn else "skip")
-        return fates[::-1]
+                actions.append("draw" if drawn else "skip")
+        return actions[::-1]
 
-    def _finished(self, fates: list[Fate], wanted: Mapping[str, View]) -> dict[int, list[tuple[int, list[str]]]]:
-        """By the number of a step: the storages that no later one touches, each with the names of what is wanted of it."""
+    def _finished(self, actions: list[Action], wanted: Mapping[str, View]) -> dict[int, list[tuple[int, list[str]]]]:
+        """Storages that no later step touches, by step index, each with its wanted names."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, view in wanted.items():
             names[view.storage].append(name)
-        last = {s: i for i, (step, fate) in enumerate(zip(self.steps, fates, strict=True)) if fate == "run" for s in _touched(step)}
+        last = {s: i for i, (step, action) in enumerate(zip(self.steps, actions, strict=True)) if action == "run" for s in _touched(step)}
         finished: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
         for storage, index in last.items():
             finished[index].append((storage, names[storage]))
@@ -157,16 +157,17 @@ class Tape:
 
 
 class _Memory:
-    """The storages that hold something at one point of the tape."""
+    """Storages in memory at one point of the replay."""
 
-    def __init__(self, spaces: list[Space]) -> None:
-        self._spaces = spaces
+    def __init__(self, storages: list[StorageSpec]) -> None:
+        self._storages = storages
         self._held: dict[int, torch.UntypedStorage] = {}
 
     def run(self, step: Step) -> None:
         for storage in step.changes - {view.storage for _, view in step.made}:
-            if storage not in self._held:  # its making was of no use, for this step covers all of it
-                self._held[storage] = self._spaces[storage].allocate()
+            # not allocated before, since this step covers all of it
+            if storage not in self._held:
+                self._held[storage] = self._storages[storage].allocate()
         given = tree_map(lambda x: self.tensor(x) if isinstance(x, View) else x, (step.args, step.kwargs))
         results = tree_leaves(step.call(*given[0], **given[1]))
         theirs = {x.untyped_storage()._cdata for x in tree_leaves(given) if isinstance(x, Tensor)}
@@ -174,12 +175,12 @@ class _Memory:
             self._held[view.storage] = self._as_recorded(results[place], view, theirs)
 
     def draw(self, step: Step) -> None:
-        """Draw a step's random numbers into memory that is dropped."""
+        """Draw a step's random numbers into scratch memory."""
 
         def scratch(x: Any) -> Any:
             if not isinstance(x, View):
                 return x
-            return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._spaces[x.storage].device)
+            return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._storages[x.storage].device)
 
         args, kwargs = tree_map(scratch, (step.args, step.kwargs))
         step.call(*args, **kwargs)
@@ -192,7 +193,10 @@ class _Memory:
         del self._held[storage]
 
     def _as_recorded(self, result: Tensor, view: View, theirs: Iterable[int]) -> torch.UntypedStorage:
-        """The storage of a result, laid out as on the tape and nobody else's; a real operation may return otherwise than one on shapes."""
+        """Storage of a result, laid out as in the log, shared with no input.
+
+        A real operation may return another layout than one on shapes.
+        """
         storage = result.untyped_storage()
         same = (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) == (
             view.shape,
@@ -202,35 +206,35 @@ class _Memory:
         )
         if same and storage._cdata not in theirs:
             return storage
-        self._held[view.storage] = self._spaces[view.storage].allocate()
+        self._held[view.storage] = self._storages[view.storage].allocate()
         self.tensor(view).copy_(result)
         return self._held[view.storage]
 
 
 class _Draws:
-    """The generators while a tape is played: set to where they began, and back to states passed since where the construction did so."""
+    """Generators during a replay: set to their first states, and to later ones by `RestoreRNG`."""
 
-    def __init__(self, tape: Tape) -> None:
-        returned_to = [(step.generator, step.to) for step in tape.steps if isinstance(step, Seek) and isinstance(step.to, int)]
+    def __init__(self, log: OperationLog) -> None:
+        returned_to = [(step.generator, step.to) for step in log.steps if isinstance(step, RestoreRNG) and isinstance(step.to, int)]
         self._saved: dict[tuple[torch.Generator, int], Tensor | None] = dict.fromkeys(returned_to)
-        for generator, state in tape.starts:
+        for generator, state in log.starts:
             generator.set_state(state)
             self._save(generator, 0)
 
     def note(self, step: Step) -> None:
-        """Called after every step; a state that the construction returns to is saved."""
+        """Save the generator's state after a step if the construction returns to it."""
         if step.draws is not None:
-            self._save(step.draws, step.number)
+            self._save(step.draws, step.draw_index)
 
-    def seek(self, seek: Seek) -> None:
-        state = self._saved[seek.generator, seek.to] if isinstance(seek.to, int) else seek.to
+    def restore(self, step: RestoreRNG) -> None:
+        state = self._saved[step.generator, step.to] if isinstance(step.to, int) else step.to
         assert state is not None
-        seek.generator.set_state(state)
+        step.generator.set_state(state)
 
     def _save(self, generator: torch.Generator, number: int) -> None:
         if (generator, number) in self._saved and self._saved[generator, number] is None:
             self._saved[generator, number] = generator.get_state()
 
 
-def _touched(step: Step | Seek) -> frozenset[int]:
+def _touched(step: Step | RestoreRNG) -> frozenset[int]:
     return step.touches if isinstance(step, Step) else frozenset()

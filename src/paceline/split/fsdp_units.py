@@ -1,4 +1,4 @@
-"""Which blocks FSDP2 can gather one by one: those whose parameters are used in their own calls only, as a forward pass shows."""
+"""Blocks that FSDP2 can gather one by one, found in a forward pass on shapes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Call, Trace, Visit, is_in
+from paceline.split.pipeline.forward_trace import Call, ModuleCall, Trace, is_in
 from paceline.split.pipeline.observed import Observed
 
 
 def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[Trace | None, Observed]:
-    """A forward pass on shapes, and what was observed in it; no trace where the model cannot be followed without its weights."""
+    """Trace and observations of a forward pass on shapes. The trace is None if the model cannot be followed without its weights."""
     observed = Observed()
     names = {name for name, _ in model.named_modules()}
     try:
         return Trace(model, example, call, device, whole=names, observed=observed), observed
-    except Exception:  # noqa: BLE001 - whatever a model's code raises on shapes: a faulty one raises it again when it trains
+    except Exception:  # noqa: BLE001 - any error of the model's code on shapes; a real fault raises again in training
         return None, observed
 
 
 def refuse_writes(observed: Observed) -> None:
-    """Refuse a model whose forward pass changes parameters: the change would be made to what is gathered, and lost.
+    """Refuse a model whose forward pass changes parameters; fsdp would lose the change.
 
     Raises:
         PlanError: it does.
@@ -38,7 +38,7 @@ def refuse_writes(observed: Observed) -> None:
 
 
 def inseparable(blocks: Sequence[str], trace: Trace | None, observed: Observed) -> dict[str, str]:
-    """The blocks that must be gathered together with the rest of the model, each with the reason."""
+    """Blocks that must be gathered together with the remainder of the model, with reasons."""
     if observed.differentiates:
         return dict.fromkeys(blocks, "the forward pass runs autograd itself")
     if observed.transformed:
@@ -50,9 +50,9 @@ def inseparable(blocks: Sequence[str], trace: Trace | None, observed: Observed) 
         elif block in observed.direct:
             found[block] = "its forward is called past its hooks"
     if trace is not None:
-        for visit in trace.visits:
-            if visit.name in blocks and any(start < visit.enter < stop for start, stop in observed.functions):
-                found.setdefault(visit.name, "it is called within a torch.autograd.Function, whose backward pass is its own")
+        for module_call in trace.module_calls:
+            if module_call.name in blocks and any(start < module_call.enter < stop for start, stop in observed.functions):
+                found.setdefault(module_call.name, "it is called within a torch.autograd.Function, whose backward pass is its own")
         for block, reason in _in_operations(blocks, trace):
             found.setdefault(block, reason)
     return found
@@ -60,11 +60,12 @@ def inseparable(blocks: Sequence[str], trace: Trace | None, observed: Observed) 
 
 def _in_operations(blocks: Sequence[str], trace: Trace) -> Iterator[tuple[str, str]]:
     owner = {storage: b for storage, name in trace.parameters.items() for b in blocks if is_in(name, b)}
-    made: dict[int, int] = {}  # when the memory of a tensor was first written
+    # time at which a storage was first written
+    made: dict[int, int] = {}
     for step in trace.steps:
         for node in step.makes:
             made.setdefault(node[0], step.time)
-        around = {visit.name: visit for visit in _around(trace, step.visit)}
+        around = {module_call.name: module_call for module_call in _around(trace, step.module_call)}
         for node in step.reads:
             if (block := owner.get(node[0])) is not None and block not in around:
                 yield block, f"{trace.parameters[node[0]]} is used outside of it"
@@ -74,7 +75,7 @@ def _in_operations(blocks: Sequence[str], trace: Trace) -> Iterator[tuple[str, s
                     yield block, "it changes its input in place"
 
 
-def _around(trace: Trace, visit: int) -> Iterator[Visit]:
-    while visit >= 0:
-        yield trace.visits[visit]
-        visit = trace.visits[visit].parent
+def _around(trace: Trace, module_call: int) -> Iterator[ModuleCall]:
+    while module_call >= 0:
+        yield trace.module_calls[module_call]
+        module_call = trace.module_calls[module_call].parent
