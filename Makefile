@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check lock clean
+.PHONY: help install demo test test-all check docs dist lock clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1#/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -31,6 +31,15 @@ check: $(VENV)/.test ## Run the linters and the type checker.
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+docs: $(VENV)/.test ## Build the documentation site in build/site; a link that leads nowhere is an error.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+dist: $(VENV)/.test ## Build the wheel and the sdist in dist/.
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@ls dist/*
 
 clean: ## Remove .venv and all caches. Runs are kept.
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

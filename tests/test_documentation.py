@@ -1,22 +1,41 @@
-"""What the pages under docs/ tell people to write is read by what it is written for."""
+"""What the pages tell people to write is read by what it is written for, and what they name or link to is there."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from paceline.cli import app
 from paceline.cluster.cluster import Cluster
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import CODECS, RULES, CompressSpec
 
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "paceline"
-MAPS = [ROOT / "ARCHITECTURE.md", *sorted((DOCS / "design").glob("*.md"))]  # they name files by their place in the package, too
+MAPS = [ROOT / "ARCHITECTURE.md", *sorted((DOCS / "design").glob("[!i]*.md"))]  # they name files by their place in the package, too
 PAGES = [*MAPS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+GENERATED = ("architecture.md", "contributing.md", "changelog.md", "../architecture.md")  # of the root: see docs/site_pages.py
+
+
+def commands_in(page: Path) -> list[str]:
+    """The lines of a page's shell blocks that call `paceline`, but for those that leave something out."""
+    shell = "".join(re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
+    return [line for line in shell.splitlines() if line.startswith("paceline ")]
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page's headings, as MkDocs and GitHub make them of plain words."""
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-") for title in found}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -39,12 +58,40 @@ def test_the_network_policy_lets_only_the_runs_own_pods_in() -> None:
     assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
 
 
-@pytest.mark.parametrize("page", ["network.md", "sync.md"])
-def test_every_plan_in_an_example_can_be_read(page: str) -> None:
-    plans = [text for text in re.findall(r'--plan "([^"]+)"', (DOCS / page).read_text()) if "averaging" not in text]
-    assert plans
-    for text in plans:
-        assert str(Plan.parse(text))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_plan_in_an_example_can_be_read(page: Path) -> None:
+    text = page.read_text()
+    plans = re.findall(r'--plan "([^"…]+)"', text) + [p for several in re.findall(r'--plans "([^"]+)"', text) for p in several.split(";")]
+    for plan in plans:
+        if "sync=averaging" not in plan:  # of examples/rules, which is not installed here
+            assert str(Plan.parse(plan))
+
+
+def test_plans_are_looked_for_where_they_are() -> None:
+    assert sum(len(re.findall(r'--plan "', page.read_text())) for page in PAGES) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_one_that_paceline_takes(page: Path) -> None:
+    known: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+    for line in commands_in(page):
+        name, *arguments = shlex.split(line, comments=True)[1:]
+        if not name.startswith("--"):
+            known[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_page_and_a_heading_of_it(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        if path in GENERATED:
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not heading or linked.suffix != ".md" or heading in headings(linked.read_text()) or "." in heading, target
 
 
 def test_every_rule_and_codec_has_its_place() -> None:
