@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
-CLEAN = ("job", "plans", "split")
+CLEAN = (
+    "job",
+    "plans",
+    "split",
+    "sync",
+)
 
 MOST_WORDS = 15
 # Openings that leave the subject to the signature.

@@ -276,10 +276,10 @@ def test_groups_made_side_by_side_do_not_meet_each_other(ranks: Ranks, backend: 
 
 def beside_the_main_thread() -> tuple[list[float], list[float]]:
     """Sums of a worker over a copy, and of the main thread over the group, at the same time and in another order on each rank."""
-    from paceline.comm.worker import Worker
+    from paceline.comm.comm_thread import CommThread
 
     with joined(deadline_s=30) as group:
-        copy, worker, theirs, ours = group.copy(), Worker(), torch.ones(50, 1000), torch.ones(50, 1000)
+        copy, worker, theirs, ours = group.copy(), CommThread(), torch.ones(50, 1000), torch.ones(50, 1000)
         tasks = [worker.start(partial(copy.all_reduce, row)) for row in theirs]
         for row in ours:
             group.all_reduce(row)

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.comm_thread import Task
 from paceline.comm.group import Group, Pending
-from paceline.comm.worker import Task
 
 
 class Memory(Protocol):

@@ -82,10 +82,10 @@ class ReplicaState:
 
     def _refuse(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
         """Raise for tensors that ranks hold differently; bring those together that differ by rounding, where that can be."""
-        from paceline.sync.compress.machines import alike
+        from paceline.sync.compress.machines import same_machines
 
         found = group.gather_json([self.engine.group.rank, {name: int(_digest(named[name])) for name in differing}])
-        if not (strict and alike(group)) and all(_is_rounding(group, named[name]) for name in differing):
+        if not (strict and same_machines(group)) and all(_is_rounding(group, named[name]) for name in differing):
             for name in differing:
                 group.broadcast(named[name])
             self.engine.replica.said.append(

@@ -1,4 +1,7 @@
-"""How the replicas of a model are kept in agreement: one file per rule, all with the methods of `SyncRule`."""
+"""Synchronisation rules, which keep the replicas of a model in agreement: one file each.
+
+All have the methods of `SyncRule`.
+"""
 
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.registry import attach, build_rule

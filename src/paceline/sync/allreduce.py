@@ -1,7 +1,8 @@
-"""Replicated data parallelism: one sum of the gradients over all replicas per step, overlapped with the backward pass where that pays.
+"""Replicated data parallelism: the gradients of all replicas are summed in every step.
 
-The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704): gradients gather in flat buckets in the order in which
-the backward pass makes them, and a full bucket travels while the rest is still being computed.
+The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704): gradients gather in flat buckets in the
+order in which the backward pass makes them, and a full bucket is sent while the remaining gradients are computed, where
+that pays.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.comm.bucket import Bucket, Memory
 from paceline.errors import SyncError
-from paceline.sync.lane import Lane
+from paceline.sync.bucket_stream import BucketStream
 from paceline.sync.rule import Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import start_alike
 
@@ -41,7 +42,7 @@ class AllReduce(SyncRule):
         self.algorithm_name, self.compress = algorithm, compress
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.lanes: list[Lane] = []
+        self.streams: list[BucketStream] = []
         self.choice: Choice | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -51,16 +52,16 @@ class AllReduce(SyncRule):
         if dp.size == 1:
             return
         if dp.rehearsed:
-            self._rehearse()
+            self._prepare_dry_run()
         on_gpu, whole = dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
         self.overlap = whole and (dp.spans_hosts or (on_gpu and self.compress == "none"))
-        first = Lane(dp.copy() if self.overlap and not on_gpu else dp, self.algorithm_name, beside=self.overlap and not on_gpu)
-        self.lanes = [first]
+        first = BucketStream(dp.copy() if self.overlap and not on_gpu else dp, self.algorithm_name, own_thread=self.overlap and not on_gpu)
+        self.streams = [first]
         if self.overlap and not on_gpu:
-            self.lanes.append(Lane(dp.copy(), self.algorithm_name, beside=True, number=1, links=first.links))
+            self.streams.append(BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links))
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
-        self.buckets = _bucketize(replica, [lane.algorithm for lane in self.lanes], limit)
+        self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         if not dp.rehearsed and (dp.spans_hosts or self.algorithm_name != "auto"):
             replica.said.append(f"sync=allreduce: {first.algorithm.why}")
         if self.compress == "auto":
@@ -89,25 +90,25 @@ class AllReduce(SyncRule):
                 if self.overlap:
                     self._begin(number)
                 else:
-                    self._lane(number).sum(bucket, _name(number))
+                    self._stream(number).sum(bucket, _name(number))
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
         for number in summed:
             self.buckets[number].hand_out()
-        replica.traffic.become(lane.traffic for lane in self.lanes)
+        replica.traffic.become(stream.traffic for stream in self.streams)
         if self.choice is not None and not self.choice.decided:
             self._choose()
-        for lane in self.lanes:
-            if lane.compressor is not None and lane.compressor.said:
-                replica.said += lane.compressor.said
-                lane.compressor.said.clear()
+        for stream in self.streams:
+            if stream.compressor is not None and stream.compressor.messages:
+                replica.said += stream.compressor.messages
+                stream.compressor.messages.clear()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for lane in self.lanes:
-            if lane.compressor is not None:
-                state |= {f"lane{lane.number}/{key}": tensor for key, tensor in lane.compressor.state_dict().items()}
+        for stream in self.streams:
+            if stream.compressor is not None:
+                state |= {f"lane{stream.number}/{key}": tensor for key, tensor in stream.compressor.state_dict().items()}
         if self.choice is not None and self.choice.decided:
             state |= {"auto": self.choice.codec, "replicas": self.replica.dp.size}
         return state
@@ -116,48 +117,51 @@ class AllReduce(SyncRule):
         codec = state.get("auto")
         if self.choice is not None and codec is not None and state["replicas"] == self.replica.dp.size:
             self.choice.decide(codec, "As before the run was resumed")
-            self.replica.said.append(self.choice.said)
+            self.replica.said.append(self.choice.message)
             self._compress_by(codec)
-        for lane in self.lanes:
-            start = f"lane{lane.number}/"
+        for stream in self.streams:
+            start = f"lane{stream.number}/"
             kept = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-            if lane.compressor is not None and kept:
-                lane.compressor.load_state_dict(kept)
+            if stream.compressor is not None and kept:
+                stream.compressor.load_state_dict(kept)
 
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
         for number, bucket in enumerate(self.buckets):
-            self._lane(number).algorithm.release(bucket.flat)
-        for lane in self.lanes:
-            lane.close()
+            self._stream(number).algorithm.release(bucket.flat)
+        for stream in self.streams:
+            stream.close()
 
     # What is sent
 
-    def _rehearse(self) -> None:
-        """Without other ranks nothing can be measured, and without numbers nothing coded: count a plain sum."""
+    def _prepare_dry_run(self) -> None:
+        """Use a plain sum in a dry run.
+
+        It has no other ranks to measure and no numbers to code.
+        """
         if self.compress != "none":
-            self.replica.said.append(f"compress={self.compress}: not rehearsed; what is sent along dp is counted without it")
+            self.replica.said.append(f"compress={self.compress}: not part of a dry run; bytes sent along dp are counted without it")
         self.algorithm_name, self.compress = "flat", "none"
 
     def _compress_by(self, codec: str) -> None:
-        for lane in self.lanes:
-            lane.compress_by(codec)
+        for stream in self.streams:
+            stream.compress_by(codec)
 
     def _choose(self) -> None:
-        """Have `compress=auto` look at the step that ends, and say what to send in the next one."""
+        """Report the finished step to `compress=auto` and use the codec that it chooses next."""
         assert self.choice is not None
         before = self.choice.codec
         codec = self.choice.step_done()
         if codec != before:
             self._compress_by(codec)
         if self.choice.decided:
-            self.replica.said.append(self.choice.said)
+            self.replica.said.append(self.choice.message)
 
     # One bucket
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
-        """Move a gradient that the backward pass just made into its bucket; send the bucket when it is full."""
+        """Move a new gradient into its bucket, and send the bucket when it is full."""
         if self.replica.gradients_go != "collected":
             if self.replica.gradients_go == "refused":
                 raise not_by_the_engine()
@@ -172,10 +176,12 @@ class AllReduce(SyncRule):
             self._begin_full_buckets()
 
     def _begin_full_buckets(self) -> None:
-        """Send in bucket order only: every rank must start the same collectives in the same order, whatever it computed first."""
-        for number, bucket in enumerate(
-            self.buckets[:-1]
-        ):  # the last one carries the notes, which are complete only after the backward pass
+        """Send full buckets, in bucket order only.
+
+        Every rank must start the same collectives in the same order, whatever it computed first. The last bucket
+        carries the notes, which are complete only after the backward pass.
+        """
+        for number, bucket in enumerate(self.buckets[:-1]):
             if bucket.pending is None and not self._left_out(bucket):
                 if len(bucket.seen) < len(bucket.parameters):
                     return
@@ -183,17 +189,17 @@ class AllReduce(SyncRule):
                 self._begin(number)
 
     def _left_out(self, bucket: Bucket) -> bool:
-        """Whether the backward pass was for the parameters of other buckets alone; the same on all ranks."""
+        """True if the backward pass concerned other buckets' parameters only; the same on all ranks."""
         only = self.replica.only
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
         """Have a bucket summed while the backward pass goes on."""
-        self._lane(number).begin(self.buckets[number], _name(number))
+        self._stream(number).begin(self.buckets[number], _name(number))
 
-    def _lane(self, number: int) -> Lane:
-        """They take the buckets in turn."""
-        return self.lanes[number % len(self.lanes)]
+    def _stream(self, number: int) -> BucketStream:
+        """The stream of a bucket; streams take the buckets in turn."""
+        return self.streams[number % len(self.streams)]
 
 
 def _name(number: int) -> str:
@@ -201,14 +207,17 @@ def _name(number: int) -> str:
 
 
 def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | None) -> list[Bucket]:
-    """Buckets in reverse order of the parameters, which is about the order of their gradients; the notes ride in the last one."""
+    """Buckets in reverse order of the parameters, about the order of their gradients.
+
+    The notes are in the last one.
+    """
     groups: list[list[nn.Parameter]] = []
     size = 0
 
     def fits(parameter: nn.Parameter, nbytes: int) -> bool:
         last = groups[-1][0]
-        alike = last.dtype == parameter.dtype and replica.owner.get(last) == replica.owner.get(parameter)
-        return alike and not (limit_bytes and size + nbytes > limit_bytes)
+        same_kind = last.dtype == parameter.dtype and replica.owner.get(last) == replica.owner.get(parameter)
+        return same_kind and not (limit_bytes and size + nbytes > limit_bytes)
 
     backwards = replica.trainable[::-1]
     for parameter in sorted(backwards, key=lambda p: replica.owner.get(p, -1)):

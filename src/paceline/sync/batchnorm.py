@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch: a layer sees the same mean and variance at any number of replicas."""
+"""Batch normalisation over the global batch: statistics do not depend on the number of replicas."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def unsynchronise(model: nn.Module) -> None:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether any layer normalises over the batch."""
+    """True if any layer normalises over the batch."""
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
 def is_synchronised(model: nn.Module) -> bool:
-    """Whether any layer of `model` uses the statistics of all replicas."""
+    """True if any layer of `model` uses the statistics of all replicas."""
     return any(isinstance(m, _Global) for m in model.modules())
 
 
@@ -70,7 +70,7 @@ else:
 
 
 class _Global(_Layer):
-    """Mixed into the class of a batch-norm layer: its statistics are those of all replicas while it trains.
+    """Mixin for batch-norm layers that uses the statistics of all replicas in training.
 
     Attributes:
         dp: the replicas. On the class, so that a copy of the model (an average of its weights) does not copy connections.
@@ -154,7 +154,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As `torch.nn.functional.batch_norm`, where `training` with the mean and variance of all replicas.
+    """`torch.nn.functional.batch_norm`, in training with the mean and variance of all replicas.
 
     On the CPU with two differentiable all-reduces (counts with sums, then squared deviations), so the variance does not lose digits to
     cancellation and autograd derives the exact backward pass; on GPUs with torch's fused kernels.

@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train alone for many steps, and an outer optimizer steps on how far they came.
+"""DiLoCo: replicas train alone for many steps, then an outer optimizer applies their mean change.
 
 After Douillard et al., 2023 (arXiv:2311.08105).
 Streamed as in Douillard et al., 2025 (arXiv:2501.18512): the model is sent in fragments, each in steps of its own, while training goes on.
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.allreduce.algorithms import Algorithm
+from paceline.comm.comm_thread import CommThread, Task
 from paceline.comm.group import Group
-from paceline.comm.worker import Task, Worker
 from paceline.errors import PlanError
-from paceline.sync.fragments import Flat, by_dtype, cut
+from paceline.sync.fragments import FlatParameters, by_dtype, cut
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.rule import Replica
 
@@ -27,19 +27,20 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class DiLoCo(LocalRule):
-    """Every `period` steps, move the outer parameters along the mean way that the replicas came, and have these start from there again.
+    """Apply an outer optimizer to the replicas' mean pseudo-gradient every `period` steps.
 
-    The way (outer parameters minus local ones) is the gradient of the outer optimizer, SGD with Nesterov's momentum. With `overlap` it
-    travels while training goes on, and arrives that many steps later: what a replica did meanwhile is kept, on top of the new outer
-    parameters. (The paper mixes both by halves; so, a replica alone with lr=1 and no momentum loses nothing.) Everything happens in
-    fixed steps, whose number does not depend on how fast the network is, so that a run can be repeated.
+    The pseudo-gradient (outer minus local parameters) is the gradient of the outer optimizer, SGD with Nesterov's
+    momentum; the replicas then continue from its result. With `overlap` it is sent while training goes on, and applied
+    that many steps later: what a replica did meanwhile is kept, on top of the new outer parameters. (The paper mixes
+    both by halves; so, a replica alone with lr=1 and no momentum loses nothing.) Everything happens in fixed steps,
+    whose number does not depend on how fast the network is, so that a run can be repeated.
 
     Args:
         period: steps from one exchange of a parameter to the next.
-        fragments: into how many runs of neighbouring parameters the model is cut; each has steps of its own within the period.
-        overlap: steps from sending a fragment to using what came of it; less than the period.
+        fragments: number of runs of neighbouring parameters that the model is divided into; each has steps of its own within the period.
+        overlap: steps from sending a fragment to applying its result; less than the period.
         lr, momentum: of the outer optimizer.
-        compress: what is sent of a way (see `paceline.sync.compress`): none or a codec.
+        compress: codec of the pseudo-gradients (see `paceline.sync.compress`), or none.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class DiLoCo(LocalRule):
             )
         self.period, self.overlap, self.lr, self.momentum, self.compress = period, overlap, lr, momentum, compress
         self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]  # of each fragment, its step in a period
-        self.worker: Worker | None = None
+        self.thread: CommThread | None = None
         self.compressor: Compressor | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -60,12 +61,12 @@ class DiLoCo(LocalRule):
         runs = cut(self.parameters, len(self.sent_in))  # where there are fewer than fragments, the last steps have nothing to send
         self.fragments = [Fragment(k, run, self.algorithm) for k, run in enumerate(runs)]
         if self.overlap:
-            self.worker = Worker()
+            self.thread = CommThread()
         if self.compress != "none" and replica.dp.size > 1:
             from paceline.sync.compress import Compressor
 
             self.compressor = Compressor(self.compress, self.group, replica.traffic)
-        sizes = [f"{sum(way.values.nbytes for way in f.ways):,}" for f in self.fragments]
+        sizes = [f"{sum(delta.values.nbytes for delta in f.pseudo_gradients):,}" for f in self.fragments]
         later = f", and arrive {self.overlap} steps later" if self.overlap else ""
         replica.said.append(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
 
@@ -78,19 +79,19 @@ class DiLoCo(LocalRule):
     def after_step(self, step: int) -> None:
         for fragment in self.fragments:
             if fragment.due == step:
-                self._arrive(fragment)
+                self._apply(fragment)
             if step % self.period == self.sent_in[fragment.number]:
                 self._send(fragment, step)
-        self.alike = not self.overlap and len(self.sent_in) == 1 and self.agrees_in(step)
+        self.identical = not self.overlap and len(self.sent_in) == 1 and self.agrees_in(step)
 
-    def rest(self) -> None:
+    def wait(self) -> None:
         for fragment in self.fragments:
             fragment.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """A fragment that is on its way arrives first, and is kept for its step."""
-        self.rest()
-        state: dict[str, Any] = {"alike": self.alike}
+        """State of the rule. A fragment in flight arrives first, and is kept for its step."""
+        self.wait()
+        state: dict[str, Any] = {"alike": self.identical}
         for fragment in self.fragments:
             state |= fragment.state_dict()
         if self.compressor is not None:
@@ -98,9 +99,9 @@ class DiLoCo(LocalRule):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rest()
+        self.wait()
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        self.alike = state.get("alike", True) or not tensors
+        self.identical = state.get("alike", True) or not tensors
         for fragment in self.fragments:
             fragment.load_state_dict(tensors)
         if self.compressor is not None and tensors:
@@ -108,35 +109,35 @@ class DiLoCo(LocalRule):
             self.compressor.load_state_dict(kept)
 
     def detach(self) -> None:
-        self.rest()
-        if self.worker is not None:
-            self.worker.close()
+        self.wait()
+        if self.thread is not None:
+            self.thread.close()
         for fragment in self.fragments:
-            for way in fragment.ways:
-                self.algorithm.release(way.values)
+            for delta in fragment.pseudo_gradients:
+                self.algorithm.release(delta.values)
         super().detach()
 
     # One fragment
 
     def _send(self, fragment: Fragment, step: int) -> None:
-        fragment.leave()
+        fragment.take_snapshot()
         fragment.due = step + self.overlap
-        if self.worker is not None:
-            fragment.flight = self.worker.start(partial(self._exchange, fragment))
+        if self.thread is not None:
+            fragment.in_flight = self.thread.start(partial(self._exchange, fragment))
         else:
             self._exchange(fragment)
-            self._arrive(fragment)
+            self._apply(fragment)
 
     def _exchange(self, fragment: Fragment) -> None:
-        """Sum the ways over the replicas. May run beside the training."""
-        for i, way in enumerate(fragment.ways):
+        """Sum the pseudo-gradients over the replicas. May run in a thread, overlapped with training."""
+        for i, delta in enumerate(fragment.pseudo_gradients):
             if self.compressor is None:
-                self.sum(way.values)
+                self.sum(delta.values)
             else:
-                self.compressor.sum(f"fragment{fragment.number}.{i}", way.values, way.views)
+                self.compressor.sum(f"fragment{fragment.number}.{i}", delta.values, delta.views)
 
-    def _arrive(self, fragment: Fragment) -> None:
-        """Take the outer step, and start from there."""
+    def _apply(self, fragment: Fragment) -> None:
+        """Take the outer step, and continue training from its result."""
         fragment.wait()
         fragment.due = None
         fragment.step(self.lr, self.momentum, self.replica.dp.size)
@@ -147,67 +148,67 @@ class DiLoCo(LocalRule):
 
 
 class Fragment:
-    """A run of parameters, with what the outer optimizer knows of them: a flat tensor of each kind per dtype.
+    """A run of parameters with its outer optimizer state, in one flat tensor per dtype.
 
     Attributes:
-        ways: outer minus local parameters when they left; after the exchange, the sum over the replicas.
-        outer, momentum: of the outer optimizer, in at least float32.
-        left: the local parameters when they left, to be told from what came after.
-        due: the step in which the way under way, or waiting, is used; None where there is none.
+        pseudo_gradients: outer minus local parameters at the snapshot; after the exchange, their sum over the replicas.
+        outer, momentum: parameters and momentum of the outer optimizer, in at least float32.
+        snapshot: the local parameters when the fragment was sent; what came after is told from them.
+        due: the step in which the pending result is applied; None without one.
     """
 
     def __init__(self, number: int, parameters: list[nn.Parameter], memory: Algorithm | Group) -> None:
         self.number = number
-        self.ways, self.left = [], []
-        for alike in by_dtype(parameters):
-            numel, dtype = sum(p.numel() for p in alike), alike[0].dtype
+        self.pseudo_gradients, self.snapshot = [], []
+        for same_dtype in by_dtype(parameters):
+            numel, dtype = sum(p.numel() for p in same_dtype), same_dtype[0].dtype
             wide = torch.float32 if dtype in _HALF else dtype
-            self.ways.append(Flat.of(alike, memory.empty(numel, wide)))
-            self.left.append(Flat.of(alike, torch.zeros(numel, dtype=wide, device=alike[0].device)))
-        self.momentum = [torch.zeros_like(flat.values) for flat in self.left]
-        self.outer = [Flat.of(flat.parameters, torch.zeros_like(flat.values)) for flat in self.left]
+            self.pseudo_gradients.append(FlatParameters.of(same_dtype, memory.empty(numel, wide)))
+            self.snapshot.append(FlatParameters.of(same_dtype, torch.zeros(numel, dtype=wide, device=same_dtype[0].device)))
+        self.momentum = [torch.zeros_like(flat.values) for flat in self.snapshot]
+        self.outer = [FlatParameters.of(flat.parameters, torch.zeros_like(flat.values)) for flat in self.snapshot]
         for outer in self.outer:
-            outer.take()
+            outer.copy_in()
         self.due: int | None = None
-        self.flight: Task | None = None
+        self.in_flight: Task | None = None
 
-    def leave(self) -> None:
-        """Note the way that this replica has come since its start."""
-        for way, left, outer in zip(self.ways, self.left, self.outer, strict=True):
-            left.take()
-            torch.sub(outer.values, left.values, out=way.values)
+    def take_snapshot(self) -> None:
+        """Copy the local parameters and compute the pseudo-gradient."""
+        for delta, snapshot, outer in zip(self.pseudo_gradients, self.snapshot, self.outer, strict=True):
+            snapshot.copy_in()
+            torch.sub(outer.values, snapshot.values, out=delta.values)
 
     def wait(self) -> None:
-        """Return when nothing is on its way."""
-        if self.flight is not None:
-            self.flight.wait()
-            self.flight = None
+        """Return when nothing is in flight."""
+        if self.in_flight is not None:
+            self.in_flight.wait()
+            self.in_flight = None
 
     def step(self, lr: float, momentum: float, replicas: int) -> None:
         """Nesterov's SGD on the outer parameters, as in Sutskever et al. (2013), in the form that `torch.optim.SGD` has."""
-        for way, outer, velocity in zip(self.ways, self.outer, self.momentum, strict=True):
-            gradient = way.values.div_(replicas)
+        for delta, outer, velocity in zip(self.pseudo_gradients, self.outer, self.momentum, strict=True):
+            gradient = delta.values.div_(replicas)
             velocity.mul_(momentum).add_(gradient)
             outer.values.sub_(gradient.add_(velocity, alpha=momentum), alpha=lr)
 
     def start_over(self) -> None:
-        """Local parameters are the outer ones."""
+        """Set the local parameters to the outer ones."""
         for outer in self.outer:
-            outer.give()
+            outer.copy_out()
 
     def merge(self) -> None:
-        """Local parameters are the outer ones, and what this replica did since it sent its own."""
-        for outer, left in zip(self.outer, self.left, strict=True):
-            torch.sub(outer.values, left.values, out=left.values)
-            left.add()
+        """Set the local parameters to the outer ones plus this replica's change since the snapshot."""
+        for outer, snapshot in zip(self.outer, self.snapshot, strict=True):
+            torch.sub(outer.values, snapshot.values, out=snapshot.values)
+            snapshot.add()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of this rank; what is on its way must have arrived."""
+        """State of this rank's fragment; what is in flight must have arrived."""
         kinds = {"outer": [flat.values for flat in self.outer], "momentum": self.momentum}
         state: dict[str, Tensor] = {}
         if self.due is not None:
             state[f"{self.number}/due"] = torch.tensor(self.due)
-            kinds |= {"way": [flat.values for flat in self.ways], "left": [flat.values for flat in self.left]}
+            kinds |= {"way": [flat.values for flat in self.pseudo_gradients], "left": [flat.values for flat in self.snapshot]}
         return state | {f"{self.number}/{kind}/{i}": tensor for kind, tensors in kinds.items() for i, tensor in enumerate(tensors)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -219,8 +220,8 @@ class Fragment:
                 outer.values.copy_(state[f"{self.number}/outer/{i}"])
                 velocity.copy_(state[f"{self.number}/momentum/{i}"])
             else:
-                outer.take()
+                outer.copy_in()
                 velocity.zero_()
-        for kind, flats in (("way", self.ways), ("left", self.left)) if self.due is not None else ():
+        for kind, flats in (("way", self.pseudo_gradients), ("left", self.snapshot)) if self.due is not None else ():
             for i, flat in enumerate(flats):
                 flat.values.copy_(state[f"{self.number}/{kind}/{i}"])

@@ -1,4 +1,4 @@
-"""Parameters in flat tensors, which one collective each carries: a whole model at once, or one fragment of it after the other."""
+"""Parameters in flat tensors, one per collective: the whole model, or one fragment after another."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.comm.bucket import Memory
 
 
 @dataclass
-class Flat:
-    """The place of some parameters in one flat tensor. They stay where they are: values are copied here and back.
+class FlatParameters:
+    """Parameters with their place in one flat tensor, to and from which values are copied.
 
     Attributes:
         values: 1-D, of one dtype.
-        views: of each parameter, its part of `values`, in its shape.
+        views: each parameter's part of `values`, in its shape.
     """
 
     parameters: list[Tensor]
@@ -25,30 +25,33 @@ class Flat:
     views: list[Tensor]
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], values: Tensor) -> Flat:
-        """The place of `parameters`, in this order, in `values`, which has as many elements as they have."""
+    def of(cls, parameters: Sequence[Tensor], values: Tensor) -> FlatParameters:
+        """The place of `parameters`, in this order, in `values` of as many elements."""
         pieces = values.split([p.numel() for p in parameters])
         return cls(list(parameters), values, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)])
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Copy the parameters here."""
+    def copy_in(self) -> None:
+        """Copy the parameters into the flat tensor."""
         torch._foreach_copy_(self.views, self.parameters)
 
     @torch.no_grad()
-    def give(self) -> None:
-        """Copy what is here to the parameters."""
+    def copy_out(self) -> None:
+        """Copy the flat tensor to the parameters."""
         torch._foreach_copy_(self.parameters, self.views)
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add what is here to the parameters."""
+        """Add the flat tensor to the parameters."""
         torch._foreach_add_(self.parameters, self.views)
 
 
-def flats(parameters: Sequence[nn.Parameter], memory: Memory) -> list[Flat]:
+def flats(parameters: Sequence[nn.Parameter], memory: Memory) -> list[FlatParameters]:
     """A flat tensor for the parameters of each dtype."""
-    return [Flat.of(alike, memory.empty(sum(p.numel() for p in alike), alike[0].dtype)) for alike in by_dtype(parameters)]
+    return [
+        FlatParameters.of(same_dtype, memory.empty(sum(p.numel() for p in same_dtype), same_dtype[0].dtype))
+        for same_dtype in by_dtype(parameters)
+    ]
 
 
 def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -60,7 +63,10 @@ def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """At most `count` runs of neighbours, of which the largest is as small as whole parameters allow: a layer stays together, mostly."""
+    """Divide parameters into at most `count` runs of neighbours, the largest as small as possible.
+
+    Parameters stay whole, so a layer mostly stays together.
+    """
     low, high = max((p.nbytes for p in parameters), default=0), sum(p.nbytes for p in parameters)
     while low < high:
         middle = (low + high) // 2

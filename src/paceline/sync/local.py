@@ -36,17 +36,18 @@ class LocalSGD(LocalRule):
         if not self.agrees_in(step):
             return
         for flat in self.flats:
-            flat.take()
+            flat.copy_in()
             self.sum(flat.values)
             flat.values.div_(self.replica.dp.size)
-            flat.give()
-        self.alike = True
+            flat.copy_out()
+        self.identical = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"alike": self.alike}
+        return {"alike": self.identical}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.alike = state.get("alike", True)  # where nothing is known of the replicas, they have been given the same parameters
+        # Without the key, the replicas have been given the same parameters.
+        self.identical = state.get("alike", True)
 
     def detach(self) -> None:
         for flat in self.flats:

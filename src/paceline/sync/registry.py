@@ -1,4 +1,4 @@
-"""From a plan's `sync=` and `compress=` to the rule."""
+"""Registry of rules: maps a plan's `sync=` and `compress=` to the rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a synchronisation rule is, and what it sees of a replica."""
+"""The protocol of a synchronisation rule, and its view of a replica."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Replica:
 
 
 def not_by_the_engine() -> SyncError:
-    """The error for gradients that a plain `loss.backward()` made, which would stay those of one rank."""
+    """The error for gradients of a plain `loss.backward()`, which would stay those of one rank."""
     return SyncError(
         "loss.backward() makes the gradients of this rank's samples only, and the ranks would train apart. Write engine.backward(loss) in "
         "its place (or engine.step(batch)); for gradients that train nothing, use torch.autograd.grad"
@@ -83,40 +83,49 @@ def not_by_the_engine() -> SyncError:
 
 
 class SyncRule(Protocol):
-    """How replicas come to agree. One instance per rank; called by the engine, never by user code.
+    """A synchronisation rule, which keeps replicas in agreement.
 
-    A rule that inherits from this class needs to write only what it does: every method but `attach` does nothing by itself.
+    There is one instance per rank, called by the engine, never by user code. A rule that inherits from this class needs
+    to write only what it does: every method but `attach` does nothing by itself.
     """
 
     def attach(self, replica: Replica) -> None:
-        """Start every replica from the weights of the first one (`start_alike`), and take hold of the gradients."""
+        """Start every replica from the first one's weights (`start_alike`), and register for its gradients."""
 
     def after_backward(self) -> None:
-        """Turn local gradients (scaled so that their sum is the gradient of the global batch) and `replica.notes` into agreed ones."""
+        """Replace local gradients and `replica.notes` by their sums over all replicas.
+
+        Local gradients are scaled so that their sum is the gradient of the global batch.
+        """
         return
 
     def after_step(self, step: int) -> None:
-        """Turn local parameters into agreed ones, for rules that agree on parameters. `step` counts optimizer steps from 1."""
+        """Replace local parameters by agreed ones, for rules that agree on parameters.
+
+        `step` counts optimizer steps from 1.
+        """
         return
 
     def in_agreement(self) -> AbstractContextManager[None]:
-        """Within, the parameters of every replica are those that all agree on; afterwards its own again. Every rank enters it.
+        """Context in which every replica has the parameters that all agree on.
 
-        For measuring and saving. Nothing to do for rules whose replicas never differ.
+        Afterwards it has its own again. Every rank enters it, for measuring and saving. Rules whose replicas never
+        differ have nothing to do.
         """
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of the rule: JSON values, the same on all ranks, and tensors of this rank (error feedback, momentum).
+        """State for a resumed run: JSON values and tensors of this rank.
 
-        Tensors return only on the same mesh; on another one, `load_state_dict` gets the JSON values alone.
+        JSON values are the same on all ranks; tensors are error feedback or momentum. Tensors return only on the same
+        mesh; on another one, `load_state_dict` gets the JSON values alone.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of an earlier run."""
+        """Restore the state of an earlier run."""
         return
 
     def detach(self) -> None:
-        """Let go of the model: remove hooks and views, end threads."""
+        """Release the model: remove hooks and views, end threads."""
         return

@@ -1,4 +1,7 @@
-"""Where replicas begin: the same parameters by name, shape and dtype, with the values of the first replica."""
+"""Common start of all replicas: the first replica's values for the same parameters.
+
+Names, shapes and dtypes are compared first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ _TOGETHER_BYTES = 25 * 2**20
 
 
 def start_alike(replica: Replica) -> None:
-    """Give every replica the weights and buffers of the first, many small ones in one collective. Every rule's `attach` begins so.
+    """Give every replica the weights and buffers of the first; every rule's `attach` begins so.
+
+    Many small tensors go in one collective. Every rule's `attach` begins so.
 
     Raises:
         SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and dtype.
@@ -45,7 +50,7 @@ def _descriptions(replica: Replica) -> list[str]:
 
 
 def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of some megabytes in all, so that what is sent is never a second copy of the model."""
+    """Groups of neighbouring tensors of some megabytes, which avoids a second copy of the model."""
     part: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""What a rule has sent, what it would have sent without compression, and what compression changed."""
+"""Bytes that a rule has sent, with and without compression, and compression's error."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Traffic:
 
     @property
     def relative_error(self) -> float:
-        """L2 norm of the error over that of what was to be sent; 0 where nothing was compressed."""
+        """L2 norm of the error relative to the data's; 0 if nothing was compressed."""
         return (self.error_square / self.signal_square) ** 0.5 if self.signal_square > 0 else 0.0

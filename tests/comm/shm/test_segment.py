@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from leaks import of_the_transport
-from paceline.comm.shm.segment import Handle, Own, attach, create
+from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError
 
-Make = Callable[[], Own]
+Make = Callable[[], OwnedSegment]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes segments, which the test alone keeps."""
-    made: list[Own] = []
+    made: list[OwnedSegment] = []
 
-    def one() -> Own:
+    def one() -> OwnedSegment:
         made.append(create(4096, "test"))
         return made[-1]
 

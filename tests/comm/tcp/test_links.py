@@ -225,7 +225,7 @@ def strangers() -> int:
     with connections_that_break(0.1):
         assert work(6, 100_000)[:3] == expected
     open_ones = len(
-        [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == group._mesh._door.port and c.status == "ESTABLISHED"]
+        [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == group._mesh._listener.port and c.status == "ESTABLISHED"]
     )
     for stranger in there:
         stranger.close()

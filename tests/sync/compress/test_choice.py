@@ -12,10 +12,10 @@ import torch
 import paceline.sync.compress.choice as choice_module
 from paceline.cluster.doctor.link_speed import Links, LinkSpeed
 from paceline.comm import Group
-from paceline.comm.allreduce.algorithms import Flat
+from paceline.comm.allreduce.algorithms import BackendAllReduce
 from paceline.comm.backend import joined
 from paceline.sync.compress.choice import Choice, predict
-from paceline.sync.compress.rehearsal import Cost, rehearse
+from paceline.sync.compress.codec_cost import CodecCost, measure_codec
 from ranks import Ranks
 
 STEPS = 6  # calls until the first time is known: one to start the clock, two to warm up, three to measure
@@ -35,7 +35,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> PredictionOf:
 def run(step_s: dict[str, float], group: Group | None = None) -> tuple[Choice, list[str]]:
     """The choice of a run whose steps take `step_s` by codec, and the codec of each of its first 40 steps."""
     now, used = 0.0, []
-    made = Choice(Flat(group or Group(), "flat", ""), [])
+    made = Choice(BackendAllReduce(group or Group(), "flat", ""), [])
     made.clock = lambda: now
     for _ in range(40):
         used.append(made.codec)
@@ -49,7 +49,7 @@ def test_nothing_is_tried_that_is_not_predicted_to_save_enough(predicted: Predic
     choice, used = run({"none": 0.285})
     assert set(used) == {"none"}
     assert choice.decided
-    assert choice.said == (
+    assert choice.message == (
         "compress=auto: none. Of 285 ms a step, prediction: bf16 saves 1.00 ms, int8 costs 2.00 ms (exact sums 10.0 ms); "
         "it is asked to save 5 % of the step"
     )
@@ -60,7 +60,9 @@ def test_a_codec_that_saves_as_predicted_is_taken_after_few_steps(predicted: Pre
     choice, used = run({"none": 2.2, "int8": 0.7, "powersgd:16+int8": 0.3})
     runs = [(codec, len(list(same))) for codec, same in itertools.groupby(used)]
     assert runs == [("none", STEPS), ("powersgd:16+int8", STEPS - 1), ("int8", STEPS - 1), ("powersgd:16+int8", 40 - 3 * STEPS + 2)]
-    assert choice.said.startswith("compress=auto: powersgd:16+int8. A step takes 2.20 s without and 300 ms with powersgd:16+int8, 700 ms")
+    assert choice.message.startswith(
+        "compress=auto: powersgd:16+int8. A step takes 2.20 s without and 300 ms with powersgd:16+int8, 700 ms"
+    )
 
 
 def test_a_codec_that_does_not_save_what_was_predicted_is_left(predicted: PredictionOf) -> None:
@@ -68,7 +70,7 @@ def test_a_codec_that_does_not_save_what_was_predicted_is_left(predicted: Predic
     choice, used = run({"none": 0.25, "bf16": 0.245})
     assert used.count("bf16") == STEPS - 1
     assert (choice.codec, choice.decided) == ("none", True)
-    assert "250 ms without and 245 ms with bf16" in choice.said
+    assert "250 ms without and 245 ms with bf16" in choice.message
 
 
 def test_of_codecs_about_equally_fast_the_one_that_loses_least_is_taken(predicted: PredictionOf) -> None:
@@ -79,7 +81,7 @@ def test_of_codecs_about_equally_fast_the_one_that_loses_least_is_taken(predicte
 
 def test_a_resumed_run_keeps_what_was_decided(predicted: PredictionOf) -> None:
     predicted(1.0, bf16=0.5)
-    made = Choice(Flat(Group(), "flat", ""), [])
+    made = Choice(BackendAllReduce(Group(), "flat", ""), [])
     made.decide("bf16", "As before the run was resumed")
     assert [made.step_done() for _ in range(20)] == ["bf16"] * 20
 
@@ -89,7 +91,7 @@ def with_times_of_its_own() -> list[str]:
     with joined(deadline_s=30) as group:
         setattr(choice_module, "predict", lambda *_: (1.0, {"bf16": 0.5}))  # noqa: B010 - in this process only
         choice, used = run({"none": 1.0, "bf16": 0.5 if group.rank == 0 else 1.5}, group)
-        return [*used, choice.said]
+        return [*used, choice.message]
 
 
 def test_all_ranks_decide_alike_on_the_slowest_one(ranks: Ranks) -> None:
@@ -113,9 +115,9 @@ def reckoned(dtype: torch.dtype, slow: bool) -> dict[str, Any]:
             fast, link = LinkSpeed(1e-5, 1e10), LinkSpeed(1e-3, 1e6)
             links = Links(hosts=group.hosts, between=link, inside=fast, memory=fast, step_s=1e-3, flat_step_s=1e-3)
             setattr(choice_module, "measure_links", lambda group: links)  # noqa: B010 - in this process only
-            setattr(choice_module, "rehearse", lambda *of: Cost(0.01, rehearse(*of).sent_bytes))  # noqa: B010
+            setattr(choice_module, "measure_codec", lambda *of: CodecCost(0.01, measure_codec(*of).sent_bytes))  # noqa: B010
         before = torch.random.get_rng_state()
-        plain_s, coded_s = predict(Flat(group, "flat", "", links), of)
+        plain_s, coded_s = predict(BackendAllReduce(group, "flat", "", links), of)
         untouched = torch.equal(before, torch.random.get_rng_state()) and not of[0][0].any()
         return {"plain_s": plain_s, "coded_s": coded_s, "untouched": untouched}
 
@@ -142,4 +144,6 @@ def test_gradients_that_no_codec_takes_are_left_as_they_are(ranks: Ranks, monkey
     found = ranks(2, reckoned, torch.float64, False, backend="shm")[0]
     assert found["coded_s"] == {}
     monkeypatch.setattr(choice_module, "predict", lambda *_: (0.1, {}))
-    assert run({"none": 1.0})[0].said == "compress=auto: none. Of 1.00 s a step, there is nothing to save: no codec takes these gradients"
+    assert (
+        run({"none": 1.0})[0].message == "compress=auto: none. Of 1.00 s a step, there is nothing to save: no codec takes these gradients"
+    )

@@ -56,7 +56,7 @@ def summed(steps: int) -> dict[str, Any]:
                 flat[coded:] = torch.tensor(TAIL)
                 compressor.sum("a", flat, views)
                 results.append(flat.clone())
-            found[codec] = {"results": results, "traffic": traffic, "sent": group.sent_bytes - before, "said": compressor.said}
+            found[codec] = {"results": results, "traffic": traffic, "sent": group.sent_bytes - before, "said": compressor.messages}
         return found
 
 
@@ -201,7 +201,7 @@ def of_ones(cases: Sequence[tuple[str, tuple[int, ...], int, torch.dtype]]) -> l
             compressor = Compressor(codec, group, traffic)
             flat.fill_(1.0)
             compressor.sum("a", flat, views)
-            found.append({"flat": flat.clone(), "said": compressor.said, "traffic": traffic})
+            found.append({"flat": flat.clone(), "said": compressor.messages, "traffic": traffic})
         return found
 
 

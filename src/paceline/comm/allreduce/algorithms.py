@@ -13,7 +13,7 @@ from paceline.comm.allreduce.hierarchical import Hierarchical
 from paceline.comm.allreduce.ring import ring_all_reduce
 from paceline.comm.allreduce.tree import tree_all_reduce
 from paceline.comm.group import Group, Op
-from paceline.comm.measure.transports import measure_links, near_each_other
+from paceline.comm.measure.transports import measure_links, ranks_by_host
 from paceline.errors import PlanError
 from paceline.units import size
 
@@ -69,14 +69,14 @@ def algorithm_for(group: Group, name: str, links: Links | None = None) -> Algori
         return (
             Auto(group, links)
             if group.spans_hosts
-            else Flat(group, name, f"flat: all ranks are on one host, where {group.transport} is fastest")
+            else BackendAllReduce(group, name, f"flat: all ranks are on one host, where {group.transport} is fastest")
         )
     if name == "hierarchical" and not group.spans_hosts:
-        return Flat(group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport}")
+        return BackendAllReduce(group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport}")
     return _made(group, name, f"{name}: as the plan says")
 
 
-class Flat:
+class BackendAllReduce:
     """The transport's own all-reduce."""
 
     def __init__(self, group: Group, name: str, why: str, links: Links | None = None) -> None:
@@ -98,21 +98,21 @@ class Flat:
         """Nothing to end."""
 
 
-class Own(Flat):
-    """One of ours: `add_up` replaces a flat contiguous tensor by the sum or maximum over the ranks."""
+class PointToPointAllReduce(BackendAllReduce):
+    """One of ours: `reduce` replaces a flat contiguous tensor by the sum or maximum over the ranks."""
 
     def __init__(
-        self, group: Group, name: str, why: str, add_up: Callable[[Tensor, Op], None], cost: Callable[[int], float] | None
+        self, group: Group, name: str, why: str, reduce: Callable[[Tensor, Op], None], cost: Callable[[int], float] | None
     ) -> None:
         super().__init__(group, name, why)
-        self._add_up, self._cost = add_up, cost
+        self._reduce, self._cost = reduce, cost
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         if self.group.size == 1:
             return
         self.group.counts.reduced_bytes += tensor.nbytes
         flat = tensor.detach().contiguous().view(-1)
-        self._add_up(flat, op)
+        self._reduce(flat, op)
         if op == "mean":
             flat.div_(self.group.size)
         if flat.data_ptr() != tensor.data_ptr():
@@ -122,7 +122,7 @@ class Own(Flat):
         return self._cost(nbytes) if self._cost is not None else None
 
 
-class ByHost(Own):
+class HierarchicalAllReduce(PointToPointAllReduce):
     """The hierarchical one, whose tensors lie in the memory that a host's ranks share."""
 
     def __init__(self, group: Group, name: str, why: str, links: Links | None = None) -> None:
@@ -139,7 +139,7 @@ class ByHost(Own):
         self.hierarchical.close()
 
 
-class Auto(Flat):
+class Auto(BackendAllReduce):
     """For each size the one that is fastest by its formula, from what the ranks measured together."""
 
     def __init__(self, group: Group, links: Links | None = None) -> None:
@@ -186,9 +186,9 @@ class Auto(Flat):
 
 def _made(group: Group, name: str, why: str, links: Links | None = None) -> Algorithm:
     if name == "flat":
-        return Flat(group, name, why, links)
+        return BackendAllReduce(group, name, why, links)
     if name == "hierarchical":
-        return ByHost(group, name, why, links)
-    near = near_each_other(group)
+        return HierarchicalAllReduce(group, name, why, links)
+    near = ranks_by_host(group)
     by, cost = (ring_all_reduce, links.ring_s if links else None) if name == "ring" else (tree_all_reduce, links.tree_s if links else None)
-    return Own(group, name, why, lambda flat, op: by(group, flat, "max" if op == "max" else "sum", order=near), cost)
+    return PointToPointAllReduce(group, name, why, lambda flat, op: by(group, flat, "max" if op == "max" else "sum", order=near), cost)

@@ -1,4 +1,4 @@
-"""A collective or message under way: a generator that yields while it must wait for others, and the lanes that order them."""
+"""A collective or message under way: a generator that yields while it must wait for others, and the queues that order them."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ class Operation:
         self.error, self.done = error, True
 
 
-class Lane:
+class OperationQueue:
     """Operations that happen one after the other, such as the collectives of a group. A failed one takes those behind it along."""
 
     def __init__(self) -> None:
-        self.queue: deque[Operation] = deque()
+        self.operations: deque[Operation] = deque()
         self.broken: Exception | None = None
 
     def advance(self) -> list[Operation]:
         """Go on with the first, with the next where it is done, …; returns those that are done."""
         done = []
-        while self.queue and self.queue[0].advance():
-            first = self.queue.popleft()
+        while self.operations and self.operations[0].advance():
+            first = self.operations.popleft()
             self.broken = self.broken or first.error
             done.append(first)
             if self.broken:
-                for behind in self.queue:
-                    behind.fail(after(self.broken))
+                for behind in self.operations:
+                    behind.fail(follow_up_error(self.broken))
         return done
 
 
 class Driver(Protocol):
     """What has the operations of a process go on: whoever waits, or a thread while nobody does."""
 
-    def start(self, lane: Lane, operation: Operation) -> None:
-        """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
+    def start(self, queue: OperationQueue, operation: Operation) -> None:
+        """Put an operation behind those of its queue, and go on with all as far as that is possible at once."""
 
     def in_background(self, operation: Operation) -> None:
         """Have an operation go on while nobody waits for it."""
@@ -83,6 +83,6 @@ class Driver(Protocol):
         """Drive everything until `operation` is done; raises its error."""
 
 
-def after(error: Exception) -> DistBackendError:
-    """The error of whatever comes to a lane that has failed."""
+def follow_up_error(error: Exception) -> DistBackendError:
+    """The error of whatever comes to a queue that has failed."""
     return DistBackendError(f"this group cannot be used any more, since: {error}")

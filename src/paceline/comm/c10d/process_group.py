@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.c10d.collectives import Collectives
-from paceline.comm.c10d.operation import Driver, Lane, Operation, Steps
+from paceline.comm.c10d.operation import Driver, Operation, OperationQueue, Steps
 from paceline.comm.c10d.profile import start
 from paceline.comm.c10d.reduction import Op, Reduction
 from paceline.comm.c10d.sparse import all_reduce_sparse
@@ -48,7 +48,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._name, self._description = name, "undefined"
         self._timeout_s = timeout.total_seconds()
         self._progress, self._collectives = progress, collectives
-        self._lane = Lane()
+        self._operations = OperationQueue()
         self._closed = False
         _open.add(self)
 
@@ -206,18 +206,18 @@ class DrivenProcessGroup(dist.ProcessGroup):
         timeout = getattr(opts, "timeout", None)
         deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
         operation = Operation(what, steps(), deadline_s, self._collectives.waits_for)
-        start(self._progress, self._lane, operation, self.getBackendName(), what, inputs)
+        start(self._progress, self._operations, operation, self.getBackendName(), what, inputs)
         if waits:
             return DrivenWork(self._progress, operation, result)
         self._progress.wait(operation)
         return DONE
 
     def _launch(
-        self, lane: Lane, title: str, what: str, steps: Steps, waits_for: Callable[[], Sequence[Any]], result: list[Tensor]
+        self, queue: OperationQueue, title: str, what: str, steps: Steps, waits_for: Callable[[], Sequence[Any]], result: list[Tensor]
     ) -> dist.Work:
         """Start the steps of a message."""
         operation = Operation(what, steps, self._timeout_s, waits_for)
-        start(self._progress, lane, operation, self.getBackendName(), title, result)
+        start(self._progress, queue, operation, self.getBackendName(), title, result)
         return DrivenWork(self._progress, operation, result)
 
     def end_within(self, seconds: float) -> None:

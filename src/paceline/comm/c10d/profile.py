@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 
-from paceline.comm.c10d.operation import Driver, Lane, Operation
+from paceline.comm.c10d.operation import Driver, Operation, OperationQueue
 
 
-def start(progress: Driver, lane: Lane, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
+def start(progress: Driver, queue: OperationQueue, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
     """Start an operation; where a profiler runs in this thread, as an event `backend:what` with the tensors' shapes."""
     if not _profiler_enabled():
-        progress.start(lane, operation)
+        progress.start(queue, operation)
         return
     event = _record_function_with_args_enter(f"{backend}:{what}", *tensors)
-    progress.start(lane, operation)
+    progress.start(queue, operation)
     progress.call_when_done(operation, lambda: _record_function_with_args_exit(event))

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.comm.address import own_address
 from paceline.comm.group import Group
 from paceline.comm.measure.speed import Speed, timed
-from paceline.comm.shm.segment import Handle, Own, attach, create
+from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError, SyncError
 
 _STREAM_S = (0.4, 0.4, 0.2)  # to fill what lies between, to count, and for hosts that began later
@@ -134,7 +134,7 @@ def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, 
         return found, None
 
 
-def _neighbours(group: Group, own: Own | None, reason: str | None) -> tuple[Tensor | None, list[str | None]]:
+def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> tuple[Tensor | None, list[str | None]]:
     """The memory of the next rank on this host; None on every rank where any has none, and the reasons by rank."""
     handles = group.gather_json(own and asdict(own.handle))
     on_host = [rank for rank, host in enumerate(group.hosts) if host == group.hosts[group.rank]]

@@ -17,7 +17,7 @@ _BUDGET_S, _MOST = 0.04, 20  # for the repetitions of a small call
 _MEMORY_BYTES = 2**20
 
 
-def near_each_other(group: Group) -> list[int]:
+def ranks_by_host(group: Group) -> list[int]:
     """The ranks in an order in which those of a host are neighbours."""
     return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
 
@@ -35,7 +35,7 @@ def measure_links(group: Group) -> Links:
         between=_speed(group, firsts[:2], firsts),
         inside=_speed(group, fullest[:2], together),
         memory=_memory(group),
-        step_s=_latency_s(group, near_each_other(group)),
+        step_s=_latency_s(group, ranks_by_host(group)),
         flat_step_s=flat_s / (2 * (group.size - 1)),
     )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.comm.c10d.operation import Lane, Steps
+from paceline.comm.c10d.operation import OperationQueue, Steps
 from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
 from paceline.comm.shm.collectives import ShmCollectives
 from paceline.comm.shm.mailbox import Inbox, Outbox, Request, receive_from_any
@@ -36,7 +36,7 @@ class ShmProcessGroup(DrivenProcessGroup):
         progress = _Shared.get(size)
         self._rounds = Rounds(store, rank, size, progress, timeout.total_seconds())
         super().__init__(rank, size, timeout, name, progress, ShmCollectives(self._rounds))
-        self._sending: dict[int, tuple[Outbox, Lane]] = {}
+        self._sending: dict[int, tuple[Outbox, OperationQueue]] = {}
         self._inboxes: dict[int, Inbox] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -87,8 +87,10 @@ class ShmProcessGroup(DrivenProcessGroup):
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
         self._check_open()
         [tensor] = tensors
-        outbox, lane = self._sending.get(receiver) or self._sending.setdefault(receiver, (Outbox(self._rounds, receiver), Lane()))
-        return self._launch(lane, "send", f"send to rank {receiver}", outbox.send(flattened(tensor), tag), outbox.waits_for, [tensor])
+        outbox, queue = self._sending.get(receiver) or self._sending.setdefault(
+            receiver, (Outbox(self._rounds, receiver), OperationQueue())
+        )
+        return self._launch(queue, "send", f"send to rank {receiver}", outbox.send(flattened(tensor), tag), outbox.waits_for, [tensor])
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
         self._check_open()
@@ -102,7 +104,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             put_back(flat, tensor)
             return sender
 
-        return self._launch(Lane(), "recv", f"receive from rank {sender}", steps(), inbox.waits_for, [tensor])
+        return self._launch(OperationQueue(), "recv", f"receive from rank {sender}", steps(), inbox.waits_for, [tensor])
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         self._check_open()
@@ -118,7 +120,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             silent = [peer for inbox in inboxes for peer in inbox.waits_for()]
             return silent if len(silent) == len(inboxes) and all(peer.is_gone() for peer in silent) else []
 
-        return self._launch(Lane(), "recvAnySource", "receive from any rank", steps(), waits_for, [tensor])
+        return self._launch(OperationQueue(), "recvAnySource", "receive from any rank", steps(), waits_for, [tensor])
 
     def _inbox(self, sender: int) -> Inbox:
         return self._inboxes.get(sender) or self._inboxes.setdefault(sender, Inbox(self._rounds, sender))

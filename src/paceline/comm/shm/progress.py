@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch.distributed import DistBackendError
 
 from paceline.cluster.emulate.cgroup import cpu_quota
-from paceline.comm.c10d.operation import Lane, Operation, after
+from paceline.comm.c10d.operation import Operation, OperationQueue, follow_up_error
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
@@ -61,7 +61,7 @@ class Progress:
     def __init__(self) -> None:
         self.crowded = False  # whether there are more ranks on this host than cores for them
         self._lock = threading.RLock()
-        self._busy: dict[Lane, None] = {}
+        self._busy: dict[OperationQueue, None] = {}
         self._own = create(4096, "bell")
         self._bell = self._own.segment.words(0, 2)
         self._bell_address = self._own.segment.address + 8 * _RUNG
@@ -110,14 +110,14 @@ class Progress:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def start(self, lane: Lane, operation: Operation) -> None:
-        """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
+    def start(self, queue: OperationQueue, operation: Operation) -> None:
+        """Put an operation behind those of its queue, and go on with all as far as that is possible at once."""
         with self._lock:
-            if lane.broken is not None:
-                operation.fail(after(lane.broken))
+            if queue.broken is not None:
+                operation.fail(follow_up_error(queue.broken))
                 return
-            lane.queue.append(operation)
-            self._busy[lane] = None
+            queue.operations.append(operation)
+            self._busy[queue] = None
             self._advance()
 
     def in_background(self, operation: Operation) -> None:
@@ -188,17 +188,17 @@ class Progress:
                 self._bell[_SLEEPERS] -= 1
         with self._lock:
             self._advance()
-            for lane in self._busy:
-                if lane.queue and (error := _lost(lane.queue[0])):
-                    lane.queue[0].fail(error)
+            for queue in self._busy:
+                if queue.operations and (error := _lost(queue.operations[0])):
+                    queue.operations[0].fail(error)
             self._advance()
 
     def _advance(self) -> None:
         done = []
-        for lane in list(self._busy):
-            done += lane.advance()
-            if not lane.queue:
-                del self._busy[lane]
+        for queue in list(self._busy):
+            done += queue.advance()
+            if not queue.operations:
+                del self._busy[queue]
         for operation in done:
             for call in operation.on_done:  # may start another operation
                 call()
@@ -226,7 +226,7 @@ class Progress:
     def _oldest_s(self) -> float:
         """How long the operation that is under way the longest has been."""
         with self._lock:
-            starts = [lane.queue[0].started for lane in self._busy if lane.queue]
+            starts = [queue.operations[0].started for queue in self._busy if queue.operations]
         return time.monotonic() - min(starts, default=time.monotonic())
 
 

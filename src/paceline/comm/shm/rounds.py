@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.shm import futex
 from paceline.comm.shm.progress import Peer, Progress
-from paceline.comm.shm.segment import Handle, Own, Segment, attach, create
+from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
 
 CHUNK_BYTES = 2**20  # of a tensor that is copied through the slots: small enough for a core's cache, large enough to outlast a wait
@@ -131,7 +131,7 @@ class Rounds:
 
     # Memory that all share
 
-    def add_arena(self, own: Own, handles: list[Handle]) -> Arena:
+    def add_arena(self, own: OwnedSegment, handles: list[Handle]) -> Arena:
         """Map the segments that the ranks made for tensors."""
         segments = [own.segment if r == self.rank else attach(handle) for r, handle in enumerate(handles)]
         self._arenas_made += 1

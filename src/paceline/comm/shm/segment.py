@@ -60,7 +60,7 @@ class Segment:
 
 
 @dataclass
-class Own:
+class OwnedSegment:
     """A segment that this process made, with the descriptor that others open until `close_door`."""
 
     segment: Segment
@@ -73,7 +73,7 @@ class Own:
             self.handle = Handle(self.handle.pid, -1, self.handle.size, self.handle.token)
 
 
-def create(size: int, name: str) -> Own:
+def create(size: int, name: str) -> OwnedSegment:
     """A new segment. `name` shows in /proc/<pid>/maps only.
 
     Raises:
@@ -92,7 +92,7 @@ def create(size: int, name: str) -> Own:
         raise ClusterError(f"shared memory of {size} bytes is refused: {error}") from error
     token = secrets.token_bytes(_TOKEN_BYTES)
     segment.map[size:] = token
-    return Own(segment, Handle(os.getpid(), fd, size, token.hex()))
+    return OwnedSegment(segment, Handle(os.getpid(), fd, size, token.hex()))
 
 
 def attach(handle: Handle) -> Segment:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.address import own_address, own_host
-from paceline.comm.c10d.operation import Lane, Operation
-from paceline.comm.tcp.door import Door
+from paceline.comm.c10d.operation import Operation, OperationQueue
 from paceline.comm.tcp.handshake import SECRET_BYTES, Hello
 from paceline.comm.tcp.link import Link, Place
+from paceline.comm.tcp.listener import Listener
 from paceline.comm.tcp.messages import FAILURE, Call, Inbox, Message, Receive, bytes_of, header
 from paceline.comm.tcp.progress import Loop
 from paceline.comm.tcp.stream import Piece
@@ -57,9 +57,9 @@ class Mesh:
         self.links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {}
         secret = _secret(store, rank, timeout_s)
-        self._door = Door(loop, own_address(), secret, self._welcome)
+        self._listener = Listener(loop, own_address(), secret, self._welcome)
         try:
-            own = Place(rank, own_host(), self._door.address, self._door.port, os.getpid())
+            own = Place(rank, own_host(), self._listener.address, self._listener.port, os.getpid())
             places = _meet(store, own, size, timeout_s)
             with loop.lock:
                 for peer in places:
@@ -68,7 +68,7 @@ class Mesh:
                         self.links[peer.rank] = Link(loop, own, peer, secret, inbox)
         except BaseException:
             with loop.lock:
-                self._door.close()
+                self._listener.close()
             raise
         self._own = own
 
@@ -139,7 +139,7 @@ class Mesh:
         with self.loop.lock:
             for link in self.links.values():
                 link.close()
-            self._door.close()
+            self._listener.close()
 
     def _welcome(self, connection: socket.socket, hello: Hello) -> None:
         link = self.links.get(hello.rank)
@@ -172,8 +172,8 @@ class Mesh:
         self.fail(SyncError(text), tell=False)
 
 
-class MeshLane(Lane):
-    """Operations of one group, one after the other. The failure of one ends those of all the group's lanes, on all ranks."""
+class MeshQueue(OperationQueue):
+    """Operations of one group, one after the other. The failure of one ends those of all the group's queues, on all ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -191,8 +191,8 @@ class MeshLane(Lane):
 
     def advance(self) -> list[Operation]:
         """Go on as far as possible; returns the operations that are done."""
-        if self.broken is not None and self.queue:
-            self.queue[0].fail(self.broken)
+        if self.broken is not None and self.operations:
+            self.operations[0].fail(self.broken)
         return super().advance()
 
 

@@ -14,7 +14,7 @@ from paceline.comm.c10d.operation import Steps
 from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
 from paceline.comm.tcp.collectives import TcpCollectives
 from paceline.comm.tcp.link import Link
-from paceline.comm.tcp.mesh import Mesh, MeshLane, Send
+from paceline.comm.tcp.mesh import Mesh, MeshQueue, Send
 from paceline.comm.tcp.messages import MESSAGE, Call, Receive
 from paceline.comm.tcp.progress import Loop
 
@@ -34,7 +34,7 @@ class TcpProcessGroup(DrivenProcessGroup):
             raise
         super().__init__(rank, size, timeout, name, loop, TcpCollectives(self._mesh))
         self._loop = loop
-        self._lane = MeshLane(self._mesh)
+        self._operations = MeshQueue(self._mesh)
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
         self._check_open()
@@ -49,7 +49,7 @@ class TcpProcessGroup(DrivenProcessGroup):
                 yield
             message.end_loan()
 
-        return self._launch(MeshLane(self._mesh), "send", f"send to rank {receiver}", steps(), self._awaited(under_way), [tensor])
+        return self._launch(MeshQueue(self._mesh), "send", f"send to rank {receiver}", steps(), self._awaited(under_way), [tensor])
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
         return self._receive(tensors, sender, tag)
@@ -74,7 +74,7 @@ class TcpProcessGroup(DrivenProcessGroup):
             return receive.source
 
         title, whom = ("recvAnySource", "any rank") if sender is None else ("recv", f"rank {sender}")
-        return self._launch(MeshLane(self._mesh), title, f"receive from {whom}", steps(), self._awaited(under_way), [tensor])
+        return self._launch(MeshQueue(self._mesh), title, f"receive from {whom}", steps(), self._awaited(under_way), [tensor])
 
     def _awaited(self, under_way: list[Send | Receive]) -> Callable[[], list[Link]]:
         return lambda: self._mesh.links_of(under_way)
@@ -98,7 +98,7 @@ class TcpProcessGroup(DrivenProcessGroup):
             self._closed = True
             self._mesh.close(linger_s)
             # torch's own caches may keep this object for as long as the process lives.
-            del self._collectives, self._mesh, self._lane, self._progress, self._loop
+            del self._collectives, self._mesh, self._operations, self._progress, self._loop
             _Shared.release()
 
     def getBackendName(self) -> str:

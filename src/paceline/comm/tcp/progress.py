@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.comm.c10d.operation import Lane, Operation, after
+from paceline.comm.c10d.operation import Operation, OperationQueue, follow_up_error
 from paceline.errors import SyncError
 
 _NAP_S = 0.05  # the longest sleep between two looks at the clock
@@ -43,7 +43,7 @@ class Loop:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._clocks: dict[object, Callable[[float], None]] = {}
-        self._busy: dict[Lane, None] = {}
+        self._busy: dict[OperationQueue, None] = {}
         self._driving = False
         self._waiting = 0
         self._urgent = False
@@ -92,14 +92,14 @@ class Loop:
 
     # Operations, as `Driver` has them
 
-    def start(self, lane: Lane, operation: Operation) -> None:
-        """Put an operation behind those of its lane, and go on with all as far as that is possible at once."""
+    def start(self, queue: OperationQueue, operation: Operation) -> None:
+        """Put an operation behind those of its queue, and go on with all as far as that is possible at once."""
         with self.lock:
-            if lane.broken is not None:
-                operation.fail(after(lane.broken))
+            if queue.broken is not None:
+                operation.fail(follow_up_error(queue.broken))
                 return
-            lane.queue.append(operation)
-            self._busy[lane] = None
+            queue.operations.append(operation)
+            self._busy[queue] = None
             calls = self._advance()
             if calls or operation.done:
                 self._turns.notify_all()
@@ -186,19 +186,19 @@ class Loop:
 
     def _advance(self) -> list[Callable[[], None]]:
         done: list[Operation] = []
-        for lane in list(self._busy):
-            done += lane.advance()
-            if not lane.queue:
-                del self._busy[lane]
+        for queue in list(self._busy):
+            done += queue.advance()
+            if not queue.operations:
+                del self._busy[queue]
         calls = [call for operation in done for call in operation.on_done]
         for operation in done:
             operation.on_done.clear()
         return calls
 
     def _fail_the_late(self) -> None:
-        for lane in self._busy:
-            if lane.queue and (error := _lost(lane.queue[0])):
-                lane.queue[0].fail(error)
+        for queue in self._busy:
+            if queue.operations and (error := _lost(queue.operations[0])):
+                queue.operations[0].fail(error)
 
     def _run(self) -> None:
         """The thread."""
@@ -220,7 +220,7 @@ class Loop:
         """Whether something is under way that nobody waits for."""
         if not self._busy or self._waiting or self._driving:
             return False
-        oldest = min((lane.queue[0].started for lane in self._busy if lane.queue), default=time.monotonic())
+        oldest = min((queue.operations[0].started for queue in self._busy if queue.operations), default=time.monotonic())
         return self._urgent or time.monotonic() - oldest > _GRACE_S
 
 

@@ -1,4 +1,4 @@
-"""Fewer bytes for the same sum: codecs, the exchange that adds coded tensors up and remembers what they lost, and when that pays."""
+"""Gradient compression: codecs, sums of coded tensors with error feedback, and their choice."""
 
 from paceline.sync.compress.choice import Choice
 from paceline.sync.compress.compressor import Compressor

@@ -1,7 +1,9 @@
-"""`compress=auto`: gradients are compressed only where that shortens the step, by reckoning first and by the clock then.
+"""`compress=auto`: gradients are compressed only where that shortens the step.
+
+It is predicted first and measured then.
 
 Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training Systems"
-(arXiv:2103.00543). So nothing is tried that the reckoning does not favour, and without such a codec every step is exact.
+(arXiv:2103.00543). So nothing is tried that the prediction does not favour, and without such a codec every step is exact.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import Algorithm, Auto
 from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
-from paceline.sync.compress.rehearsal import Cost, rehearse, wait_for
+from paceline.sync.compress.codec_cost import CodecCost, measure_codec, wait_for
 from paceline.units import percent, seconds
 
 CANDIDATES = ("bf16", "int8", "powersgd:16+int8")  # from the one that loses least; a GPT lost 5 % with powersgd:4, and 1 % with 16
@@ -28,24 +30,25 @@ _WARM_UP, _MEASURED = 2, 3  # steps without a codec and with each
 
 
 class Choice:
-    """Tells for every step which codec to use, from a few steps without one and, where one promises more, a few with it.
+    """Chooses the codec of every step from a few steps without one and with candidates.
 
-    Every rank makes one and calls `step_done` after each step; all ranks come to the same answers, from the slowest one's times.
+    Every rank makes one and calls `step_done` after each step; all ranks come to the same answers, from the slowest
+    one's times.
 
     Args:
-        algorithm: what sums tensors that are not compressed.
+        algorithm: the all-reduce of tensors that are not compressed.
         buckets: the tensors that are to be summed in a step, with the parameters' views of them, as for `Compressor.sum`.
 
     Attributes:
-        codec: what to use for the coming step; "none" at first.
-        decided: whether that is the last word.
-        said: the reasons, once it is decided.
-        clock: tells the time in seconds.
+        codec: the codec of the coming step; "none" at first.
+        decided: True once the codec is final.
+        message: the reasons, once it is decided.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> None:
         self.group = algorithm.group
-        self.codec, self.decided, self.said = "none", False, ""
+        self.codec, self.decided, self.message = "none", False, ""
         self._plain_s, self._coded_s = predict(algorithm, buckets)
         self.clock = time.perf_counter
         self._trials: list[str] = []
@@ -69,9 +72,12 @@ class Choice:
             self._go_on()
         return self.codec
 
-    def decide(self, codec: str, said: str) -> None:
-        """End the search; also for a resumed run, which goes on with what was decided before."""
-        self.codec, self.decided, self.said = codec, True, f"compress=auto: {codec}. {said}"
+    def decide(self, codec: str, reason: str) -> None:
+        """End the search with a codec.
+
+        A resumed run goes on with what was decided before.
+        """
+        self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}"
 
     def _go_on(self) -> None:
         """After the steps with one codec: the next one, or the decision."""
@@ -94,7 +100,10 @@ class Choice:
         return sorted(worth, key=lambda codec: self._coded_s[codec])[:TRIALS]
 
     def _best(self) -> str:
-        """The one that loses least of those that are about as fast as the fastest; none where that is not faster by the margin."""
+        """The least lossy of the codecs that are about as fast as the fastest.
+
+        "none" if that is not faster than no codec by the margin.
+        """
         fastest_s = min(self._measured_s.values())
         if fastest_s > (1 - MARGIN) * self._measured_s["none"]:
             return "none"
@@ -110,12 +119,15 @@ class Choice:
 
 
 def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[float, dict[str, float]]:
-    """Seconds per step for the exact sums, and for those with each candidate that takes the tensors; the same on every rank."""
+    """Predicted seconds per step of the exact sums and of each candidate codec.
+
+    Candidates that do not take the tensors are left out. The same on every rank.
+    """
     group = algorithm.group
-    costs: dict[str, Cost] = {}
+    costs: dict[str, CodecCost] = {}
     for codec in CANDIDATES:
         try:
-            costs[codec] = rehearse(codec, group, buckets)
+            costs[codec] = measure_codec(codec, group, buckets)
         except PlanError:  # it does not take the dtype
             continue
     sizes = [flat.nbytes for flat, _ in buckets]
@@ -142,7 +154,10 @@ def _links(algorithm: Algorithm) -> Links | None:
 
 
 def _most_over_a_link(group: Group, sent_bytes: float) -> float:
-    """What the fullest host sends to others, where each of its ranks sends equal parts of `sent_bytes` to all ranks."""
+    """Bytes that the fullest host sends to others.
+
+    Each of its ranks sends equal parts of `sent_bytes` to all ranks.
+    """
     counts = [group.hosts.count(host) for host in set(group.hosts)]
     return max(count * (group.size - count) for count in counts) * sent_bytes / (group.size - 1)
 
@@ -164,7 +179,7 @@ def _measured_s(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[T
 
 
 def _slowest(group: Group, times_s: list[float]) -> list[float]:
-    """Of each time, the slowest rank's."""
+    """The slowest rank's value of each time."""
     times = torch.tensor(times_s, dtype=torch.float64, device=group.device)
     group.all_reduce(times, op="max")
     return [float(s) for s in times.tolist()]

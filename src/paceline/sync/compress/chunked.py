@@ -1,4 +1,7 @@
-"""A flat tensor summed in coded form, with what the codes lost added to the next one of its name (error feedback)."""
+"""Sum of a flat tensor in coded form, with error feedback.
+
+What the codes lost is added to the next tensor of the same name.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from paceline.sync.traffic import Traffic
 
 
 class Chunked:
-    """Sums the first `numel` numbers of a flat tensor in coded form, and the `exact` ones after them as they are.
+    """Sums the first `numel` numbers of a flat tensor in coded form, the others exactly.
 
-    Between steps it holds one fp32 number per coded one (what this rank's codes lost) and one n-th of that (what those of the sum lost).
+    The `exact` others follow them.
+
+    Between steps it holds one fp32 number per coded one (what this rank's codes lost) and one n-th of that (what those
+    of the sum lost).
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, exact: int, traffic: Traffic, scratch: Scratch) -> None:
@@ -28,7 +34,7 @@ class Chunked:
         self.sum_error = torch.zeros(self.phases.chunk, device=group.device)
 
     def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """As `Compressor.sum`."""
+        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
         coded, tail = self.scratch.get("coded", self.phases.numel), flat[self.numel :]
         torch.add(flat[: self.numel], self.error.view(-1)[: self.numel], out=coded[: self.numel])
         coded[self.numel :].zero_()
@@ -46,12 +52,12 @@ class Chunked:
         self.traffic.error_square += square(self.error.view(-1))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As `Compressor.state_dict`, without the name."""
+        """Error feedback of this rank, without the tensor's name; see `Compressor.state_dict`."""
         return {"error": self.error, "sum_error": self.sum_error}
 
 
 def square(numbers: Tensor) -> float:
-    """The squared L2 norm of a flat fp32 tensor; not finite if one of its numbers is not."""
+    """Squared L2 norm of a flat fp32 tensor; not finite if any element is not."""
     total = float(torch.dot(numbers, numbers))
     if math.isfinite(total) or not bool(torch.isfinite(numbers).all()):
         return total

@@ -1,4 +1,4 @@
-"""What a codec is: numbers in, bytes out, in a length that follows from their count alone."""
+"""The protocol of a codec: numbers to bytes, in a length that their count determines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNMENT = 8  # every section of a message starts at a multiple of it, so that 
 
 
 class Codec(Protocol):
-    """Codes rows of numbers. Every rank knows the length of a message beforehand, and all decode the same bytes to the same bits.
+    """Codes rows of numbers. Every rank knows the length of a message in advance, and all decode the same bytes to the same bits.
 
     Attributes:
         block: numbers that are coded together; a row holds a multiple of it.
@@ -26,7 +26,10 @@ class Codec(Protocol):
         ...
 
     def encode(self, rows: Tensor, coded: Tensor) -> None:
-        """Code each row of `rows`, fp32 of shape (k, numel), into the row of `coded`, uint8 of shape (k, nbytes(numel))."""
+        """Code each row of `rows` into the row of `coded`.
+
+        `rows` is fp32 of shape (k, numel), `coded` uint8 of shape (k, nbytes(numel)).
+        """
         ...
 
     def decode(self, coded: Tensor, rows: Tensor) -> None:
@@ -35,7 +38,10 @@ class Codec(Protocol):
 
 
 def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` numbers per row that lie in `coded` (uint8, (k, bytes)) from byte `start` on: a view of shape (k, count)."""
+    """A view of `count` numbers per row of `coded`, from byte `start` on.
+
+    `coded` is uint8 (k, bytes); the view has the shape (k, count).
+    """
     return coded[:, start : start + count * dtype.itemsize].view(dtype)
 
 
@@ -45,7 +51,7 @@ def aligned(nbytes: int) -> int:
 
 
 def slabs(rows: Tensor, block: int) -> Iterator[slice]:
-    """The columns of `rows` (k, numel) in parts of whole blocks, as large as is fast on the device."""
+    """Column ranges of `rows` (k, numel), in whole blocks, as large as is fast on the device."""
     k, numel = rows.shape
     width = max(1, _IN_CACHE // (k * block)) * block if rows.device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, width):

@@ -1,4 +1,4 @@
-"""Sums over ranks of which fewer bytes are sent, by the codec that a plan names."""
+"""Sums over ranks that send fewer bytes, by the codec that a plan names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.plans.sync_info import CompressSpec
 from paceline.sync.compress.chunked import Chunked
 from paceline.sync.compress.codec import Codec
 from paceline.sync.compress.half import Cast
-from paceline.sync.compress.machines import alike
+from paceline.sync.compress.machines import same_machines
 from paceline.sync.compress.powersgd import PowerSGD, factors
 from paceline.sync.compress.quantise import Quantise
 from paceline.sync.compress.scratch import Scratch
@@ -40,12 +40,12 @@ class Compressor:
         seed: of the random rounding; each rank draws its own numbers.
 
     Attributes:
-        said: what is worth knowing of the decisions made, in words.
+        messages: decisions worth knowing, as text.
     """
 
     def __init__(self, codec: str, group: Group, traffic: Traffic, *, seed: int = 0) -> None:
         self.text, self.group, self.traffic = codec, group, traffic
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._spec = CompressSpec.parse(codec)
         self._generator = torch.Generator(group.device).manual_seed(seed * 2**20 + group.rank)
         self._scratch = Scratch(group.device)
@@ -68,18 +68,18 @@ class Compressor:
         if self.group.size == 1:
             return
         if name not in self._sums:
-            self._sums[name] = self._way_for(name, flat, views)
+            self._sums[name] = self._sum_for(name, flat, views)
             self._take_over(name)
-        way = self._sums[name]
+        summer = self._sums[name]
         coded = sum(view.numel() for view in views)
-        if way.numel != coded:
-            raise SyncError(f'"{name}" stood for {way.numel} numbers before and now for {coded}: give each tensor a name of its own')
+        if summer.numel != coded:
+            raise SyncError(f'"{name}" stood for {summer.numel} numbers before and now for {coded}: give each tensor a name of its own')
         self.traffic.plain_bytes += ring_bytes(flat.nbytes, self.group.size)
-        way.sum(flat, views)
+        summer.sum(flat, views)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's error feedback, where PowerSGD's next iteration starts, and the state of the random numbers."""
-        state = {f"{name}/{key}": tensor for name, way in self._sums.items() for key, tensor in way.state_dict().items()}
+        """Error feedback, PowerSGD's start of the next iteration, and the random state of this rank."""
+        state = {f"{name}/{key}": tensor for name, summer in self._sums.items() for key, tensor in summer.state_dict().items()}
         state |= {f"{name}/{key}": tensor for name, tensors in self._loaded.items() for key, tensor in tensors.items()}
         return {key: tensor.clone() for key, tensor in state.items()} | {_RANDOM: self._generator.get_state()}
 
@@ -111,8 +111,8 @@ class Compressor:
         for key, tensor in own.items():
             tensor.copy_(loaded[key])
 
-    def _way_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> _Sum:
-        """How to sum a tensor: coded, or as it is where that is no more."""
+    def _sum_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> _Sum:
+        """The sum for a tensor: coded, or exact if coding would not make it smaller."""
         group, numel = self.group, sum(view.numel() for view in views)
         plain = _Plain(group, self.traffic, numel)
         if not views:
@@ -127,14 +127,14 @@ class Compressor:
         if first == "powersgd":
             assert value is not None
             if all(factors(view.shape, int(value)) is None for view in views):
-                self.said.append(f"compress={self.text}: no matrix of {name} is large enough to gain; it is summed as it is")
+                self.messages.append(f"compress={self.text}: no matrix of {name} is large enough to gain; it is summed as it is")
                 return plain
-            return PowerSGD(group, int(value), numbers, flat, views, self.traffic, self._scratch, alike(group))
+            return PowerSGD(group, int(value), numbers, flat, views, self.traffic, self._scratch, same_machines(group))
         codec = TopK(value or 0, numbers) if first == "topk" else self._numbers(first)
         coded_bytes = group.size * codec.nbytes(chunk_size(codec, numel, group.size))
         if coded_bytes >= numel * flat.element_size():
             size = f"{numel * flat.element_size()} bytes of {str(flat.dtype).removeprefix('torch.')}"
-            self.said.append(f"compress={self.text}: {name} is summed as it is, for its {size} would become {coded_bytes}")
+            self.messages.append(f"compress={self.text}: {name} is summed as it is, for its {size} would become {coded_bytes}")
             return plain
         return Chunked(group, codec, numel, flat.numel() - numel, self.traffic, self._scratch)
 
@@ -148,7 +148,7 @@ _CASTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class _Sum(Protocol):
-    """How the tensors of one name are summed."""
+    """A sum of the tensors of one name."""
 
     numel: int
 

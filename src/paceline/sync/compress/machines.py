@@ -1,4 +1,4 @@
-"""Whether all ranks compute on the same kind of machine, so that the same code makes the same bits of the same bits."""
+"""Comparison of the ranks' machines: equal ones give bit-identical results for equal inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from paceline.comm import Group
 
 
-def alike(group: Group) -> bool:
-    """Whether the ranks have the same processors, threads and libraries. Every rank of the group calls it."""
+def same_machines(group: Group) -> bool:
+    """True if the ranks have the same processors, threads and libraries. Every rank of the group calls it."""
     device = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else _processor()
     kinds = group.gather_json([device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__])
     return all(kind == kinds[0] for kind in kinds)

@@ -24,15 +24,16 @@ _GAIN = 2  # a matrix is factored where that at least halves its numbers, as in 
 
 
 class PowerSGD:
-    """Sums matrices by their factors; vectors, small matrices and what follows the views go exactly, in the messages of P.
+    """Sums matrices by their low-rank factors (PowerSGD).
 
-    Two sums of two phases each. A view of more than two dimensions counts as (dim 0, the rest). Between steps it holds one fp32 number
-    per number of a matrix.
+    Vectors, small matrices and what follows the views are summed exactly, in the messages of P. Two sums of two phases
+    each. A view of more than two dimensions counts as a matrix (dim 0, all others). Between steps it holds one fp32
+    number per number of a matrix.
 
     Args:
-        rank: of the factors.
-        codec: of the numbers of P and Q.
-        alike: whether all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all.
+        rank: rank of the factors.
+        codec: codec of the numbers of P and Q.
+        same_machines: True if all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class PowerSGD:
         views: Sequence[Tensor],
         traffic: Traffic,
         scratch: Scratch,
-        alike: bool,
+        same_machines: bool,
     ) -> None:
-        self.group, self.traffic, self.scratch, self.alike = group, traffic, scratch, alike
+        self.group, self.traffic, self.scratch, self.same_machines = group, traffic, scratch, same_machines
         self.batches = _batches(views, rank)
         matrices = {i for batch in self.batches for i in batch.places}
         self.vectors = [i for i in range(len(views)) if i not in matrices]
@@ -60,7 +61,7 @@ class PowerSGD:
         self.q = torch.randn(self.q_phases.numel, generator=random).to(group.device)
 
     def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """As `Compressor.sum`."""
+        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
         matrices = self.scratch.get("coded", self.error.numel())
         for batch in self.batches:
             for i, matrix, error in zip(batch.places, batch.of_matrices(matrices), batch.of_matrices(self.error), strict=True):
@@ -78,7 +79,10 @@ class PowerSGD:
         self.traffic.error_square += square(self.error)
 
     def _sum_p(self, matrices: Tensor, flat: Tensor, views: Sequence[Tensor], *, finite: bool) -> Tensor | None:
-        """The orthonormal P of all matrices, the same on every rank; None if something is not finite. Sums what goes exactly on the way."""
+        """The orthonormal P of all matrices, the same on every rank.
+
+        None if something is not finite. Exact parts are summed in the same messages.
+        """
         p = self.scratch.filled("p", self.p_phases.numel, matrices[:0])
         for batch in self.batches:
             torch.bmm(batch.of_q(self.q), batch.of_matrices(matrices).mT, out=batch.of_p(p))
@@ -95,12 +99,15 @@ class PowerSGD:
         for batch in self.batches:
             thin = batch.of_p(p)
             thin.copy_(torch.linalg.qr(thin.mT).Q.mT)
-        if not self.alike:
+        if not self.same_machines:
             self.group.broadcast(p)
         return p
 
     def _sum_q(self, matrices: Tensor, p: Tensor) -> bool:
-        """Replace the matrices by P times the sum of the Q, and keep what the sum left out; False if something is not finite."""
+        """Replace the matrices by P times the sum of the Q, and keep the error.
+
+        Returns False if something is not finite.
+        """
         q = self.scratch.filled("q", self.q_phases.numel, p[:0])
         for batch in self.batches:
             torch.bmm(batch.of_p(p), batch.of_matrices(matrices), out=batch.of_q(q))
@@ -124,13 +131,13 @@ class PowerSGD:
         return numbers.view(self.group.size, -1) if len(numbers) else numbers.view(self.group.size, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As `Compressor.state_dict`, without the name."""
+        """Error feedback and Q of this rank, without the name; see `Compressor.state_dict`."""
         return {"error": self.error, "q": self.q}
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, which are multiplied together, and where they and their factors lie in flat tensors of all.
+    """Matrices of one shape, which are multiplied together, and their places in flat tensors.
 
     Factors lie with their long side last, (rank, rows) and (rank, columns): products are several times faster so.
     """
@@ -154,7 +161,10 @@ class _Batch:
 
 
 def factors(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """Rows, columns and rank of the factors of a tensor; None where it is no matrix, or too small to gain."""
+    """Rows, columns and rank of a tensor's factors; None if factoring gains nothing.
+
+    That holds for tensors that are no matrix or too small.
+    """
     if len(shape) < 2 or 0 in shape:
         return None
     rows, columns = shape[0], math.prod(shape[1:])

@@ -1,6 +1,7 @@
-"""Numbers as 8-bit or 4-bit integers times a scale per block, rounded at random so that their expectation is exact.
+"""Quantisation to 8-bit or 4-bit integers times a scale per block, with stochastic rounding.
 
-Stochastic rounding of gradients: Alistarh et al., 2017, "QSGD" (arXiv:1610.02132); a scale per block: Dettmers, 2016 (arXiv:1511.04561).
+Stochastic rounding keeps the expectation exact: Alistarh et al., 2017, "QSGD" (arXiv:1610.02132). A scale per block:
+Dettmers, 2016 (arXiv:1511.04561).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ _ABOVE = 1 + 2.0**-7  # the scale is rounded to bf16, by at most 2**-8: never so
 
 
 class Quantise:
-    """Codes numbers in 8 or 4 bits, and each block of 128 with one bf16 scale: 8.125 or 4.125 bits a number.
+    """Codec of 8 or 4 bits per number, with a bf16 scale per 128 numbers.
+
+    That makes 8.125 or 4.125 bits per number.
 
     Args:
         bits: 8 or 4.
-        generator: of the random numbers that decide how to round, on the tensors' device.
+        generator: generator of the random numbers that decide how to round, on the tensors' device.
     """
 
     block = 128
@@ -62,7 +65,10 @@ class Quantise:
             per_block(rows[:, part], self.block).mul_(scale.float().unsqueeze(2))
 
     def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales, and the numbers: int8, or two in a byte, the second half of a block above the first."""
+        """The scales and the numbers.
+
+        Numbers are int8, or two in a byte, the second half of a block above the first.
+        """
         scales = section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
         return scales, section(coded, 0, numel, torch.int8) if self.bits == 8 else coded[:, : numel // 2]
 
@@ -70,7 +76,10 @@ class Quantise:
         return aligned(numel * self.bits // 8)
 
     def _below_half(self, like: Tensor) -> Tensor:
-        """Random numbers in (-1/2, 1/2), shaped `like`: of 8 bits each, drawn 8 at a time, which is good enough and much faster."""
+        """Random numbers in (-1/2, 1/2), shaped `like`.
+
+        They have 8 bits each and are drawn 8 at a time, which is good enough and much faster.
+        """
         words = torch.empty(like.numel() // 8, dtype=torch.int64, device=like.device)
         words.random_(-(2**63), None, generator=self.generator)
         return words.view(torch.int8).view(like.shape).float().add_(0.5).mul_(2.0**-8)

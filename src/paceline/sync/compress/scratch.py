@@ -20,7 +20,7 @@ class Scratch:
         return self.held[purpose][:numel]
 
     def filled(self, purpose: str, numel: int, numbers: Tensor) -> Tensor:
-        """The same, with `numbers` (any dtype) at the beginning and zeros after them."""
+        """Memory for a purpose, with `numbers` (any dtype) at the beginning and zeros after them."""
         memory = self.get(purpose, numel)
         memory[: len(numbers)].copy_(numbers)
         memory[len(numbers) :].zero_()

@@ -14,7 +14,10 @@ from paceline.sync.compress.codec import aligned, per_block, section, slabs
 
 
 class Sign:
-    """Codes a number as plus or minus the mean absolute value of its block of 256, which travels as bf16: 1.0625 bits a number."""
+    """One-bit codec: the sign of each number, times its block's mean absolute value.
+
+    The scale of a block of 256 is bf16, which makes 1.0625 bits per number.
+    """
 
     block = 256
 
@@ -41,7 +44,7 @@ class Sign:
             per_block(rows[:, part], self.block).mul_(-2 * scale).add_(scale)
 
     def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
-        """The signs, bit i of byte j being that of number i * numel / 8 + j, and the scales."""
+        """The signs and the scales. Bit i of byte j is the sign of number i * numel / 8 + j."""
         return coded[:, : numel // 8], section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
 
     def _scales_at(self, numel: int) -> int:

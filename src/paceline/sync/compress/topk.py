@@ -16,11 +16,13 @@ _LANES = 256  # a block is looked through in 256 lanes of 16 numbers first
 
 
 class TopK:
-    """Keeps a share of the numbers of each block of 4096 (at least one): those furthest from 0; the others are decoded as 0.
+    """Codec that keeps a share of each block of 4096: the numbers furthest from 0.
+
+    At least one is kept; the others are decoded as 0.
 
     Args:
         share: above 0, at most 1.
-        numbers: codes what is kept.
+        numbers: codec of what is kept.
     """
 
     block = 4096

@@ -1,7 +1,7 @@
-"""A sum over ranks in coded form: every rank adds up one chunk, and codes the sum anew for all.
+"""Sum over ranks in coded form: each rank sums one chunk and codes the result.
 
-Both phases lose something and both remember it (worker-side and sum-side error feedback): Tang et al., 2019, "DoubleSqueeze"
-(arXiv:1905.05957); Tang et al., 2021, "1-bit Adam" (arXiv:2102.02888) for the exchange by chunks.
+Both phases lose something and both remember it (worker-side and sum-side error feedback): Tang et al., 2019,
+"DoubleSqueeze" (arXiv:1905.05957); Tang et al., 2021, "1-bit Adam" (arXiv:2102.02888) for the exchange by chunks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from paceline.sync.traffic import Traffic
 
 
 class TwoPhase:
-    """Sums a coded and an exact part over the ranks of a group, in the same messages.
+    """Sums a coded and an exact part over a group's ranks, in the same messages.
 
-    First every rank sends every other the chunk that this one adds up, then the sum of its own chunk: 2 (n - 1) / n of the coded size
-    in all, in two round trips. All ranks decode the same bytes, so the result has the same bits everywhere; chunks are added in fp32,
-    in the order of the ranks.
+    First every rank sends every other the chunk that this one sums, then the sum of its own chunk: 2 (n - 1) / n of the
+    coded size in all, in two round trips. All ranks decode the same bytes, so the result has the same bits everywhere;
+    chunks are added in fp32, in the order of the ranks.
 
     Args:
-        coded, exact: how many numbers.
+        coded, exact: number of coded and of exact numbers.
 
     Attributes:
-        chunk: coded numbers of which one rank forms the sum; the coded part is handed over as (size, chunk), filled up with zeros.
-        share: the same for the exact part.
-        numel: coded numbers in all, with those that fill up.
+        chunk: coded numbers that one rank sums; the coded part is handed over as (size, chunk), padded with zeros.
+        share: exact numbers that one rank sums.
+        numel: coded numbers in all, with the padding.
     """
 
     def __init__(self, group: Group, codec: Codec, coded: int, exact: int, traffic: Traffic) -> None:
@@ -85,7 +85,10 @@ class TwoPhase:
         return True
 
     def read(self, sums: Tensor) -> None:
-        """Overwrite `sums`, 1-D of any floating dtype, by the sums of the coded numbers, the same bits on every rank."""
+        """Overwrite `sums` by the sums of the coded numbers, the same bits on every rank.
+
+        `sums` is 1-D of any floating dtype.
+        """
         for r, part in enumerate(sums.split(self.chunk)):
             if part.dtype is torch.float32 and len(part) == self.chunk:
                 self.codec.decode(self._theirs[r : r + 1, : self._exact_at], part.view(1, -1))
@@ -93,7 +96,7 @@ class TwoPhase:
                 part.copy_(self._decoded(self._theirs[r])[: len(part)])
 
     def _add_up(self, own: Tensor, sum_error: Tensor | None) -> Tensor:
-        """The sum of this rank's chunk; that of its exact share goes straight into the message."""
+        """Sum of this rank's chunk; that of its exact share goes straight into the message."""
         total = own.clone() if sum_error is None else own + sum_error
         for r in range(self.group.size):
             if r != self.group.rank and self.chunk:
@@ -115,10 +118,10 @@ class TwoPhase:
 
 
 def chunk_size(codec: Codec, numel: int, ranks: int) -> int:
-    """How many of `numel` numbers one of the ranks adds up: whole blocks of the codec."""
+    """Number of coded numbers that one rank sums, in whole blocks of the codec."""
     return -(-numel // (ranks * codec.block)) * codec.block
 
 
 def ring_bytes(nbytes: int, ranks: int) -> int:
-    """What each rank of a ring sends to sum tensors of `nbytes`: 2 (n - 1) / n of them."""
+    """Bytes that each rank of a ring all-reduce of `nbytes` sends: 2 (n - 1) / n of them."""
     return 2 * (ranks - 1) * nbytes // ranks

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 
-class Worker:
+class CommThread:
     """Runs collectives in one thread, in the order of `start`, which must be the same on every rank.
 
-    Where the main thread uses the same group meanwhile, the worker needs a copy of it (`Group.copy`).
+    Where the main thread uses the same group meanwhile, it needs a copy of it (`Group.copy`).
     """
 
     def __init__(self, name: str = "paceline-sync") -> None:
@@ -38,7 +38,7 @@ class Worker:
             except BaseException as error:  # noqa: BLE001 - raised again where the result is waited for
                 task.error = error
             task.done.set()
-            del entry, work, task  # an idle worker keeps no tensor alive
+            del entry, work, task  # an idle thread keeps no tensor alive
 
 
 @dataclass

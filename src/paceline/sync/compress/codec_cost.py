@@ -1,4 +1,7 @@
-"""What a codec costs on this machine and how much it sends, found by a compressed sum that goes nowhere."""
+"""Cost of a codec: time to code and bytes to send, measured on this machine.
+
+The measurement is a compressed sum whose messages go nowhere.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,18 @@ _REPEATS = 2
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of one sum over a group: `coding_s` of computing on this rank, and the bytes that it sends."""
+class CodecCost:
+    """Cost of one coded sum: `coding_s` seconds of computing on this rank, and bytes sent."""
 
     coding_s: float
     sent_bytes: float
 
 
-def rehearse(codec: str, group: Group, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Cost:
-    """Code random numbers in the shapes of `buckets`: flat tensors and their views, as for `Compressor.sum`. These stay as they are."""
+def measure_codec(codec: str, group: Group, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> CodecCost:
+    """Measure the cost of coding random numbers in the shapes of `buckets`.
+
+    `buckets` are flat tensors and their views, as for `Compressor.sum`; they are not changed.
+    """
     cost_s, sample = 0.0, 0
     traffic, random = Traffic(), torch.Generator(group.device).manual_seed(0)  # not the generator that training uses
     compressor = Compressor(codec, _Alone(rank=group.rank, size=group.size, hosts=group.hosts, device=group.device), traffic)
@@ -44,11 +50,11 @@ def rehearse(codec: str, group: Group, buckets: Sequence[tuple[Tensor, Sequence[
         sample += numel
     sent = traffic.sent_bytes / (1 + _REPEATS)
     grows = sum(view.numel() for _, views in buckets for view in views) / max(sample, 1)
-    return Cost(cost_s * grows, sent * grows)
+    return CodecCost(cost_s * grows, sent * grows)
 
 
 def _first(views: Sequence[Tensor], limit: int) -> list[Tensor]:
-    """The first views with `limit` numbers in all, one at least unless the limit is 0."""
+    """The first views with `limit` numbers in all, at least one for a positive limit."""
     taken: list[Tensor] = []
     for view in views:
         if limit <= 0:

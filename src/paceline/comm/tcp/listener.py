@@ -12,85 +12,85 @@ from paceline.comm.tcp.handshake import HELLO_BYTES, Hello
 from paceline.comm.tcp.progress import Loop
 from paceline.errors import LaunchError
 
-_PATIENCE_S = 5.0  # for somebody who has connected to say who it is
-_VISITORS = 64  # who have not said it yet, at most: the oldest has to go
+_PATIENCE_S = 5.0  # for a new connection to identify itself
+_MOST_PENDING = 64  # connections that have not identified themselves; beyond, the oldest is dropped
 _BACKLOG = 256
 
 
 @dataclass
-class _Visitor:
-    """A connection that has not said who it is."""
+class _Pending:
+    """A connection that has not yet identified itself."""
 
     socket: socket.socket
     until: float
-    said: bytes = b""
+    received: bytes = b""
 
 
-class Door:
+class Listener:
     """Listens, and hands a connection that knows the group's secret to `welcome`. Called under the loop's lock, but for its making."""
 
     def __init__(self, loop: Loop, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
         self._loop, self._secret, self._welcome = loop, secret, welcome
-        self._visitors: dict[int, _Visitor] = {}
-        self._listener = _listen(address)
-        self.address, self.port = self._listener.getsockname()[:2]
+        self._pending: dict[int, _Pending] = {}
+        self._socket = _listen(address)
+        self.address, self.port = self._socket.getsockname()[:2]
         with loop.lock:
-            loop.watch(self._listener.fileno(), select.EPOLLIN, self._on_arrival)
-            loop.add_clock(self, self._look)
+            loop.watch(self._socket.fileno(), select.EPOLLIN, self._on_arrival)
+            loop.add_clock(self, self._drop_late)
 
     def close(self) -> None:
         """Let nobody in any more."""
         self._loop.remove_clock(self)
-        for fd in list(self._visitors):
-            self._send_away(fd)
-        self._loop.forget(self._listener.fileno())
-        self._listener.close()
+        for fd in list(self._pending):
+            self._drop(fd)
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
 
     def _on_arrival(self, _: int) -> None:
         while True:
             try:
-                connection, _who = self._listener.accept()
+                connection, _who = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors left, or the visitor has gone again
-                for fd in list(self._visitors):
-                    self._send_away(fd)
+            except OSError:  # no descriptors left, or the peer has gone again
+                for fd in list(self._pending):
+                    self._drop(fd)
                 return
             connection.setblocking(False)
-            if len(self._visitors) >= _VISITORS:
-                self._send_away(next(iter(self._visitors)))
+            if len(self._pending) >= _MOST_PENDING:
+                self._drop(next(iter(self._pending)))
             fd = connection.fileno()
-            self._visitors[fd] = _Visitor(connection, time.monotonic() + _PATIENCE_S)
-            self._loop.watch(fd, select.EPOLLIN, lambda _, fd=fd: self._on_word(fd))  # type: ignore[misc]
+            self._pending[fd] = _Pending(connection, time.monotonic() + _PATIENCE_S)
+            self._loop.watch(fd, select.EPOLLIN, lambda _, fd=fd: self._on_data(fd))  # type: ignore[misc]
 
-    def _on_word(self, fd: int) -> None:
-        visitor = self._visitors[fd]
+    def _on_data(self, fd: int) -> None:
+        pending = self._pending[fd]
         try:
-            found = visitor.socket.recv(HELLO_BYTES - len(visitor.said))
+            found = pending.socket.recv(HELLO_BYTES - len(pending.received))
         except BlockingIOError:
             return
         except OSError:
             found = b""
-        visitor.said += found
-        if len(visitor.said) < HELLO_BYTES:
+        pending.received += found
+        if len(pending.received) < HELLO_BYTES:
             if not found:
-                self._send_away(fd)
+                self._drop(fd)
             return
-        hello = Hello.from_bytes(visitor.said, self._secret)
+        hello = Hello.from_bytes(pending.received, self._secret)
         if hello is None:
-            self._send_away(fd)
+            self._drop(fd)
             return
-        del self._visitors[fd]
+        del self._pending[fd]
         self._loop.forget(fd)
-        self._welcome(visitor.socket, hello)
+        self._welcome(pending.socket, hello)
 
-    def _send_away(self, fd: int) -> None:
+    def _drop(self, fd: int) -> None:
         self._loop.forget(fd)
-        self._visitors.pop(fd).socket.close()
+        self._pending.pop(fd).socket.close()
 
-    def _look(self, now: float) -> None:
-        for fd in [fd for fd, visitor in self._visitors.items() if now > visitor.until]:
-            self._send_away(fd)
+    def _drop_late(self, now: float) -> None:
+        for fd in [fd for fd, pending in self._pending.items() if now > pending.until]:
+            self._drop(fd)
 
 
 def _listen(address: str) -> socket.socket:
