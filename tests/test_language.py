@@ -17,9 +17,12 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 CLEAN = (
     "job",
+    "planner",
     "plans",
     "split",
     "sync",
+    "trace",
+    "tuning",
 )
 
 MOST_WORDS = 15

@@ -184,7 +184,7 @@ def joined_in_every_step(batch_norm: str) -> None:
 
 
 def test_what_joins_replicas_in_every_step_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"sync=local:4 lets replicas train apart.*Use sync=allreduce"):
+    with pytest.raises(RankError, match=r"sync=local:4 lets replicas train independently.*Use sync=allreduce"):
         ranks(2, joined_in_every_step, "sync")
 
 

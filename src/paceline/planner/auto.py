@@ -1,4 +1,4 @@
-"""The plan for a job whose user named none."""
+"""Default plan of a job, used if the user names none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
-_MOST_CPU_RANKS = 8  # beyond these, more threads per rank: a step's communication grows with the ranks, and cores of one host share memory
+# Further cores become threads of ranks: communication grows with the ranks, and cores of one host share memory.
+_MOST_CPU_RANKS = 8
 
 
 def auto_plan(job: Job, cluster: Cluster) -> Plan:
-    """One rank per GPU; without GPUs one per core up to 8, and the other cores as threads of those. Where measuring begins.
+    """Default plan: one rank per GPU, or on CPUs one per core up to 8.
 
-    There are never more replicas than devices or samples in the global batch, and exactly as many as the job's partition has weights.
+    Remaining cores become threads of the ranks. Measuring begins with this plan. There are never more replicas than devices or
+    samples in the global batch, and exactly as many as the job's partition has weights.
 
     Raises:
         PlanError: the weights ask for more replicas than there are devices or samples.

@@ -1,8 +1,8 @@
-"""What was measured of a job on the machine at hand: a few seconds of measuring, kept for as long as it holds.
+"""Calibration: times and memory of a job measured on this machine, and their cache.
 
-A calibration has what a cost model for CPUs cannot know from shapes: how long each part of the model takes at several sizes of a
-microbatch, alone and while the other ranks keep the other cores and the memory busy; what each way to divide the model adds; how long
-each collective takes over each transport; and what a rank's process holds before there is a model.
+A calibration has the inputs that a cost model for CPUs cannot derive from shapes: the time of each part of the model at several
+sizes of a microbatch, alone and while other ranks keep the other cores and the memory busy; the overhead of each kind of split; the
+time of each collective over each transport; and the memory of a rank's process without a model. Measuring takes a few seconds.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from paceline.units import percent
 
 Axis = Literal["none", "dp", "fsdp", "tp", "pp"]
 AXES: tuple[Axis, ...] = ("none", "dp", "fsdp", "tp", "pp")
-FORMAT = 1  # of the file
+# version of the file's format
+FORMAT = 2
 OLDEST_S = 30 * 86400.0
-MOST_CHANGE = 0.2  # of the machine's speed, since it was measured
+# largest relative change of the machine's speed since it was measured
+MOST_CHANGE = 0.2
 _TEMPO_S, _TEMPO_BYTES = 0.2, 2**20
 _WORK = ("model", "data", "loss", "optimizer", "global_batch", "clip_norm", "batch_norm", "nonfinite")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """One forward and backward pass of the undivided model on a rank, the median of several.
+    """Times of one forward and backward pass of the undivided model on a rank. They are medians of several runs.
 
     Attributes:
-        ranks: how many computed the same at once, each with `threads`.
-        samples: of the microbatch.
-        forward_s, backward_s: by segment; the loss belongs to the last one.
-        peak_bytes: the most that the passes took beyond parameters: gradients, activations, what kernels take inside.
+        ranks: number of ranks that computed the same at once, each with `threads`.
+        samples: samples of the microbatch.
+        forward_s, backward_s: seconds by segment; the loss belongs to the last one.
+        peak_bytes: peak memory of the passes beyond parameters: gradients, activations, kernels' workspaces.
     """
 
     ranks: int
@@ -55,21 +57,23 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Of both passes."""
+        """Seconds of both passes."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Steps of the engine with the model divided along one axis over the ranks, by shared memory; medians of a step's parts, in seconds.
+    """Calibration point: steps of the engine with the model divided along one axis.
+
+    The ranks communicate by shared memory. Times are medians of a step's parts, in seconds.
 
     Attributes:
         axis: `none`: one rank alone has all cores.
-        ranks: of the axis.
-        samples: of a microbatch; `microbatches` of them make a data-parallel rank's share.
-        compute_s: of the mean rank, with the collectives inside of its passes.
-        comm_s: all else that is not named, waiting for slower ranks included.
-        peak_bytes: the most memory that a rank's process had at once, of the rank that had the least: it had done the least before.
+        ranks: ranks along the axis.
+        samples: samples of a microbatch; `microbatches` of them make a data-parallel rank's part of the batch.
+        compute_s: mean over the ranks, with the collectives inside of its passes.
+        comm_s: the remainder of the step, waiting for slower ranks included.
+        peak_bytes: peak memory of a rank's process, of the rank with the least, since it had done the least before.
     """
 
     axis: Axis
@@ -86,17 +90,19 @@ class Anchor:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.data_s + self.compute_s + self.bubble_s + self.comm_s + self.optimizer_s
 
 
 @dataclass(frozen=True)
 class Collective:
-    """How long a collective takes over a transport, by its size in bytes (of the larger of a rank's buffers); sizes ascend.
+    """Measured times of a collective over a transport, by size.
+
+    Sizes are bytes of the larger of a rank's buffers, ascending.
 
     Attributes:
         name: `all_reduce`, `all_gather`, `reduce_scatter` or `send_receive` (one way).
-        cpu_s: of a rank's threads, in such a call.
+        cpu_s: CPU time of a rank's threads in such a call.
     """
 
     transport: str
@@ -107,29 +113,29 @@ class Collective:
     cpu_s: tuple[float, ...]
 
     def time_s(self, size_bytes: float) -> float:
-        """Of a call of any size."""
+        """Seconds of a call of any size."""
         return interpolated(self.sizes, self.times_s, size_bytes)
 
     def busy_s(self, size_bytes: float) -> float:
-        """What a call takes of a core."""
+        """CPU seconds of a call of any size."""
         return interpolated(self.sizes, self.cpu_s, size_bytes)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured. Times are in seconds, sizes in bytes.
+    """Measurements of a job on a machine; times in seconds, sizes in bytes.
 
     Attributes:
-        key: of the job's work and the machine's shape (`key_of`).
-        machine: `cpu`, `cores`, `torch`, `paceline`: of which none may have changed.
+        key: key of the job's work and the machine's shape (`key_of`).
+        machine: `cpu`, `cores`, `torch`, `paceline`, none of which may have changed.
         created: seconds since 1970.
-        tempo_s: of a small fixed computation, which tells whether the machine is as fast as it was.
-        cores, ranks: of the machine; how many ranks were measured together.
-        parameters: numbers of the model's.
+        reference_s: time of a small fixed computation, which shows whether the machine is as fast as it was.
+        cores, ranks: cores of the machine; ranks that were measured together.
+        parameters: number of the model's parameters.
         segments: names of the modules with which the parts of the model begin, in the order of a forward pass; the first is "".
-        optimizer_s: of an update of the whole model on one rank while the others do the same: `plain`, `fused` where there is one.
-        baseline_bytes: of a rank's process with torch and the data, before it has a model.
-        notes: what could not be measured, in words.
+        optimizer_s: an update of the whole model on one rank while the others do the same: `plain`, and `fused` if there is one.
+        baseline_bytes: memory of a rank's process with torch and the data, before it has a model.
+        notes: sentences about measurements that failed.
     """
 
     key: str
@@ -153,20 +159,20 @@ class Calibration:
         return hash((self.key, self.created))
 
     def to_json(self) -> str:
-        """One text, which `from_json` reads back to an equal calibration."""
+        """JSON text, which `from_json` reads back to an equal calibration."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """Read what `to_json` wrote.
+        """Read the text written by `to_json`.
 
         Raises:
-            ValueError: it is no calibration, or of another version's form.
+            ValueError: the text is no calibration, or has another version's format.
         """
         try:
             values = json.loads(text)
             if values.pop("format") != FORMAT:
-                raise ValueError("it has another version's form")
+                raise ValueError("it has another version's format")
             parts = {"paces": Pace, "anchors": Anchor, "collectives": Collective}
             for name, kind in parts.items():
                 values[name] = tuple(kind(**as_tuples(part)) for part in values[name])
@@ -176,11 +182,11 @@ class Calibration:
 
     @cached_property
     def precisions(self) -> tuple[str, ...]:
-        """Those that were measured."""
+        """Measured precisions, in order."""
         return tuple(dict.fromkeys(pace.precision for pace in self.paces))
 
     def nearest_precision(self, precision: str) -> str:
-        """That one if it was measured, else the first that was."""
+        """`precision` if it was measured, else the first measured one."""
         return precision if precision in self.precisions else self.precisions[0]
 
     @cached_property
@@ -191,22 +197,25 @@ class Calibration:
         return found
 
     def paces_of(self, ranks: int, precision: str, remat: str = "none") -> list[Pace]:
-        """By ascending samples, while as many ranks computed, or as near to it as was measured; [] where nothing was."""
+        """Pass timings by ascending samples, measured with the nearest number of ranks."""
         measured = sorted({n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n))
         return self._by_kind[measured[0], precision, remat] if measured else []
 
     def anchors_of(self, axis: str, precision: str) -> list[Anchor]:
-        """Of this precision, else of any."""
+        """Calibration points of an axis in this precision, else in any."""
         found = [anchor for anchor in self.anchors if anchor.axis == axis]
         return [anchor for anchor in found if anchor.precision == precision] or found
 
     def collective(self, transport: str, name: str) -> Collective | None:
-        """What was measured of it; None where nothing was."""
+        """Measured times of a collective, or None."""
         return next((c for c in self.collectives if c.transport == transport and c.name == name), None)
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """On the lines through the points, `xs` ascending; beyond the last on its line, but not below it; before the first, half."""
+    """Piecewise linear interpolation of points, `xs` ascending.
+
+    Beyond the last point its line continues, but never falls below it; before the first one, values are at least half of it.
+    """
     if len(xs) == 1:
         return ys[0] * x / xs[0] if x > xs[0] else ys[0]
     i = next((i for i in range(1, len(xs)) if x <= xs[i]), len(xs) - 1)
@@ -215,11 +224,14 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     return max(value, ys[-1]) if x > xs[-1] else max(value, 0.5 * ys[0], 0.0)
 
 
-# Keeping it
+# Cache
 
 
 def key_of(job: Job, host: Host) -> str:
-    """Of the work that bears on the times, and of the machine's shape. What else may change is looked at when a file is read."""
+    """Cache key: the job fields and machine shape that affect timing.
+
+    Age, versions and speed are checked when a file is read (`why_stale`).
+    """
     values = job.model_dump(mode="json", include=set(_WORK))
     values["optimizer"].pop("lr", None)
     facts = {"job": values, "files": list(digests(values)), "cores": host.cores, "physical": host.physical_cores}
@@ -227,17 +239,17 @@ def key_of(job: Job, host: Host) -> str:
 
 
 def cache_file(key: str) -> Path:
-    """Where a calibration of this key is kept."""
+    """File of the calibration with this key."""
     return cache_folder() / "calibration" / f"{key}.json"
 
 
 def machine_of(host: Host) -> dict[str, str]:
-    """What must be as it was for a calibration to hold."""
+    """Facts that must not change for a calibration to stay valid."""
     return {"cpu": host.cpu, "cores": str(host.cores), "torch": version("torch"), "paceline": version("paceline")}
 
 
 def tempo_s() -> float:
-    """The shortest time of a small fixed computation, looked for during a fifth of a second: other work only ever adds to it."""
+    """Shortest time of a small fixed computation, in seconds. It is repeated for a fifth of a second; other work only ever adds to it."""
     data, best, until = bytes(_TEMPO_BYTES), float("inf"), time.perf_counter() + _TEMPO_S
     while (started := time.perf_counter()) < until:
         hashlib.sha256(data).digest()
@@ -246,7 +258,7 @@ def tempo_s() -> float:
 
 
 def why_stale(found: Calibration, host: Host, *, tempo: float, now: float | None = None) -> str | None:
-    """Why a calibration does not hold any more, in words; None where it does."""
+    """Reason why a calibration is out of date, or None."""
     for name, value in machine_of(host).items():
         before = found.machine.get(name)
         if before != value:
@@ -261,7 +273,7 @@ def why_stale(found: Calibration, host: Host, *, tempo: float, now: float | None
 
 
 def kept(key: str, host: Host, *, tempo: float) -> tuple[Calibration | None, str | None]:
-    """The calibration of an earlier time, if it holds; else None, and why one that is there does not count."""
+    """The cached calibration and None, or None and why a cached one is invalid."""
     file = cache_file(key)
     if not file.is_file():
         return None, None
@@ -274,14 +286,15 @@ def kept(key: str, host: Host, *, tempo: float) -> tuple[Calibration | None, str
 
 
 def keep(found: Calibration) -> str:
-    """Write it to the user's cache, whole or not at all; returns where, in words."""
+    """Write a calibration to the user's cache, atomically; returns a phrase that tells where."""
     file = cache_file(found.key)
-    with suppress(OSError):  # a home that cannot be written: then the next start measures again
+    # a home that cannot be written: the next start measures again
+    with suppress(OSError):
         write_whole(made_cache_folder(file.parent.name) / file.name, found.to_json())
         return f"kept in {file}"
     return f"not kept, as {file.parent} cannot be written"
 
 
 def as_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """What JSON knows as lists."""
+    """Copy of a dict with tuples in place of JSON's lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

@@ -18,14 +18,14 @@ def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, cal
     """The plan for a job on a cluster, found without running anything.
 
     Args:
-        job: or the YAML file that holds it.
-        cluster: or its file, or a name such as `64x8xH100-SXM, 400gbit`; None: this machine.
-        calibration: what was measured on its machines; without, the catalogue's figures stand for them.
+        job: the job, or the YAML file that holds it.
+        cluster: the cluster, its file, or a name such as `64x8xH100-SXM, 400gbit`; None: this machine.
+        calibration: measurements of its machines; without, the catalogue's figures are used.
 
     Raises:
         JobError: the job cannot be read, or its model not be built.
         ClusterError: the cluster cannot be read, or its devices are in no catalogue.
-        PlanError: no plan can run the job there; says why, and what would.
+        PlanError: no plan can run the job there; the message says why, and what would.
     """
     read = job if isinstance(job, Job) else Job.load(job)
     return search(read, _cluster(cluster), top=1, calibration=calibration).best[0].plan

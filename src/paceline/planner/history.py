@@ -1,6 +1,6 @@
-"""What earlier predictions were worth: pairs of predicted and measured step times of this hardware, kept to correct the next ones.
+"""History: predicted and measured step times of this hardware, which correct later predictions.
 
-A file for each kind of hardware, in the user's cache, with a pair on each line. Whoever measures appends; nobody rewrites.
+There is one file for each kind of hardware, in the user's cache, with a pair on each line. Measuring appends; nothing rewrites.
 """
 
 from __future__ import annotations
@@ -24,25 +24,30 @@ from paceline.planner.cost.prediction import Prediction
 from paceline.plans.plan import Plan
 from paceline.units import count
 
-NEWEST = 40  # pairs that count
-DOUBT, DOUBT_OF_KIND = 0.5, 4.0  # pairs that say 1 before there is any other, and that say of a kind what all say
-OWN_WEIGHT = 4.0  # of a pair of the same job, over that of another one
-_TAIL_BYTES = 2**18  # of the file: some hundred pairs
-_MOST = 30.0  # times the prediction, either way: beyond, what was measured was something else
+# number of newest pairs that count
+NEWEST = 40
+# Weights of the priors, in pairs: of a factor of 1 for all plans, and of all plans' factor for one kind of plan.
+DOUBT, DOUBT_OF_KIND = 0.5, 4.0
+# weight of a pair of the same job, relative to another one's
+OWN_WEIGHT = 4.0
+# end of the file that is read: some hundred pairs
+_TAIL_BYTES = 2**18
+# Largest ratio of measured to predicted time, either way; beyond it, something else was measured.
+_MOST = 30.0
 _MARK = "corrected by what was measured before"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prediction and what became of it.
+    """A prediction and the measurement of the same plan.
 
     Attributes:
         plan: its text.
-        predicted_s, measured_s: of a step; predicted without correction.
-        work: what was trained, as `work_of` has it.
-        calibrated: whether the prediction knew measurements of the machines.
+        predicted_s, measured_s: step times; predicted without correction.
+        work: hash of the trained work (`work_of`).
+        calibrated: True if the prediction used measurements of the machines.
         job: its name, for people.
-        hardware: in words, for people.
+        hardware: a phrase, for people.
         created: seconds since 1970.
     """
 
@@ -57,12 +62,12 @@ class Pair:
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool) -> Pair:
-        """The pair of a plan that was just measured."""
+        """Pair of a plan that was just measured."""
         return cls(str(plan), predicted_s, measured_s, work_of(job), calibrated, job.name, cluster.describe(), round(time.time(), 1))
 
     @property
     def usable(self) -> bool:
-        """Whether both are times, and not so far apart that one of them is wrong."""
+        """True if both are times, and not absurdly far apart."""
         times = (self.predicted_s, self.measured_s)
         if not isinstance(self.plan, str) or not all(isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times):
             return False
@@ -71,12 +76,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Correction:
-    """By what predictions of a kind of plan were wrong.
+    """Correction factor for predictions of one kind of plan.
 
     Attributes:
-        factor: what to multiply them by.
-        pairs: of this kind, on which it rests.
-        all: pairs of all kinds.
+        factor: multiplies predicted times.
+        pairs: number of pairs of this kind.
+        all: number of pairs of all kinds.
     """
 
     factor: float = 1.0
@@ -85,10 +90,12 @@ class Correction:
 
 
 def corrected(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Prediction:
-    """The prediction times what such predictions were wrong by on this hardware, said in its notes; itself where nothing is known.
+    """Correct a prediction by earlier errors on this hardware, and note that.
+
+    The prediction is returned unchanged if nothing is known.
 
     Args:
-        calibrated: whether the prediction rests on measurements of the machines: those without are wrong in other ways.
+        calibrated: True if the prediction used measurements of the machines; others have other errors.
     """
     if any(_MARK in note for note in prediction.notes):
         return prediction
@@ -109,11 +116,12 @@ def corrected(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *,
 
 
 def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Correction:
-    """What the newest pairs on this hardware say: the geometric mean of measured / predicted, of all plans and then of those of this kind.
+    """Correction from the newest pairs on this hardware.
 
-    With few pairs, that of the kind is drawn towards that of all, so that a machine that is slower than thought does not make the plans
-    look good that nobody measured yet; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one kind where the
-    same degrees are more than 1 and the backward pass computes as much again.
+    It is the geometric mean of measured / predicted, over all plans and then over those of this kind. With few pairs, the mean of
+    the kind is drawn towards that of all, so that a machine that is slower than predicted does not favour plans that were never
+    measured; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one kind if the same degrees exceed 1
+    and remat is the same.
     """
     kind, work = kind_of(plan), work_of(job)
     known = [pair for pair in pairs(cluster) if pair.calibrated == calibrated]
@@ -123,14 +131,14 @@ def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = Fal
 
 
 def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> float:
-    """The mean of the logarithms of measured / predicted, as if `doubt` more pairs had said `towards`."""
+    """Mean logarithm of measured / predicted, with `doubt` further pairs at `towards`."""
     weights = [OWN_WEIGHT if pair.work == work else 1.0 for pair in of]
     logs = [math.log(pair.measured_s / pair.predicted_s) for pair in of]
     return (sum(w * r for w, r in zip(weights, logs, strict=True)) + doubt * towards) / (sum(weights) + doubt)
 
 
 def remember(pair: Pair, cluster: Cluster) -> bool:
-    """Append a pair; False where it is none, or the cache cannot be written. Writers at the same time do not harm each other."""
+    """Append a pair; False if it is unusable or the cache cannot be written. Concurrent writers do not harm each other."""
     if not pair.usable:
         return False
     file = _file(cluster)
@@ -139,7 +147,8 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
         made_cache_folder("history")
         descriptor = open_to_append(file)
         try:
-            return os.write(descriptor, line) == len(line)  # one call: O_APPEND puts it behind whatever others write
+            # one call: O_APPEND puts it behind all other lines
+            return os.write(descriptor, line) == len(line)
         finally:
             os.close(descriptor)
     except OSError:
@@ -147,7 +156,7 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
 
 
 def pairs(cluster: Cluster) -> tuple[Pair, ...]:
-    """The newest usable pairs of the hardware, the oldest first; lines that are none are passed over."""
+    """Newest usable pairs of the hardware, oldest first; other lines are skipped."""
     file = _file(cluster)
     try:
         about = file.stat()
@@ -162,46 +171,47 @@ def pairs(cluster: Cluster) -> tuple[Pair, ...]:
 
 
 def kind_of(plan: Plan) -> str:
-    """Which degrees are more than 1, and what is computed again: `dp`, `dp tp`, `one rank`, `fsdp block`."""
+    """Kind of a plan: its degrees above 1 and its remat. Examples are `dp tp`, `fsdp block`, and `one rank`."""
     degrees = [axis for axis in DEGREES if getattr(plan, axis) > 1] or ["one rank"]
     return " ".join([*degrees, *([plan.remat] if plan.remat != "none" else [])])
 
 
 def work_of(job: Job) -> str:
-    """What bears on the time of a step, as a short hash: model, data, loss, optimizer, batch, precision."""
+    """Short hash of the work that affects step time: model, data, loss, optimizer, batch, precision."""
     values = job.model_dump(mode="json", include={"model", "data", "loss", "optimizer", "global_batch", "precision"})
     values["optimizer"].pop("lr", None)
     return _short(values)
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
-    """What the time of a step depends on, as plain values: cores and GPUs of the hosts, and how they are emulated."""
+    """Facts about hosts that affect step time, as plain values. They are cores, GPUs and emulation."""
     hosts = [[h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts]
     return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
 
 
 def cache_folder() -> Path:
-    """Of all that paceline keeps for later starts; one that cannot be written where the user has no home."""
+    """Folder of paceline's cache. It cannot be written if the user has no home."""
     home = os.path.expanduser("~")
     return Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache"))) / "paceline"
 
 
 def made_cache_folder(name: str) -> Path:
-    """A folder of the cache, made if missing, in which nobody but the user reads or writes.
+    """A folder of the cache, created if missing, private to the user.
 
     Raises:
-        OSError: it cannot be made, or belongs to another user.
+        OSError: it cannot be created, or belongs to another user.
     """
     private_folder(cache_folder())
     private_folder(cache_folder() / name)
     return cache_folder() / name
 
 
-_read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}  # by file: what it was when it was read
+# by file: (mtime, size, inode) when it was read, and its pairs
+_read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}
 
 
 def digests(values: Any) -> Iterator[str]:
-    """SHA-256 of the Python and JSON files that the job names: a model that was edited is another one."""
+    """SHA-256 of the Python and JSON files that the job names. An edited model is another one."""
     if isinstance(values, dict):
         for value in values.values():
             yield from digests(value)
@@ -221,13 +231,14 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
             pair = Pair(**json.loads(line))
             usable = pair.usable and bool(_kind_of_text(pair.plan))
         except (ValueError, TypeError):
-            continue  # cut off by a crash or the beginning of the tail, or by another version
+            # cut off by a crash or by the start of the tail, or of another version
+            continue
         if usable:
             yield pair
 
 
 def _kind_of_text(text: str) -> str:
-    """The kind of a plan's text, without all of its checks; "" where it is no plan."""
+    """Kind of a plan's text, without all of its checks; "" if it is no plan."""
     found = _kinds.get(text)
     if found is None:
         try:

@@ -1,7 +1,7 @@
-"""The changes of a plan that may make its steps faster, whole plans or single knobs, and what measured times say of them. Without torch.
+"""Changes of a plan that may make its steps faster: other plans, and single knobs.
 
-The search is greedy: one change after the other is put on the best plan so far, and stays where it helps. That costs one comparison a
-change instead of one for each of their combinations; what it can miss are knobs that help only together.
+The search is greedy: one change after the other is applied to the best plan so far, and stays if it helps. That costs one comparison per
+change instead of one per combination; it can miss knobs that help only together. Needs no torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,27 @@ from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
 
-KNOBS = ("memory_format", "fused", "pin", "compile")  # the plan keys that say how a rank computes, not what
-BUDGET_S = 8.0  # of measuring knobs, where a step is short
-PLAN_S = 3.0  # more for each other plan that is measured; two thirds of it go into dividing the model anew
-SHARE_OF_RUN = 0.1  # at most so much of the longest that the run can take
-LEAST_ROUNDS, MOST_ROUNDS = 6, 20  # of a comparison; in a round each of two plans takes its turn
-LEAST_STEPS = 400  # of a run: a comparison takes about 40, and only a share of the run may be spent
-_LONG_STEPS = 60  # where steps are long, what three comparisons take
-LEAST_RUN_S = 30.0  # for the same reason: the ranks of a trial take seconds to start
-_COMPILE_S = 45.0  # what torch.compile takes before the first step, on CPUs and GPUs alike
+# the plan keys that change how a rank computes, not its result
+KNOBS = ("memory_format", "fused", "pin", "compile")
+# seconds for measuring knobs, if steps are short
+BUDGET_S = 8.0
+# further seconds for each other plan; two thirds of them are spent on dividing the model anew
+PLAN_S = 3.0
+# largest fraction of the longest possible run
+SHARE_OF_RUN = 0.1
+# rounds of a comparison; each of two plans runs once per round
+LEAST_ROUNDS, MOST_ROUNDS = 6, 20
+# steps of a run: a comparison takes about 40, and only a part of the run may be spent
+LEAST_STEPS = 400
+# steps of three comparisons, if steps are long
+_LONG_STEPS = 60
+# the ranks of a trial take seconds to start
+LEAST_RUN_S = 30.0
+# torch.compile's time before the first step, on CPUs and GPUs alike
+_COMPILE_S = 45.0
 _HOPELESS = 3.0  # times the best step
-_LEAST_GAIN = 0.01  # of the step; what is less is not worth a word in the plan
+# smallest relative gain of a step that is worth a word in the plan
+_LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,10 @@ class Knob:
 
     Attributes:
         changes: plan keys, each with its new value.
-        untried: why it cannot help here; None where it is to be tried.
-        cost_s: what it takes before its first step, beyond any other plan; it is tried only in a run that is long enough for it.
-        hint: why it is not taken even where it is faster. It is then measured last, and only told of.
-        whole: whether it is another plan rather than a change of the best so far.
+        untried: reason why it cannot help here; None if it is to be tried.
+        cost_s: seconds before its first step, beyond any other plan's; it is tried only in a run that is long enough for it.
+        hint: reason why it is not taken even if it is faster. It is then measured last, and only reported.
+        whole: True if it is another plan rather than a change of the best so far.
         predicted_s: the step time of that plan, by the cost model.
     """
 
@@ -70,14 +80,14 @@ class Knob:
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of one knob.
+    """Result of trying one knob.
 
     Attributes:
         knob: its text; for the plan that the search begins with, that plan's.
         verdict: for people: `kept`, `not kept: slower`, `not tried: …`.
-        step_s: of the plan with the knob; None where it was not measured.
-        ratio: that, over the step time of the best plan before it, measured in turn; None where there is none.
-        predicted_s: what the cost model says of a whole plan; None where it was not asked.
+        step_s: step time of the plan with the knob; None if it was not measured.
+        ratio: `step_s` over the step time of the best plan before it, in the same rounds; None if there is none.
+        predicted_s: the cost model's step time of a whole plan; None if it was not asked.
         best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than others.
     """
 
@@ -100,7 +110,7 @@ class Tried:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tried:
-        """From the values of `dataclasses.asdict`."""
+        """Result from the values of `dataclasses.asdict`."""
         intervals = {name: Interval(**values[name]) for name in ("step_s", "ratio", "best_s") if values.get(name) is not None}
         return cls(**(values | intervals))
 
@@ -109,7 +119,7 @@ HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30
 
 
 def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
-    """What may make `plan` faster for the job on the cluster, in the order in which it is tried.
+    """Knobs that may make `plan` faster, in the order of trying.
 
     All of them keep the job's precision, but for those that are hints.
     """
@@ -127,7 +137,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
 
 
 def steps_are_too_few(job: Job) -> str | None:
-    """Why the job is over before measuring could repay, as far as its stop rule says so without its data; else None."""
+    """Reason why the job is too short for measuring, or None. The stop rule is judged without the data."""
     stop = job.stop
     if stop.steps is not None and stop.steps < LEAST_STEPS:
         return f"{stop.steps} steps are over before measuring knobs would pay (from {LEAST_STEPS} steps)"
@@ -137,23 +147,26 @@ def steps_are_too_few(job: Job) -> str | None:
 
 
 def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None:
-    """The longest that the run can take with such steps, or None where its stop rule sets no bound."""
+    """Longest possible duration of the run in seconds, or None if unbounded."""
     steps = job.stop.total_steps(steps_per_epoch)
     bounds = [b for b in (steps and steps * step_s, job.stop.seconds) if b]
     return min(bounds) if bounds else None
 
 
 def budget_s(step_s: float, run_s: float | None, *, plans: int = 0, share: float = SHARE_OF_RUN) -> float:
-    """How long measuring may take. Where steps are long, long enough for three comparisons; where the run is short, a share of it.
+    """Seconds that measuring may take.
 
-    `plans`: how many others there are to measure.
+    With long steps, enough for three comparisons; in a short run, a fraction of it.
+
+    Args:
+        plans: number of other plans to measure.
     """
     wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
     return wanted if run_s is None else min(wanted, share * run_s)
 
 
 def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
-    """Why a knob is not tried, be it for the time that the comparison would take."""
+    """Reason why a knob is not tried now, such as lack of time; or None."""
     if knob.untried:
         return knob.untried
     if knob.cost_s and run_s is None:
@@ -167,7 +180,7 @@ def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s:
 
 @dataclass
 class Comparison:
-    """A challenger against the best plan so far: seconds per step of each, a pair per round."""
+    """A challenger against the best plan: seconds per step, one pair per round."""
 
     challenger: list[float] = field(default_factory=list)
     best: list[float] = field(default_factory=list)
@@ -179,28 +192,28 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each round."""
+        """Ratio of challenger to best in each round."""
         return [c / b for c, b in zip(self.challenger, self.best, strict=True)]
 
     @property
     def decided(self) -> bool:
-        """Whether more rounds would not change the verdict: all of enough agree, or there are many, or it is hopeless."""
+        """True if further rounds would not change the verdict. Enough rounds agree, there are many, or the challenger is hopeless."""
         ratios = self.ratios
         agree = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
         return len(ratios) >= MOST_ROUNDS or (len(ratios) >= LEAST_ROUNDS and agree) or self.hopeless
 
     @property
     def hopeless(self) -> bool:
-        """Whether two rounds are enough."""
+        """True if two rounds are enough to reject the challenger."""
         return len(self.ratios) > 1 and all(r > _HOPELESS for r in self.ratios)
 
     @property
     def wins(self) -> bool:
-        """Whether the challenger is faster beyond doubt: the whole interval of the ratio lies below 1, by more than a trifle."""
+        """True if the whole interval of the ratio lies clearly below 1."""
         return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
 
     def tried(self, knob: Knob) -> Tried:
-        """The verdict on the knob that the challenger has."""
+        """Verdict on the challenger's knob."""
         ratio = median_interval(self.ratios)
         if knob.hint:
             verdict = f"not taken: {knob.hint}" if self.wins else "not taken: no faster"
@@ -213,7 +226,8 @@ class Comparison:
         else:
             verdict = "not kept: no difference"
         step, best = median_interval(self.challenger), median_interval(self.best)
-        if len(self.ratios) < LEAST_REPEATS:  # medians alone: so few rounds give no interval that is worth showing
+        # medians alone, as so few rounds give no useful interval
+        if len(self.ratios) < LEAST_REPEATS:
             ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
         return Tried(str(knob), verdict, step, ratio, knob.predicted_s, best)
 
@@ -224,7 +238,7 @@ def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
 
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Fewer ranks with more threads each, which wait less for one another; only on CPUs, whose cores can be divided."""
+    """Knobs of fewer ranks with more threads each, on CPUs only. Fewer ranks wait less for one another."""
     if cluster.kind == "cuda" or plan.splits:
         return []
     return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
@@ -239,14 +253,14 @@ def _hints(job: Job, cluster: Cluster) -> list[Knob]:
 
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
-    """The first reason against the changed plan, without the plan's text before it and the advice after it; None where it can run."""
+    """First reason against the changed plan, without the plan's text and the advice; or None."""
     known = reasons_against(plan, job, cluster)
     reasons = [reason for reason in reasons_against(changed, job, cluster) if reason not in known]
     return reasons[0].removeprefix(f"plan {changed} ").rpartition(": ")[0] if reasons else None
 
 
 def _why_no_compiler() -> str | None:
-    """What torch.compile lacks here; None where it has all."""
+    """Missing prerequisite of torch.compile, or None."""
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     if not any(shutil.which(compiler) for compiler in wanted):
         return f"torch.compile needs a C++ compiler ({' or '.join(wanted)})"
@@ -256,7 +270,7 @@ def _why_no_compiler() -> str | None:
 
 
 def shown_s(seconds: float) -> str:
-    """A step time for people: `12.3 ms`."""
+    """A step time for people, such as `12.3 ms`."""
     return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
 
 

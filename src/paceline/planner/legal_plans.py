@@ -1,4 +1,7 @@
-"""Every plan that can run a job on a cluster: what `paceline check --all` tries and the planner chooses from."""
+"""Legal plans: every plan that can run a job on a cluster.
+
+`paceline check --all` tries them, and the planner chooses from them.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ _VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": ("1f1b", "g
 def legal_plans(
     job: Job, cluster: Cluster, ranks: int | Iterable[int], *, keys: Sequence[str] = VARIED, base: Plan | None = None
 ) -> list[Plan]:
-    """Every plan with so many ranks that passes `Plan.check`, small ones first, in an order that never changes.
+    """Every plan with `ranks` ranks that passes `check_plan`, small ones first.
 
-    Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not in a pipeline, which gathers and reduces
-    once a step whatever it says; `sequence` varies with `tp`, `schedule` with `pp`. With a pipeline, each schedule gets the fewest
-    microbatches, not fewer than `base` has, that keep every stage busy once.
+    The order never changes. Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not in a
+    pipeline, which gathers and reduces once a step anyway; `sequence` varies with `tp`, `schedule` with `pp`. With a pipeline, each
+    schedule gets the fewest microbatches, not fewer than `base` has, that keep every stage busy once.
 
     Args:
-        ranks: how many; or several such numbers, as `range(1, 5)` for up to four.
-        keys: what varies: degrees, `zero`, `sequence`, `schedule`, `remat`. The others stay as in `base`.
-        base: `Plan()` where not given.
+        ranks: the number of ranks, or several such numbers, as `range(1, 5)` for up to four.
+        keys: the keys that vary: degrees, `zero`, `sequence`, `schedule`, `remat`. The others stay as in `base`.
+        base: `Plan()` by default.
 
     Raises:
         ValueError: a key that does not vary here.
@@ -51,20 +54,21 @@ def legal_plans(
 
 
 def _fitting_degrees(case: Case, most: int, keys: Sequence[str]) -> dict[str, list[int]]:
-    """The values of each degree that pass the checks which ask for nothing but that degree: the rest needs no look."""
+    """Values of each degree that pass the checks of that degree alone."""
     fitting = {}
     for key in DEGREES:
         own = [check for check in CHECKS if check.keys == (key,)]
         values = range(1, most + 1) if key in keys else (getattr(case.plan, key),)
         if key == "cp" and key in keys and most > 1 and not case.anatomy.takes_parts_of_sequences:
-            values = (1,)  # it may work, but not as the cost model has it
+            # it may run, but not as the cost model predicts
+            values = (1,)
         cases = [(value, replace(case, plan=replace(case.plan, **dict[str, Any]({key: value})))) for value in values]
         fitting[key] = [value for value, changed in cases if value == 1 or not any(check.reason(changed) for check in own)]
     return fitting
 
 
 def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
-    """Every way to write `total` as a product of one value for each degree; the larger ones of the first degrees first."""
+    """Factorisations of `total` with one value for each degree. Large values of the first degrees come first."""
     (key, values), rest = degrees[0], degrees[1:]
     for value in reversed(values):
         if total % value == 0:
@@ -75,7 +79,7 @@ def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[
 
 
 def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
-    """The plan with every value of the keys that its degrees give a meaning, and without those that have none."""
+    """Variants of the plan: every value of the keys that are meaningful with its degrees."""
     values: dict[str, Sequence[Any]] = {"remat": ("none", "selective", "block") if "remat" in keys else (plan.remat,)}
     for key, (degree, default) in MEANT_FOR.items():
         values[key] = (getattr(plan, key),) if getattr(plan, degree) > 1 else (default,)
@@ -89,7 +93,10 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
-    """The fewest, one per stage or more, that the schedule runs and that the smallest share has samples for; of too few the most."""
+    """Fewest microbatches, at least one per stage, that the schedule can run.
+
+    The smallest part of the batch has a sample for each. If all numbers are too small, the largest is taken; None if there is none.
+    """
     share = job.global_batch // plan.data_ranks
     fitting = [n for n in range(1, min(share, 4 * plan.pp + plan.microbatches) + 1) if microbatches_fit(plan.schedule, plan.pp, n)]
     enough = [n for n in fitting if n >= max(plan.pp, plan.microbatches)]

@@ -1,4 +1,4 @@
-"""A cluster as the cost model sees it: one kind of device, hosts that are alike, two levels of links."""
+"""A cluster as the cost model sees it: equal hosts with two levels of links."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from paceline.planner.cost.layout import Machines
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
-_TCP_S = 5e-5  # of a small message between CPUs of two hosts
+# latency of a small message between CPUs of two hosts
+_TCP_S = 5e-5
 _ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
-_WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")  # processors whose every generation on sale has AVX-512
+# processors whose every generation on sale has AVX-512
+_WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
 
 
 def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machines:
-    """What the cost model needs to know of a cluster: devices from the catalogue by their names, links by their rates.
+    """The cost model's view of a cluster. Devices come from the catalogue by name, links from their rates.
 
-    The slowest device stands for all; `speeds` say by how much hosts are faster. A device of a cluster of CPUs is one core. A host's link
-    is shared by its devices. What was measured goes along, and goes before all of it.
+    The slowest device stands for all; `speeds` tell how much faster hosts are. A device of a cluster of CPUs is one core. A host's link
+    is shared by its devices. A calibration is passed on, and takes precedence.
 
     Raises:
         ClusterError: a GPU is not in the catalogue; with the nearest names.
@@ -69,13 +71,13 @@ def _slowed(device: Accelerator, part: float) -> Accelerator:
 
 
 def _usual(counts: Iterable[int]) -> int:
-    """The most frequent one; of several, the largest."""
+    """The most frequent number; of several, the largest."""
     by_count = Counter(counts)
     return max(by_count, key=lambda count: (by_count[count], count))
 
 
 def _core(host: Host) -> Accelerator:
-    """A core of the host's processor, by the class that its name suggests; of hyper-threads, each has a part of a core."""
+    """A core of the host's processor, by the class that its name suggests. A hyper-thread counts as a part of a core."""
     name = host.cpu.lower()
     if name.startswith("cpu") and host.cpu in CATALOGUE:
         return CATALOGUE[host.cpu]
@@ -89,13 +91,13 @@ def _core(host: Host) -> Accelerator:
 
 
 def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
-    """What part of each of its cores a host may keep busy."""
+    """Fraction of each of its cores that a host may keep busy."""
     limits = cluster.emulate.cores if cluster.emulate else (None,) * len(hosts)
     return [1.0 if limit is None else min(1.0, limit / host.cores) for limit, host in zip(limits, hosts, strict=True)]
 
 
 def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
-    """From a device to those of other hosts: its share of the slowest host's fastest link; the catalogue's where no rate is known."""
+    """Link from a device to other hosts: its part of the slowest host's link. The catalogue's link if no rate is known."""
     latency_s = _TCP_S if device.kind == "cpu" else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []

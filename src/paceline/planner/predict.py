@@ -1,4 +1,4 @@
-"""What a plan will cost on a cluster, before anything is started: the job, the cluster and the plan laid out for the cost model."""
+"""Predicted cost of a plan on a cluster, before anything is started."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from paceline.trace.graph import Trace
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
-_SENT_BYTES = {"fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "1bit": 0.125}  # of a number; scales are less than a hundredth
+# bytes of one number; scales take less than a hundredth
+_SENT_BYTES = {"fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "1bit": 0.125}
 
 
 def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Calibration | None = None) -> Prediction:
-    """The step time, memory, throughput and cost of a plan, without running it.
+    """Predicted step time, memory, throughput and cost of a plan, without running it.
 
-    What such predictions were wrong by on this hardware before, where that is known, corrects them; the notes say so.
+    Known errors of such predictions on this hardware correct it; the notes say so.
 
     Args:
-        calibration: what was measured on the machines; without, the catalogue's figures stand for them.
+        calibration: measurements of the machines; without, the catalogue's figures are used.
 
     Raises:
         JobError: the model cannot be built.
@@ -45,7 +46,7 @@ def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Calibrati
 
 
 def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Calibration | None = None) -> Prediction:
-    """What the cost model alone says, without what was learned from earlier runs. Raises as `predict` does."""
+    """Prediction of the cost model alone, without corrections from earlier runs. Raises as `predict` does."""
     return priced(estimate(layout_of(job, cluster, plan, calibration)), job, cluster, plan)
 
 
@@ -55,7 +56,7 @@ def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Calibration |
 
 
 class Layouts:
-    """Layouts of many plans of one job on the same machines: what they share is found out once."""
+    """Layouts of many plans of one job on the same machines. Common parts are computed once."""
 
     def __init__(self, job: Job, on: Machines) -> None:
         self.job, self.machines = job, on
@@ -63,9 +64,10 @@ class Layouts:
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
-        """The layout of a plan, whose ranks compute with so many threads each where they are on CPUs."""
+        """Layout of a plan. On CPUs its ranks compute with `threads` threads each."""
         precision = plan.precision_for(self.job)
-        number = float(BYTES["fp64" if precision == "fp64" else "fp32"])  # bf16 is autocast's: parameters, gradients and moments stay fp32
+        # bf16 is autocast's: parameters, gradients and moments stay fp32
+        number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
         return Layout(
             trace=self.trace if precision == self.job.precision else trace(self.job, precision),
             machines=self.machines,
@@ -92,13 +94,14 @@ class Layouts:
         )
 
 
-_STACK = Stack(derating=1.09)  # as torch's FSDP in the published measurements: none of ours is from a GPU
+# as torch's FSDP in the published measurements: none of ours is from a GPU
+_STACK = Stack(derating=1.09)
 
 
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Prediction:
-    """With the samples that the step really has, where they do not deal evenly, and the cost of the whole run.
+    """Prediction with the step's real number of samples, and the cost of the whole run.
 
-    The cost is None where the cluster has no price or the job's stop rule does not name steps.
+    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no steps.
     """
     even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
     mfu = prediction.mfu and prediction.mfu * even
@@ -115,13 +118,13 @@ def _fullest_share(job: Job, plan: Plan) -> int:
 
 
 def _threads(plan: Plan, cluster: Cluster) -> int:
-    """Of each rank on the host that has the most."""
+    """Threads of each rank on the host that has the most ranks."""
     most = max(cluster.ranks_per_host(plan.ranks))
     return plan.threads_for(cluster.hosts[0], most)
 
 
 def _cut(plan: Plan, of: Trace, places: dict[str, int]) -> tuple[int, ...]:
-    """How many blocks each virtual stage has, where the plan names where they begin and the trace knows all of these."""
+    """Number of blocks of each virtual stage, from the plan's cuts. () if there are none, or the trace does not know them."""
     starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
     known = [start for start in starts if start is not None]
     if not starts or len(known) < len(starts):
@@ -135,7 +138,7 @@ def _is_local(plan: Plan) -> bool:
 
 
 def _sent_bytes(plan: Plan, of: Trace, number: float) -> float:
-    """Of each gradient, on its way between replicas. Top-k sends indices too, PowerSGD two thin factors for each matrix."""
+    """Bytes sent per gradient between replicas. Top-k sends indices too, PowerSGD two thin factors for each matrix."""
     if plan.compress in ("none", "auto"):
         return number
     (name, value), *second = CompressSpec.parse(plan.compress).codecs

@@ -1,4 +1,7 @@
-"""Which plans are worth measuring: the few best different ones of a search, if the run is long enough to repay it. Does without torch."""
+"""Shortlist of plans that are worth measuring.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,20 @@ from paceline.planner.knobs import PLAN_S, SHARE_OF_RUN
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 
-MOST_PLANS = 4  # that are measured, the one to begin with among them
-START_S = 4.0  # of the ranks of a trial, until they have measured the first plan
-WORTH_S = 60.0  # of a run, or of the runs so far: one that is shorter is over before measuring repays
-DOUBT, DOUBT_UNCALIBRATED = 0.15, 0.5  # by what part of its time a prediction may be wrong, beside another one of the same job
-_NEAR = 0.5  # of the best time: as much slower a plan may be predicted, and is still measured
-_PAIRS = 3  # of predicted and measured, that are worth a calibration
-_DIGITS = 1797  # images in scikit-learn's set
+# number of plans to measure, with the one to begin with
+MOST_PLANS = 4
+# seconds until the ranks of a trial have started and measured the first plan
+START_S = 4.0
+# seconds of a run, or of the runs so far, below which measuring does not repay
+WORTH_S = 60.0
+# relative error of a prediction against another one of the same job
+DOUBT, DOUBT_UNCALIBRATED = 0.15, 0.5
+# how much slower than the best a plan may be predicted to be measured all the same
+_NEAR = 0.5
+# number of pairs of predicted and measured times that are worth a calibration
+_PAIRS = 3
+# images in scikit-learn's data set
+_DIGITS = 1797
 
 
 @dataclass(frozen=True)
@@ -29,10 +39,10 @@ class Forecast:
 
     Attributes:
         plan: its text.
-        raw_s: as the cost model has it, `step_s` corrected by what was measured on this hardware before.
-        calibrated: whether the cost model knew measurements of the machines.
-        fits: whether there is memory for it.
-        pairs: on how many measurements of such plans the correction rests.
+        raw_s: the cost model's step time; `step_s` is corrected by earlier measurements on this hardware.
+        calibrated: True if the cost model used measurements of the machines.
+        fits: True if there is memory for it.
+        pairs: number of measurements of such plans behind the correction.
     """
 
     plan: str
@@ -44,12 +54,12 @@ class Forecast:
 
     @property
     def doubt(self) -> float:
-        """By what part of its time it may be wrong."""
+        """Relative error that the prediction may have."""
         return DOUBT if self.calibrated or self.pairs >= _PAIRS else DOUBT_UNCALIBRATED
 
 
 def recorrected(forecasts: Iterable[Forecast], job: Job, cluster: Cluster) -> list[Forecast]:
-    """The forecasts by what is known now of such predictions on this hardware."""
+    """The forecasts, corrected by the current history of this hardware."""
     found = []
     for forecast in forecasts:
         known = correction(job, cluster, Plan.parse(forecast.plan), calibrated=forecast.calibrated)
@@ -58,10 +68,10 @@ def recorrected(forecasts: Iterable[Forecast], job: Job, cluster: Cluster) -> li
 
 
 def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """The few plans to measure, the one to begin with first: the default unless there is no memory for it, then the best by prediction.
+    """The few plans to measure, starting with the default unless it does not fit.
 
-    Of plans with the same degrees only the best is taken, and none that is slower than the best by more than predictions are wrong; one
-    rank alone goes before others. All change neither the precision nor what a step computes.
+    The best by prediction follow. Of plans with the same degrees only the best is taken, and none that is slower than the best by
+    more than predictions err; one rank alone goes before others. All keep the precision and the result of a step.
     """
     order = sorted((f for f in forecasts if f.fits and keeps_the_result(Plan.parse(f.plan), job)), key=lambda f: f.step_s)
     if not order:
@@ -79,20 +89,26 @@ def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[For
 
 
 def keeps_the_result(plan: Plan, job: Job) -> bool:
-    """Whether the plan computes what the job says, but for rounding: its precision, in every step the whole batch, nothing left out."""
+    """True if the plan computes the job's result but for rounding.
+
+    It keeps the precision, every step has the whole batch, and nothing is dropped.
+    """
     exact = SyncSpec.parse(plan.sync).agrees_every_step and plan.compress == "none"
     return exact and plan.precision_for(job) == job.precision
 
 
 def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:
-    """How many ranks a trial starts, and the plans that can run on these or a part of them: one that divides the model takes all or one."""
+    """Number of ranks of a trial, and the plans that they can run.
+
+    A plan that divides the model takes all ranks or one.
+    """
     plans = {forecast.plan: Plan.parse(forecast.plan) for forecast in listed}
     ranks = max(plan.ranks for plan in plans.values())
     return ranks, [f for f in listed if not plans[f.plan].splits or plans[f.plan].ranks in (1, ranks)]
 
 
 def steps_per_epoch(job: Job) -> int:
-    """Where the job itself says how many samples there are; else 0."""
+    """Steps per epoch if the job itself tells the number of samples; else 0."""
     data = job.data
     samples = data.samples if isinstance(data, Synthetic) else _DIGITS if isinstance(data, Digits) else 0
     if data.limit is not None:
@@ -101,20 +117,21 @@ def steps_per_epoch(job: Job) -> int:
 
 
 def saved_share(listed: Sequence[Forecast]) -> float:
-    """What part of the step of the first plan the best one is predicted to save."""
+    """Predicted relative saving of the best plan's step over the first one's."""
     return 1 - min(f.step_s for f in listed) / listed[0].step_s if listed else 0.0
 
 
 def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: float) -> str | None:
-    """Why measuring would cost more than it saves, or None where it may repay.
+    """Reason why measuring would cost more than it saves, or None if it may repay.
 
     Args:
-        run_s: the longest that the run can take; None where nobody knows.
-        before_s: the same of earlier runs of the job, in which nothing was measured: a job that is started again and again repays it.
+        run_s: longest possible duration of the run; None if unknown.
+        before_s: that of earlier, unmeasured runs of the job: measuring repays in a job that is started again and again.
     """
     if run_s is None or run_s + before_s >= WORTH_S:
         return None
-    cost_s = START_S + PLAN_S  # for the first of them; of the others, as many as there is time for
+    # for the first plan; others are measured if there is time
+    cost_s = START_S + PLAN_S
     saved_s = (saved_share(listed) - listed[0].doubt / 2) * run_s
     if saved_s > cost_s:
         return None
@@ -123,14 +140,17 @@ def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: 
 
 
 def share_to_spend(listed: Sequence[Forecast], run_s: float | None, others_s: float) -> float:
-    """Of a run, what measuring may take: half of what it is predicted to save, or a tenth of it and of the other runs that it is for."""
+    """Fraction of a run that measuring may take.
+
+    It is half of the predicted saving, or a tenth of the run and of the other runs that profit from it.
+    """
     if run_s is None or not run_s:
         return SHARE_OF_RUN
     return max(SHARE_OF_RUN * (1 + others_s / run_s), saved_share(listed) / 2)
 
 
 def certain(listed: Sequence[Forecast]) -> Forecast | None:
-    """The plan to take unmeasured: the first one, or one that is predicted faster by more than predictions are wrong."""
+    """The plan to take unmeasured: the first, or one that is predicted clearly faster."""
     if not listed:
         return None
     best = min(listed, key=lambda f: f.step_s)

@@ -1,4 +1,4 @@
-"""What a model does in one forward pass, seen without memory: operations, blocks, shapes, and what the backward pass keeps.
+"""Trace of a model's forward pass without memory: operations, blocks, shapes, and saved tensors.
 
-Read `graph.py` first (what is found), then `build.py` (how), then `dimensions.py` (the same from dimensions alone).
+Read `graph.py` first (the result), then `build.py` (its construction), then `dimensions.py` (the same from dimensions alone).
 """

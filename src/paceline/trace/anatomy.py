@@ -1,4 +1,4 @@
-"""What the checks of a plan need to know of a model: its blocks, heads, vocabulary, experts and shapes. Found without running it."""
+"""Model info for plan checks: blocks, heads, vocabulary, experts and shapes, without a forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _KEY_VALUE_HEADS = ("key_value_heads", "kv_heads", "num_kv_heads", "n_kv_heads",
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter without its values. `block` is the repeated block that holds it, `""` outside of all; `expert`: part of a mixture."""
+    """A parameter without its values.
+
+    Attributes:
+        block: the repeated block that holds it, `""` outside of all.
+        expert: True if it belongs to a mixture's experts.
+    """
 
     name: str
     sizes: tuple[int, ...]
@@ -34,12 +39,12 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return prod(self.sizes)
 
 
 class Sizes(NamedTuple):
-    """How many numbers there are in experts, in other matrices, and in what has fewer dimensions."""
+    """Numbers of elements in experts, in other matrices, and in tensors of fewer dimensions."""
 
     experts: int
     matrices: int
@@ -48,21 +53,21 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Facts of a model, all in the order in which it registers its modules.
+    """Facts about a model, all in the order in which it registers its modules.
 
     Attributes:
         modules: the names of all modules but the model itself.
-        blocks: those of the repeated blocks, outermost first: the layers of a transformer.
+        blocks: names of the repeated blocks, outermost first: the layers of a transformer.
         parameters: each tied one once.
-        tied: names that share one parameter, together.
-        heads: the different numbers of attention heads in it.
-        key_value_heads: the different numbers of heads of keys and values, where these are fewer (Ainslie et al., 2023, arXiv:2305.13245).
-        vocabulary: the different sizes of its token embeddings.
-        experts: the different numbers of experts of those of its mixtures that hold them in one tensor.
+        tied: groups of names that share one parameter.
+        heads: the distinct numbers of attention heads in it.
+        key_value_heads: the distinct numbers of heads of keys and values, if fewer (Ainslie et al., 2023, arXiv:2305.13245).
+        vocabulary: the distinct sizes of its token embeddings.
+        experts: the distinct numbers of experts of its mixtures that hold them in one tensor.
         batch_norms: the names of the modules that keep running statistics of batches.
-        takes_positions: whether `forward` takes `position_ids`.
-        normalises_batches: whether it has batch norms, with running statistics or without.
-        compares_samples: whether the loss that it computes compares the samples of a batch (CLIP and its kind take `return_loss`).
+        takes_positions: True if `forward` takes `position_ids`.
+        normalises_batches: True if it has batch norms, with running statistics or without.
+        compares_samples: True if its own loss compares the samples of a batch (CLIP and similar models take `return_loss`).
     """
 
     modules: tuple[str, ...]
@@ -80,35 +85,35 @@ class Anatomy:
 
     @property
     def takes_parts_of_sequences(self) -> bool:
-        """Whether ranks of `cp` may each hold a part of the tokens, as far as the model's form shows. Only then `cp` is proposed."""
+        """True if ranks of `cp` may each hold a part of the tokens. The model's signature decides; only then `cp` is proposed."""
         return bool(self.heads and self.vocabulary and self.takes_positions)
 
     @property
     def numel(self) -> int:
-        """How many numbers all parameters hold together."""
+        """Number of elements of all parameters."""
         return sum(self.total)
 
     @cached_property
     def total(self) -> Sizes:
-        """What all parameters hold."""
+        """Sizes of all parameters."""
         return _sizes(self.parameters)
 
     @cached_property
     def trained(self) -> Sizes:
-        """What those hold that have gradients."""
+        """Sizes of the parameters with gradients."""
         return _sizes(shape for shape in self.parameters if shape.trainable)
 
     @cached_property
     def kinds_of_blocks(self) -> tuple[Sizes, ...]:
-        """What each repeated block holds; equal ones once."""
+        """Sizes of each repeated block; equal ones once."""
         by_block = sorted((shape for shape in self.parameters if shape.block), key=lambda shape: shape.block)
         return tuple(dict.fromkeys(_sizes(shapes) for _, shapes in groupby(by_block, key=lambda shape: shape.block)))
 
 
 def anatomy(spec: ModelSpec) -> Anatomy:
-    """The anatomy of the model that a job names. It is built once per process, on the meta device where its code allows that.
+    """Model info of the model that a job names, built once per process.
 
-    One that is named by its dimensions is not built, and needs no torch.
+    It is built on the meta device if its code allows that. A model named by its dimensions is not built, and needs no torch.
 
     Raises:
         JobError: the model cannot be built.
@@ -117,7 +122,7 @@ def anatomy(spec: ModelSpec) -> Anatomy:
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """The anatomy of a model at hand; reads no weight, so that they may be on the meta device."""
+    """Model info of a given model; reads no weight, so meta tensors are fine."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from paceline.trace.blocks import find_blocks
@@ -154,7 +159,9 @@ def _anatomy_of_json(text: str) -> Anatomy:
 
 
 def without_memory(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device; a real one where its code reads values while it builds. torch's random state stays as it was.
+    """The model on the meta device. It is a real one if its code reads values during construction.
+
+    torch's random state is restored.
 
     Raises:
         JobError: the model cannot be built.
@@ -162,7 +169,8 @@ def without_memory(spec: ModelSpec) -> nn.Module:
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        with suppress(Exception), torch.device("meta"):  # whatever code raises that reads values while it builds; a real fault comes again
+        # code that reads values may raise anything; a real fault is raised again below
+        with suppress(Exception), torch.device("meta"):
             return spec.build()
         try:
             return spec.build()
@@ -187,7 +195,7 @@ def _sizes(shapes: Iterable[Shape]) -> Sizes:
 
 
 def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The different whole numbers that modules, or the Hugging Face configurations of modules, have under one of some names."""
+    """Distinct integers that modules, or their Hugging Face configurations, have under the given names."""
     found = []
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
@@ -197,7 +205,7 @@ def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _token_embeddings(model: nn.Module) -> list[int]:
-    """The sizes of what Hugging Face models name as their input; in others, of embeddings as large as one of the model's outputs."""
+    """Sizes of the input embeddings. Hugging Face models name theirs; in others, embeddings as large as one of the outputs."""
     from torch import nn
 
     named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]
@@ -207,7 +215,7 @@ def _token_embeddings(model: nn.Module) -> list[int]:
 
 
 def _input_embeddings(module: nn.Module) -> object:
-    """As transformers' models answer; those of images raise, for they have none."""
+    """The input embeddings that a transformers model names; None for models of images, which raise."""
     try:
         found: object = module.get_input_embeddings()  # type: ignore[operator]
     except (NotImplementedError, AttributeError):
@@ -216,7 +224,7 @@ def _input_embeddings(module: nn.Module) -> object:
 
 
 def _expert_counts(model: nn.Module) -> Iterator[int]:
-    """Of modules that hold the parameters of all their experts, each in one tensor: lists of experts cannot be shared out."""
+    """Numbers of experts of modules that hold all their experts in one tensor. Lists of experts cannot be divided."""
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         count = getattr(module, "num_experts", None)

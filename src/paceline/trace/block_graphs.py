@@ -1,4 +1,4 @@
-"""What was seen of a forward pass, put together into the blocks of a trace."""
+"""Blocks of a trace, assembled from the kernels of a forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Owned = dict[int, list[Shape]]
 
 
 def assembled(seen: Pass, anatomy: Anatomy, loss: str) -> Trace:
-    """The blocks in the order of the pass; parts outside of blocks that do nothing are left out."""
+    """Trace with the blocks in the order of the pass. Empty parts outside of blocks are left out."""
     owned, tied = _owned(seen, anatomy)
     builder = _Builder(seen, anatomy, loss)
     blocks, names = [], []
@@ -38,11 +38,15 @@ def assembled(seen: Pass, anatomy: Anatomy, loss: str) -> Trace:
 
 
 def estimated(anatomy: Anatomy, tokens: int, why: str) -> Trace:
-    """By the parameters alone: every matrix is multiplied with every token once, but for tables of tokens where there is a head as well."""
+    """Trace estimated from the parameters alone.
+
+    Every matrix is multiplied with every token once, but for token tables if there is a head as well.
+    """
     names = ("", *anatomy.blocks, "") if anatomy.blocks else ("",)
     shapes: dict[int, list[Shape]] = defaultdict(list)
     place = 0
-    for shape in anatomy.parameters:  # what is registered after the first block is taken to come after all
+    # parameters registered after the first block are assumed to come after all blocks
+    for shape in anatomy.parameters:
         place = names.index(shape.block) if shape.block else (len(names) - 1 if place else 0)
         shapes[place].append(shape)
     tables = [shape.name for shape in anatomy.parameters if not shape.block and shape.sizes[0] in anatomy.vocabulary]
@@ -75,14 +79,15 @@ def _estimated(kind: str, name: str, shapes: list[Shape], tokens: int, tables: S
 
 
 class _Builder:
-    """Blocks out of the kernels of parts.
+    """Builder of blocks from the kernels of parts.
 
     Attributes:
-        kernels: of each part, with their index in the whole pass.
+        kernels: kernels of each part, with their index in the whole pass.
     """
 
     def __init__(self, seen: Pass, anatomy: Anatomy, loss: str) -> None:
-        self.trained = False  # whether a part so far has anything to train: from there on gradients are needed
+        # True if a part so far has anything to train: from there on gradients are needed
+        self.trained = False
         self.seen, self.samples, self.all = seen, seen.samples, seen.watcher.seen.kernels
         self.shapes = {shape.name: shape for shape in anatomy.parameters}
         self.kernels: dict[int, list[tuple[int, Kernel]]] = defaultdict(list)
@@ -94,7 +99,7 @@ class _Builder:
         self.split = split_of(self.all, self.whole, self._heads() if loss == "cross_entropy" else [], self.large)
 
     def block(self, part: int, shapes: list[Shape]) -> Block:
-        """One block, with what tensor parallelism divides of it."""
+        """The block of a part, with the shares that tensor parallelism divides."""
         kernels, each = self.kernels[part], 1 / self.samples
         numbers, kept, chosen = self._numbers(kernels), self._kept_numbers(part), self._chosen(kernels)
         tables = {table for _, kernel in kernels if (table := self._table(kernel))} & self.large
@@ -129,14 +134,14 @@ class _Builder:
         )
 
     def _numbers(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
-        """Numbers that kernels read and write, by what divides them."""
+        """Elements that kernels read and write, by what divides them."""
         found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
         for index, kernel in kernels:
             found["fixed" if kernel.fixed else "inside" if index in self.split.inside else "outside"] += kernel.numbers
         return found
 
     def _kept_numbers(self, part: int) -> dict[str, float]:
-        """Numbers kept for the backward pass, likewise."""
+        """Elements saved for the backward pass, by what divides them."""
         found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
         for storage, numbers in self.kept[part].items():
             of_samples = self.seen.watcher.is_of_samples(storage)
@@ -144,7 +149,10 @@ class _Builder:
         return found
 
     def _chosen(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
-        """Numbers that remat=selective keeps, likewise: of matrices and images, not of scores that are written out."""
+        """Elements that remat=selective keeps, by what divides them: of matrices and images.
+
+        Attention scores that are written out are not kept.
+        """
         found = dict.fromkeys(("inside", "outside"), 0.0)
         for _, kernel in kernels:
             if kernel.name in _CHOSEN:
@@ -152,7 +160,10 @@ class _Builder:
         return found
 
     def _large(self) -> set[str]:
-        """What is divided without a partner: large matrices, and tables of a vocabulary. What is odd in number, next to nothing divides."""
+        """Parameters divided outside of pairs: large matrices, and tables of a vocabulary.
+
+        Odd sizes are left out, since next to nothing divides them.
+        """
         tables = {table for kernel in self.all if (table := self._table(kernel))}
         self.vocabularies = {self.shapes[name].sizes[0] for name in tables} & {
             kernel.products[0].n for kernel in self.all if kernel.products and not self.seen.parts[kernel.part]
@@ -162,22 +173,22 @@ class _Builder:
         return {name for name in words | large if self.shapes[name].sizes[0] % 2 == 0}
 
     def _table(self, kernel: Kernel) -> str:
-        """The parameter in which a kernel looks up rows."""
+        """The parameter in which a kernel looks up rows, or ""."""
         if kernel.name != "embedding":
             return ""
         return next((name for read in kernel.reads if (name := self.seen.watcher.name_of(read))), "")
 
     def _heads(self) -> list[int]:
-        """Products that make the logits of a vocabulary."""
+        """Indices of the products that make the logits of a vocabulary."""
         products = [(i, kernel.products[0]) for i, kernel in enumerate(self.all) if kernel.products and not self.seen.parts[kernel.part]]
         return [i for i, p in products if p.weight and p.n in self.vocabularies and p.n % 2 == 0]
 
     def _boundary(self, part: int) -> float:
-        """What goes on to the next part: out of a block, or into the next block; at the end a number for each sample."""
+        """Elements passed to the next part: out of a block, or into the next one. At the end, one for each sample."""
         return self.seen.left.get(part) or self.seen.entered.get(part + 1) or float(self.samples)
 
     def _gemms(self, kernels: list[tuple[int, Kernel]]) -> tuple[Gemm, ...]:
-        """The products of one sample; those of experts, each with its rows, are one."""
+        """Products of one sample, with those of experts merged."""
         found: Counter[Gemm] = Counter()
         of_experts: dict[tuple[int, int], list[Product]] = defaultdict(list)
         for index, kernel in kernels:
@@ -204,7 +215,7 @@ class _Builder:
 
 
 def _kept(seen: Pass) -> dict[int, dict[int, float]]:
-    """Of each part the storages that are kept for its backward pass, and their numbers: those that several need are their maker's."""
+    """Saved storages of each part with their elements. A storage that several parts need belongs to its maker."""
     makers: dict[int, int] = {}
     for kernel in seen.watcher.seen.kernels:
         for storage in kernel.writes:
@@ -217,7 +228,7 @@ def _kept(seen: Pass) -> dict[int, dict[int, float]]:
 
 
 def _owned(seen: Pass, anatomy: Anatomy) -> tuple[_Owned, int]:
-    """The parameters of each part, and how many numbers stand in two. Those that nothing reads stand where the pass begins."""
+    """Parameters of each part, and the number of elements that are in two. Unused ones belong to the first part."""
     owned: _Owned = defaultdict(list)
     begins = {name: part for part, name in reversed(list(enumerate(seen.parts))) if name}
     tied = 0
@@ -233,7 +244,7 @@ def _owned(seen: Pass, anatomy: Anatomy) -> tuple[_Owned, int]:
 
 
 def _not_linear(model: nn.Module) -> set[str]:
-    """Parameters of torch's own attention, and of layers with a product of their own: nobody knows how to divide what they do."""
+    """Parameters of torch's own attention, and of layers with products of their own. Nothing is known about dividing their work."""
     found: set[str] = set()
     for name, module in model.named_modules():
         linear = type(module).forward is nn.Linear.forward or type(module).__name__ in ("Conv1D", "Embedding")
@@ -252,7 +263,7 @@ def _kind(part: int, parts: Sequence[str]) -> str:
 
 
 def _kinds(blocks: Sequence[Block]) -> list[Block]:
-    """Different blocks of one kind are numbered: `layer`, `layer 2`."""
+    """Blocks with numbered kinds: different blocks of one kind are `layer`, `layer 2`."""
     named: dict[int, Block] = {}
     often: Counter[str] = Counter()
     for block in blocks:

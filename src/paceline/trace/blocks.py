@@ -1,4 +1,4 @@
-"""The repeated blocks of a plain model, found by its structure alone: what is sharded, recomputed, compiled and moved as one piece."""
+"""The repeated blocks of a plain model, found by its structure alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _Found = list[tuple[str, nn.Module]]
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The names of a model's repeated blocks, in the order in which the model registers them; none lies inside another.
+    """Names of a model's repeated blocks, in registration order; none lies inside another.
 
-    A block is one of at least two modules of a class that stand in lists (`ModuleList`, `Sequential`, children such as `layer1`, `layer2`)
+    A block is one of at least two modules of a class that are in lists (`ModuleList`, `Sequential`, children such as `layer1`, `layer2`)
     and hold at least two weight matrices each: the layers of a transformer, the residual layers in the stages of a ResNet. A list whose
-    items only hold lists of blocks is a list of stages, and the blocks in them are meant. Experts of a mixture are parts of their block;
-    they are told by the word "expert" in the name of their list.
+    items only hold lists of blocks is a list of stages, and the blocks in them are taken. Experts of a mixture are parts of their block;
+    they are recognised by the word "expert" in the name of their list.
 
-    A model without such blocks falls back to its single layers with a weight matrix, as in `Sequential(Linear, Tanh, Linear)`, if those in
-    lists hold at least half of its parameters. They make cuts of a pipeline possible; activations and norms stay between them.
+    A model without such blocks falls back to its single layers with a weight matrix, as in `Sequential(Linear, Tanh, Linear)`, if
+    those in lists hold at least half of its parameters. They make cuts of a pipeline possible; activations and norms stay between
+    them.
 
-    No forward pass is run and no weight is read, so it works on the meta device. Returns [] where nothing repeats.
+    No forward pass is run and no weight is read, so it works on the meta device. Returns [] if nothing repeats.
     """
     blocks = _repeated(list(_in_lists(model, "", matrices=2)))
     if not blocks:
@@ -45,9 +46,10 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost list items with at least so many weight matrices; where these are to be blocks, those of stages, not the stages."""
+    """Outermost list items with at least `matrices` weight matrices. If blocks are wanted, those inside of stages, not the stages."""
     listed = _listed(module)
-    for name, child in module.named_children():  # yields a module that stands there twice once
+    # yields a module that is registered twice once
+    for name, child in module.named_children():
         if _EXPERTS.search(name):
             continue
         if name not in listed or isinstance(child, _WITHOUT_FORWARD) or (matrices > 1 and _is_stage(child)):
@@ -57,17 +59,17 @@ def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tupl
 
 
 def _listed(module: nn.Module) -> set[str]:
-    """The names of the children that stand in a list: `0`, `1`, …, or `layer1`, `layer2`, … where there are several."""
+    """Names of the children that form a list: `0`, `1`, …, or several of `layer1`, `layer2`, …."""
     stems = {name: found[1] for name in _with_parameters(module) if (found := _NUMBERED.fullmatch(name))}
     often = Counter(stems.values())
     return {name for name, stem in stems.items() if not stem or often[stem] > 1}
 
 
 def _is_stage(item: nn.Module) -> bool:
-    """Whether a list item is not a block but a stage: one list of blocks, and beside it at most modules that lead from stage to stage.
+    """True if a list item is not a block but a stage.
 
-    A transformer's block has norms or gates of its own; the list in a residual layer holds single layers, that in a block of T5 holds
-    different ones.
+    A stage has one list of blocks, and besides it at most modules that lead from stage to stage. A transformer's block has norms or
+    gates of its own; the list in a residual layer holds single layers, that in a block of T5 holds different ones.
     """
     if _is_list_of_blocks(item):
         return True

@@ -1,7 +1,8 @@
-"""What the model of a job does with one sample, block by block, found without running it: see `trace.py` for what that is.
+"""Construction of a job's trace: its model's work on one sample, block by block.
 
-The model goes forward once on tensors that have shapes and no values. One whose code needs values goes forward on a few invented samples,
-if it is small; of one that is large as well, only the parameters are known, and the rest is estimated by them.
+The model runs forward once on tensors that have shapes and no values. A model whose code needs values runs forward on a few
+invented samples, if it is small; of one that is large as well, only the parameters are known, and the remainder is estimated from
+them.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ if TYPE_CHECKING:
 
     from paceline.trace.forward_pass import Pass
 
-SAMPLES = 4  # of a trace without values; what does not grow with the samples counts a fourth for each
-REAL_SAMPLES = 2  # of one with values; batch norms need more than one
-MOST_REAL = 100_000_000  # parameters of a model that may be built and run to be traced; and of its products with tokens, 200 times as many
+# samples of a trace without values; work that does not grow with the samples counts a fourth for each
+SAMPLES = 4
+# samples of a trace with values; batch norms need more than one
+REAL_SAMPLES = 2
+# parameters of a model that may be built and run to be traced; of its products with tokens, 200 times as many
+MOST_REAL = 100_000_000
 _TRACES: dict[tuple[str, bool], Trace] = {}
 
 
 def trace(job: Job, precision: str | None = None) -> Trace:
-    """The trace of a job's model with the job's loss; once per process for each model, shape of data and kind of precision.
+    """The trace of a job's model with the job's loss, cached per process.
+
+    The cache key is the model, the shape of the data and the kind of precision.
 
     Args:
-        precision: `bf16` traces the casts of autocast as well, and counts in numbers of two bytes: what autocast computes or keeps in four
-            counts twice. The others count alike, in numbers of their own size. None: as `fp32`.
+        precision: `bf16` traces the casts of autocast as well, and counts in two-byte elements: four-byte results count twice. The others
+            count alike, in elements of their own size. None: as `fp32`.
 
     Raises:
         JobError: the model cannot be built, or its code fails on the job's samples; names the module.
@@ -69,7 +75,7 @@ def _traced(job: Job, autocast: bool) -> Trace:
 
 
 def _forward(job: Job, autocast: bool) -> Pass:
-    """On the meta device; under autocast, which that has not, on tensors that say they are on the CPU."""
+    """Forward pass on the meta device. Under autocast, which meta lacks, on fake tensors of the CPU."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -91,7 +97,7 @@ def _forward(job: Job, autocast: bool) -> Pass:
 
 
 def _of_the_cpu(model: nn.Module) -> nn.Module:
-    """A model on the meta device as one whose tensors say they are on the CPU; what is tied stays so."""
+    """Move a meta model to fake tensors of the CPU; tied tensors stay tied."""
     import torch
 
     made: dict[int, torch.Tensor] = {}
@@ -114,7 +120,7 @@ def _forward_with_values(job: Job, autocast: bool) -> Pass:
 
 
 def _needs_values(error: Exception, seen: Pass) -> bool:
-    """Whether it may well be the lack of values, and not the model's code, that is at fault."""
+    """True if the lack of values, and not the model's code, is likely at fault."""
     return isinstance(error, NotImplementedError) or bool(seen.watcher.seen.asked) or "meta" in str(error).lower()
 
 

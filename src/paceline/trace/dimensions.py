@@ -1,4 +1,7 @@
-"""The anatomy of a transformer by its dimensions: by formula, without torch. It has the parameters that `transformer.py` counts."""
+"""Model info of a transformer from its dimensions, without torch.
+
+It has the parameters that `transformer.py` counts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def anatomy_by_dimensions(d: Dimensions) -> Anatomy:
-    """As that of a GPT-2 or, where `gated`, of a Llama: norms without shifts and no biases. Its layers are `layers.0`, `layers.1`, …"""
+    """Model info like that of a GPT-2 or, if `gated`, of a Llama without biases.
+
+    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …
+    """
     blocks = tuple(f"layers.{layer}" for layer in range(d.layers))
     layer, outside = _layer(d), dict(_outside(d))
     inside = (Shape(f"{block}.{name}", sizes, True, block, "experts" in name) for block in blocks for name, sizes in layer)
@@ -31,7 +37,7 @@ def anatomy_by_dimensions(d: Dimensions) -> Anatomy:
 
 
 def _layer(d: Dimensions) -> _Sizes:
-    """What one layer has, by the names of its parameters."""
+    """Parameters of one layer: names and sizes."""
     narrow = d.hidden // d.heads * d.key_value_heads
     linear = (("attention.query_key_value", d.hidden + 2 * narrow, d.hidden), ("attention.out", d.hidden, d.hidden))
     up = (("mlp.gate", "mlp.up") if d.gated else ("mlp.up",), d.feed_forward, d.hidden)
@@ -63,7 +69,7 @@ def _norm(name: str, d: Dimensions) -> _Sizes:
 
 
 def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[Shape]:
-    """Of parameters outside of all layers, those of some modules."""
+    """Shapes of some modules' parameters outside of all layers."""
     return (Shape(name, sizes, True, "", False) for name, sizes in outside.items() if name.partition(".")[0] in modules)
 
 

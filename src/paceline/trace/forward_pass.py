@@ -1,4 +1,7 @@
-"""One forward pass of a model and its loss, watched part by part: the repeated blocks, and what lies before, between and after them."""
+"""A forward pass of a model and its loss, observed part by part.
+
+Parts are the repeated blocks, and what lies before, between and after them.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ from paceline.trace.operations import Watcher
 
 @dataclass
 class Pass:
-    """A forward pass and what was seen of it.
+    """A forward pass and its observations.
 
     Attributes:
-        samples: in the batch.
-        autocast: whether it is one in bf16.
-        parts: the name of each part of the model in the order in which the pass went through them; `""` outside of repeated blocks.
-        entered: numbers that each repeated block was given.
-        left: numbers that each repeated block gave on.
-        error: what the model's code raised.
+        samples: samples in the batch.
+        autocast: True for a pass in bf16.
+        parts: the name of each part of the model in the order of the pass; `""` outside of repeated blocks.
+        entered: elements that each repeated block received.
+        left: elements that each repeated block passed on.
+        error: the exception that the model's code raised.
     """
 
     model: nn.Module
@@ -61,7 +64,7 @@ class Pass:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> bool:
-        """Keeps what user's code raises; what paceline says of the job goes on."""
+        """Keep exceptions of the user's code; raise paceline's own."""
         if not isinstance(error, Exception) or isinstance(error, PacelineError):
             return False
         self.error = error
@@ -69,10 +72,10 @@ class Pass:
 
 
 def go_forward(seen: Pass, job: Job) -> Pass:
-    """Have the model and the job's loss go forward as the engine does; the pass knows what was seen, or what went wrong.
+    """Run the model and the job's loss forward as the engine does.
 
     Raises:
-        JobError, DataError: the loss says what is wrong with the job.
+        JobError, DataError: the loss finds a fault in the job.
     """
     model, batch = seen.model.train(), seen.batch
     loss = job.loss.build()
@@ -92,7 +95,7 @@ def go_forward(seen: Pass, job: Job) -> Pass:
 
 @contextmanager
 def _following(seen: Pass) -> Iterator[None]:
-    """Tell the watcher when a repeated block begins and ends: what comes after it is another part."""
+    """Tell the watcher when a repeated block begins and ends; each end begins another part."""
     hooks = []
     for name in find_blocks(seen.model):
         module = seen.model.get_submodule(name)
@@ -118,15 +121,16 @@ def _leave(seen: Pass, module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _numbers(seen: Pass, tree: Any) -> float:
-    """Of the first tensor with numbers that are no indices or masks: what is passed on from block to block."""
+    """Elements of the first floating-point tensor, which is passed from block to block."""
     passed = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return next((seen.watcher.numbers(tensor) for tensor in passed), 0.0)
 
 
 def _route_evenly(seen: Pass) -> None:
-    """Give the tokens to all experts in turn, for nobody knows which ones a router prefers; transformers' experts compute one by one."""
+    """Route the tokens to all experts in turn, since the real routing is unknown. Experts of transformers are set to compute one by one."""
     if hasattr(seen.model, "set_experts_implementation"):
-        seen.model.set_experts_implementation("eager")  # type: ignore[operator]  # the kernel of the faster way needs values
+        # the kernel of the faster implementation needs values
+        seen.model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in seen.model.modules():
         total, inputs = getattr(module, "num_experts", None), inspect.signature(module.forward).parameters
         own = list(module.parameters(recurse=False))
@@ -135,8 +139,12 @@ def _route_evenly(seen: Pass) -> None:
 
 
 def _in_turn(seen: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The indices are real, so that the experts' own code can look at them, for which the mode of tensors without values is left."""
-    if index.is_floating_point():  # another convention than that of transformers and the zoo
+    """Run the experts on even indices.
+
+    The indices are real, so that the experts' code can read them, outside of the mode of tensors without values.
+    """
+    # another convention than that of transformers and the zoo
+    if index.is_floating_point():
         return forward(hidden, index, weights)
     routed, part = seen.watcher.seen.routed, seen.watcher.part
     routed[part] = routed.get(part, 0.0) + index.numel() * hidden.shape[-1]

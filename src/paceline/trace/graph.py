@@ -1,4 +1,4 @@
-"""What a model does with one sample, without running it: products of matrices, other kernels, parameters, activations, block by block."""
+"""Trace of a model on one sample: matrix products, other kernels, parameters, activations by block."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Divided = Literal["rows", "n", "k", "batch", "none"]
 
 @dataclass(frozen=True)
 class Gemm:
-    """Products of matrices in one forward pass: (rows × k) · (k × n), `times` over.
+    """Matrix products in one forward pass: (rows × k) · (k × n), `times` over.
 
     Attributes:
-        rows: of one sample. With a weight, the rows of all samples of a microbatch are one product.
-        n, k: the width of the result and what is summed over.
-        batch: products per sample where both operands are activations, such as heads in attention; 0: k × n is a weight.
-        divided: what tensor parallelism divides; `none`: every rank of tp computes all of it.
-        times: how many such products there are.
-        experts: over how many experts' weights the rows are spread; 0: one weight.
-        causal: whether only half of the result is needed (attention with a causal mask).
-        read: numbers of the left operand where they are not rows × k: those of an image that a convolution reads; else 0.
+        rows: rows of one sample. With a weight, the rows of all samples of a microbatch are one product.
+        n, k: the width of the result and the summed dimension.
+        batch: products per sample if both operands are activations, such as heads in attention; 0: k × n is a weight.
+        divided: the dimension that tensor parallelism divides; `none`: every rank of tp computes all of it.
+        times: number of such products.
+        experts: number of experts' weights that the rows are spread over; 0: one weight.
+        causal: True if only half of the result is needed (attention with a causal mask).
+        read: elements of the left operand if they are not rows × k: those of an image that a convolution reads; else 0.
     """
 
     rows: float
@@ -38,36 +38,37 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Of one sample, forward: two for each multiplication, whole squares also where causal."""
+        """Forward FLOPs of one sample: two for each multiplication, whole score matrices also if causal."""
         return 2.0 * self.rows * self.n * self.k * max(self.batch, 1) * self.times
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model that stays together: a layer of a transformer, or what lies before, between and after the repeated blocks.
+    """A part of the model that stays together, such as a layer of a transformer.
 
-    Activations are counted in numbers per sample, not in bytes: `precision` says how large one is; masks of a byte are counted as parts.
+    There are also parts before, between and after the repeated blocks. Activations are counted in elements per sample, not in bytes:
+    `precision` tells the size of one; masks of a byte are counted as fractions.
 
     Attributes:
         kind: equal for blocks that cost the same, such as `layer`, `embedding`, `head`.
-        name: of the module, or of the first of several.
-        gemms: what it multiplies.
-        inside: numbers that the other kernels read and write, forward, where tp divides them.
+        name: name of the module, or of the first of several.
+        gemms: its matrix products.
+        inside: elements that the other kernels read and write, forward, where tp divides them.
         outside: the same where only sequence parallelism does: norms, residuals.
-        scores: numbers of the attention's squares that the other kernels read and write; a fused attention kernel has none.
-        kept_inside, kept_outside, kept_scores: numbers kept for the backward pass, likewise divided.
-        fixed: numbers that other kernels read and write once for a microbatch, however many samples it has: weights that autocast casts,
+        scores: elements of the attention scores that the other kernels read and write; a fused attention kernel has none.
+        kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided in the same way.
+        fixed: elements that other kernels read and write once for a microbatch, however many samples it has: weights that autocast casts,
             positions, masks.
-        kept_fixed: of these, kept for the backward pass.
-        selective_inside, selective_outside: numbers that remat=selective keeps besides the block's input, divided as `kept_` ones: results
-            of products with weights and of fused attention; both 0 where that is not known.
-        kernels: launched in the forward pass, products included.
-        matrices, vectors, experts: numbers of parameters: those that tp divides, those that it does not, those of experts (ep divides).
-        boundary: numbers per sample that go on to the next block: what pp sends and what remat=block keeps.
-        reductions: of `boundary` over tp, in the forward pass; the backward pass has as many.
-        keys: numbers of keys and values per sample, which context parallelism passes around; 0 where there are none, or unknown.
-        routed: numbers per sample that go to experts and back, one way.
-        trained: whether it has a backward pass.
+        kept_fixed: those of `fixed` saved for the backward pass.
+        selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as `kept_` ones: results
+            of products with weights and of fused attention; both 0 if unknown.
+        kernels: kernels launched in the forward pass, products included.
+        matrices, vectors, experts: parameters that tp divides, that it does not, and of experts (ep divides them).
+        boundary: elements per sample that are passed to the next block: pp sends them and remat=block keeps them.
+        reductions: all-reduces of `boundary` over tp in the forward pass; the backward pass has as many.
+        keys: elements of keys and values per sample, which context parallelism passes around; 0 if there are none, or unknown.
+        routed: elements per sample that are sent to experts and back, one way.
+        trained: True if it has a backward pass.
     """
 
     kind: str
@@ -94,7 +95,7 @@ class Block:
     trained: bool = True
 
     def __hash__(self) -> int:
-        """Computed once: searches look blocks up thousands of times."""
+        """Hash, computed once: searches look blocks up thousands of times."""
         return self._hash
 
     @cached_property
@@ -103,12 +104,12 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.matrices + self.vectors + self.experts
 
     @cached_property
     def flops(self) -> float:
-        """Of one sample, forward."""
+        """Forward FLOPs of one sample."""
         return sum(gemm.flops for gemm in self.gemms)
 
 
@@ -118,10 +119,10 @@ class Trace:
 
     Attributes:
         blocks: equal ones are the same object, or equal.
-        tokens: of one sample; 1 where it is no sequence. Context parallelism divides them.
-        tied: numbers of parameters that stand in two blocks and are one (an embedding that is also the head): counted in both.
-        names: of the module that each of `blocks` is, `""` for what lies outside of repeated blocks; () where there is no module.
-        notes: what could not be found out, in words.
+        tokens: tokens of one sample; 1 if it is no sequence. Context parallelism divides them.
+        tied: parameters that are in two blocks and are one (an embedding that is also the head): counted in both.
+        names: module name of each of `blocks`, `""` outside of repeated blocks; () if there is no module.
+        notes: sentences on facts that could not be found.
     """
 
     blocks: tuple[Block, ...]
@@ -131,7 +132,7 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
-        """Computed once: searches look traces up thousands of times."""
+        """Hash, computed once: searches look traces up thousands of times."""
         return self._hash
 
     @cached_property
@@ -140,22 +141,22 @@ class Trace:
 
     @cached_property
     def parameters(self) -> int:
-        """Tied ones once."""
+        """Number of parameters, tied ones once."""
         return sum(block.parameters for block in self.blocks) - self.tied
 
     @cached_property
     def flops(self) -> float:
-        """Of one sample, forward."""
+        """Forward FLOPs of one sample."""
         return sum(block.flops for block in self.blocks)
 
     @cached_property
     def runs(self) -> tuple[tuple[Block, int], ...]:
-        """Neighbours that are equal, once, with how many there are."""
+        """Runs of equal neighbouring blocks, each with its length."""
         return tuple((block, len(list(same))) for block, same in groupby(self.blocks))
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What the memory model has worked out of this trace, by what it depends on."""
+        """Cache of the memory model's intermediate results."""
         return {}
 
     def __iter__(self) -> Iterator[Block]:

@@ -1,6 +1,6 @@
-"""What a forward pass consists of, seen from below: every kernel with what it reads and writes, every tensor that is kept for the backward.
+"""Operations of a forward pass: every kernel with its reads and writes, every saved tensor.
 
-The tensors may be on the meta device, which has shapes alone. Tensors are known by their storages: views are one and the same.
+The tensors may be on the meta device, which has shapes alone. Tensors are identified by their storages, so views are one and the same.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ROOTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution)
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "resize_"}
-_EXPECTED = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}  # what a value that is asked for is taken to be
+# assumed results of value queries
+_EXPECTED = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}
 _LOOK_UPS = {"embedding", "_embedding_bag", "index", "index_select", "gather"}
 
 
 class Watcher:
-    """Watches a forward pass. `part` is set from outside, as the pass goes from one part of the model to the next.
+    """Watcher of a forward pass; `part` is set from outside.
 
     Args:
-        model: whose parameters are told from activations.
-        unit: bytes of what counts as one number; None: those of the model's own.
+        model: the model, whose parameters are told from activations.
+        unit: bytes of one element in counts; None: those of the model's own.
     """
 
     def __init__(self, model: nn.Module, unit: int | None = None) -> None:
@@ -47,14 +48,17 @@ class Watcher:
         self.parameters = {_storage(p): name for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._buffers = set(map(_storage, model.buffers()))
-        self._derived: dict[int, str] = {}  # what is made of parameters alone stands for the parameter
-        self._active: set[int] = set()  # what is made of the batch
-        self._all: list[Tensor] = []  # keeps storages alive, that no later one takes an earlier one's place
+        # storages made of parameters alone, with the parameter that they stand for
+        self._derived: dict[int, str] = {}
+        # storages made of the batch
+        self._active: set[int] = set()
+        # keeps storages alive, so that no address is used twice
+        self._all: list[Tensor] = []
         self.unit = unit or next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
-        """Watch what is done within to a batch, and what of it is kept."""
+        """Watch the operations on a batch in this context, and the tensors saved of it."""
         for tensor in _tensors(batch):
             self._active.add(_storage(tensor))
         with ExitStack() as stack:
@@ -66,11 +70,11 @@ class Watcher:
             yield
 
     def numbers(self, tensor: Tensor) -> float:
-        """How many there are in a tensor, in memory: what is expanded counts once, a byte as a part of a number."""
+        """Stored elements, in units of the model's parameter size; broadcast dimensions count once."""
         return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) / self.unit
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
-        """What one operation did."""
+        """Record one operation."""
         given, results = _tensors((args, kwargs)), _tensors(made)
         self._all += results
         reads, writes = tuple(dict.fromkeys(map(_storage, given))), tuple(dict.fromkeys(map(_storage, results)))
@@ -87,7 +91,7 @@ class Watcher:
         self.seen.kernels.append(Kernel(name, self.part, reads, writes, numbers, fixed, products, written, width, picks))
 
     def note_attention(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], *, causal: bool, dropout: bool) -> None:
-        """Attention as one kernel: its two products, and what its squares would be if they were written to memory."""
+        """Record attention as one kernel: its products, and the traffic of unfused scores."""
         query, key, value, *_ = given
         *lead, rows, width = query.shape
         heads, columns, out = prod(lead), key.shape[-2], value.shape[-1]
@@ -97,14 +101,15 @@ class Watcher:
         reads, writes = tuple(dict.fromkeys(map(_storage, given))), tuple(map(_storage, made))
         self._all += made
         self._follow(reads, writes)
-        more = (3.0, 1.25) if dropout else (0.0, 0.0)  # dropout reads, writes and keeps a mask of a byte
+        # dropout reads, writes and keeps a mask of a byte
+        more = (3.0, 1.25) if dropout else (0.0, 0.0)
         seen = Kernel("attention", self.part, reads, writes, products=(scored, mixed), made=self.numbers(made[0]))
         seen.keys = self.numbers(key) + self.numbers(value)
         seen.scores, seen.kept_scores = squares * (2 + more[0]), squares * (1 + more[1])
         self.seen.kernels.append(seen)
 
     def _follow(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        """Whose parameters and whose samples the results are made of."""
+        """Propagate the parameters and the samples that results are made of."""
         named = [name for storage in reads if (name := self.name_of(storage))]
         for name in named:
             self.seen.used.setdefault(name, set()).add(self.part)
@@ -115,11 +120,11 @@ class Watcher:
             self._derived.update(dict.fromkeys((w for w in writes if w not in self.parameters), largest))
 
     def is_of_samples(self, storage: int) -> bool:
-        """Whether what a storage holds was made of the batch."""
+        """True if a storage's content was made of the batch."""
         return storage in self._active
 
     def name_of(self, storage: int) -> str:
-        """The parameter whose values a storage holds, as they are or computed from; or nothing."""
+        """Name of the parameter that a storage holds or was computed from, or ""."""
         return self.parameters.get(storage) or self._derived.get(storage, "")
 
     def _products(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Iterator[Product]:
@@ -145,21 +150,22 @@ class Watcher:
             rows, n, second = n, rows, first
         if second and batch in (0, 1):
             return Product(rows, n, k, weight=second, flops=flops)
-        if second and prod(self.shapes[second]) >= batch * k * n:  # a weight for each: of experts, or of heads
+        # a weight for each: of experts, or of heads
+        if second and prod(self.shapes[second]) >= batch * k * n:
             return Product(rows * batch, n, k, weight=second, flops=flops)
         if second:
             return Product(rows * batch, n, k, weight=second, flops=flops)
         return Product(rows, n, k, batch or 1, flops=flops)
 
     def _of_images(self, image: Tensor, weight: Tensor, result: Tensor, flops: float) -> Product:
-        """A convolution as the product that it is: of all places of the result with the kernel."""
+        """A convolution as a matrix product of all positions of the result with the kernel."""
         k, name = prod(weight.shape[1:]), self.name_of(_storage(weight))
         rows = result.numel() / max(result.shape[1], 1)
         n = max(1, round(flops / (2.0 * max(rows * k, 1))))
         return Product(rows, n, k, weight=name, flops=flops, read=float(image.numel()))
 
     def _touched(self, name: str, given: list[Tensor], results: list[Tensor]) -> float:
-        """Numbers read and written; of a look-up, the rows that it looks up."""
+        """Elements read and written; for a look-up, the looked-up rows."""
         written = sum(map(self.numbers, results))
         return written + (written if name in _LOOK_UPS else sum(map(self.numbers, given)))
 
@@ -172,7 +178,10 @@ class Watcher:
 
 
 class _Operations(TorchDispatchMode):
-    """Passes every operation on. A meta tensor that is asked for its value has none: all are as they should be, no one is not; else 1."""
+    """Dispatch mode that reports every operation.
+
+    A meta tensor has no value: queries get the usual answer (`all` is True, `any` is False), else 1.
+    """
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
@@ -204,7 +213,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Keeps attention whole, which torch would take apart on the meta device."""
+    """Function mode that keeps attention whole, which torch would decompose on the meta device."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
@@ -218,7 +227,7 @@ class _Attention(TorchFunctionMode):
 
 @contextmanager
 def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
-    """torch's own modules call it out of the mode's sight."""
+    """Replace attention for torch's own modules, which call it past the function mode."""
     torch.nn.functional.scaled_dot_product_attention = partial(_fused, watcher)
     try:
         yield
@@ -228,7 +237,7 @@ def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def _autocast_without_memory() -> Iterator[None]:
-    """Code that leaves autocast for its inputs' device finds one on the meta device, too, for which torch has none."""
+    """Let code leave autocast on the meta device, for which torch has none."""
     autocast = torch.autocast.__init__
 
     def of_any_device(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -242,7 +251,7 @@ def _autocast_without_memory() -> Iterator[None]:
 
 
 def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
-    """`scaled_dot_product_attention`, in the precision that autocast would have it in."""
+    """`scaled_dot_product_attention` in autocast's precision, as one fused kernel."""
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
@@ -253,14 +262,18 @@ def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: A
 
 
 class _Fused(Function):
-    """Attention without its squares: keeps its operands, its result and a number for each row (Dao et al., 2022, arXiv:2205.14135)."""
+    """Attention without stored scores (Dao et al., 2022, arXiv:2205.14135).
+
+    It saves its operands, its result and one element for each row.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, watcher: Watcher, causal: bool, dropout: bool
     ) -> Tensor:
         *lead, rows, _ = query.shape
-        if len(lead) > 1:  # heads behind the tokens in memory, as kernels leave them
+        # heads behind the tokens in memory, as kernels leave them
+        if len(lead) > 1:
             result = query.new_empty((*lead[:-1], rows, lead[-1], value.shape[-1])).transpose(-3, -2)
         else:
             result = query.new_empty((*lead, rows, value.shape[-1]))
@@ -279,7 +292,7 @@ class _Fused(Function):
 
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What is real beside what is not, such as the indices of tokens, becomes a tensor without memory as well."""
+    """Move real arguments, such as token indices, to meta if others are there."""
     tensors = _tensors((args, kwargs))
     if len({tensor.is_meta for tensor in tensors}) < 2:
         return args, kwargs
@@ -297,7 +310,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _reduces(func: Any, given: Tensor, results: list[Tensor]) -> bool:
-    """Whether numbers along the last dimension are taken together: by norms, softmaxes, sums, sorting."""
+    """True if elements along the last dimension are combined: by norms, softmaxes, sums, sorting."""
     name = func.overloadpacket.__name__
     if any(word in name for word in ("norm", "softmax", "sort", "topk", "cumsum")):
         return True

@@ -1,4 +1,7 @@
-"""A batch of a job without values: what its model is given in a trace. Data is read only where the job does not say what a sample is."""
+"""A batch of a job without values, which the model gets in a trace.
+
+Data is read only if the job does not describe a sample.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from paceline.job.job import Job
 
 
 def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
-    """So many samples, empty, as the job's data set would give them.
+    """`samples` empty samples, as the job's data set would return them.
 
     Raises:
         DataError, JobError: a sample has to be read, and cannot be.
@@ -27,7 +30,7 @@ def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
 
 
 def with_values(batch: Batch) -> Batch:
-    """The same with memory: zeros for whole numbers, small ones for others; of masks, ones."""
+    """Copy of a batch with values: zeros for integers, ones for masks. Other numbers are small."""
 
     def real(part: Tensor, name: str = "") -> Tensor:
         if part.is_floating_point():
@@ -40,7 +43,7 @@ def with_values(batch: Batch) -> Batch:
 
 
 def tokens_of(batch: Batch) -> int:
-    """The length of its sequences; 1 where the model reads none."""
+    """Length of the batch's sequences; 1 if the model reads none."""
     first = next((part for name, part in batch.items() if name == "input_ids"), None) if isinstance(batch, Mapping) else batch[0]
     return first.shape[1] if first is not None and first.dim() == 2 and not first.is_floating_point() else 1
 
@@ -63,7 +66,7 @@ def _sample(job: Job) -> Any:
 
 
 def _collated_sample(job: Job) -> Any:
-    """One sample as the job's own function collates it, without the dimension of the samples."""
+    """One sample as the job's own function collates it, without the batch dimension."""
     data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
     try:
         batch = data.collate_fn(data.__getitems__([0]))

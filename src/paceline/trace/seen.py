@@ -1,4 +1,4 @@
-"""What a forward pass consists of, as data: its kernels, their products, what is kept for the backward pass."""
+"""Observations of a forward pass as data: kernels, their products, saved tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Product:
-    """A product of matrices, (batch ×) rows × k times k × n, as computed. `weight`: the parameter that k × n, or a part of it, is."""
+    """A matrix product as computed: (batch ×) rows × k times k × n.
+
+    `weight` is the parameter that k × n, or a part of it, is.
+    """
 
     rows: float
     n: int
@@ -16,23 +19,24 @@ class Product:
     weight: str = ""
     causal: bool = False
     flops: float = 0.0
-    read: float = 0.0  # numbers of the left operand, where they are not rows × k: of an image
+    # elements of the left operand, if they are not rows × k: of an image
+    read: float = 0.0
 
 
 @dataclass
 class Kernel:
-    """One kernel, or, of attention, the two products and the softmax that are one.
+    """One kernel; for attention, the two products and the softmax together.
 
     Attributes:
         part: index of the part of the model in which it was launched.
-        numbers: that it reads and writes; products have none of their own.
-        fixed: whether it works on no sample, so that it costs the same for any number of them.
+        numbers: elements that it reads and writes; products have none of their own.
+        fixed: True if it works on no sample, so that it costs the same for any number of them.
         reads, writes: storages.
-        made: numbers in its results.
-        width: of the last dimension of what it reduces over that dimension, as norms do; else 0.
-        picks: whether it picks numbers out of a parameter, such as biases of attention by distance.
-        keys: numbers of keys and values, of attention.
-        scores: numbers of attention's squares that it would read and write, and keep, if it were not fused.
+        made: elements in its results.
+        width: size of the last dimension if the kernel reduces over it, as norms do; else 0.
+        picks: True if it picks elements out of a parameter, such as biases of attention by distance.
+        keys: elements of keys and values, for attention.
+        scores: elements of attention scores that it would read and write, and keep, if it were not fused.
     """
 
     name: str
@@ -52,14 +56,14 @@ class Kernel:
 
 @dataclass
 class Seen:
-    """All that a forward pass did.
+    """Observations of a whole forward pass.
 
     Attributes:
-        kernels: in their order.
-        kept: of each storage that the backward pass needs, how many numbers it holds and in which parts it was kept.
-        routed: of each part, numbers that go to experts.
-        used: of each parameter, the parts that read it.
-        asked: the kinds of modules whose code looked at values that are not there.
+        kernels: in order.
+        kept: for each storage that the backward pass needs, its elements and the parts that saved it.
+        routed: for each part, elements sent to experts.
+        used: for each parameter, the parts that read it.
+        asked: the types of modules whose code read values that do not exist.
     """
 
     kernels: list[Kernel] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Which products of a part of a model tensor parallelism divides, told by what flows into what (Shoeybi et al., 2019, arXiv:1909.08053).
+"""Products that tensor parallelism divides, found by data flow (Shoeybi et al., 2019, arXiv:1909.08053).
 
-A pair begins with matrices divided by columns, whose results nothing but element-wise work and attention touches, head by head, and ends in
-one divided by rows. What cannot be told stays whole. `split/tensor/division.py` proves the same on the model itself before it divides.
+A pair begins with matrices divided by columns, whose results are used only element-wise and in attention, head by head, and ends in
+one divided by rows. Unclear parts stay replicated. `split/tensor/division.py` verifies the same on the model itself before it divides.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass, field
 from paceline.trace.graph import Divided
 from paceline.trace.seen import Kernel
 
-LARGE = 1 << 20  # numbers from which on a matrix outside of pairs is divided, and its results put together
+# number of elements from which on a matrix outside of pairs is divided, and its results gathered
+LARGE = 1 << 20
 _NONE = frozenset[int]()
 
 
 @dataclass
 class Split:
-    """What tensor parallelism does to a model: kernels by their index.
+    """Tensor parallelism of a model, with kernels by their index.
 
     Attributes:
-        how: of kernels with products.
-        inside: kernels that work on a rank's part of the numbers.
-        storages: that hold a rank's part only.
-        reductions: how often ranks put together what they have, by the part of the model.
+        how: division of kernels with products.
+        inside: kernels that work on a rank's part of the elements.
+        storages: storages that hold a rank's part only.
+        reductions: number of collectives, by part of the model.
     """
 
     how: dict[int, Divided] = field(default_factory=dict)
@@ -35,12 +36,12 @@ class Split:
 
 
 def split_of(kernels: Sequence[Kernel], whole: Collection[str], heads: Collection[int], large: Collection[str]) -> Split:
-    """What of a model's kernels is divided.
+    """Division of a model's kernels.
 
     Args:
-        whole: names of parameters that stay whole wherever they are.
+        whole: names of parameters that always stay replicated.
         heads: indices of the products that make a vocabulary's logits, whose loss works on a rank's part of them.
-        large: names of parameters that are divided alone, where they are in no pair.
+        large: names of parameters that are divided alone if they are in no pair.
     """
     flow, found = _Flow(kernels, whole, set(heads)), Split()
     for row, columns in flow.rows.items():
@@ -68,7 +69,7 @@ def split_of(kernels: Sequence[Kernel], whole: Collection[str], heads: Collectio
 
 @dataclass(frozen=True)
 class _Spread:
-    """From which columns a tensor comes, and whether attention has changed what its last dimension is."""
+    """Origin of a tensor: its columns. `crossed` is True if attention has changed the meaning of its last dimension."""
 
     columns: frozenset[int] = _NONE
     crossed: bool = False
@@ -78,9 +79,9 @@ class _Flow:
     """One pass over the kernels, from columns to the rows that end them.
 
     Attributes:
-        of: of each kernel, the columns whose numbers it works on.
-        rows: of each product that can be divided by rows, the columns that it ends.
-        refused: columns whose numbers something needs together.
+        of: for each kernel, the columns whose elements it works on.
+        rows: for each product that can be divided by rows, the columns that it ends.
+        refused: columns whose elements an operation needs together.
     """
 
     def __init__(self, kernels: Sequence[Kernel], whole: Collection[str], heads: set[int]) -> None:
@@ -89,13 +90,15 @@ class _Flow:
         self.rows: dict[int, frozenset[int]] = {}
         self.refused: set[int] = set()
         self._spread: dict[int, _Spread] = {}
-        self._picked: set[int] = set()  # storages of what belongs to heads, one cannot tell how
-        self._consumers: dict[int, list[int]] = defaultdict(list)  # of each column, the kernels that work on its numbers
+        # storages of per-head values whose layout is unknown
+        self._picked: set[int] = set()
+        # kernels that work on each column's elements
+        self._consumers: dict[int, list[int]] = defaultdict(list)
         for index, kernel in enumerate(kernels):
             self._pass(index, kernel)
 
     def leaks(self, columns: frozenset[int]) -> bool:
-        """Whether something besides rows needs what the columns make: then it would have to be put together for that."""
+        """True if something besides rows needs the columns' results. They would have to be gathered for it."""
         wanted: set[int] = set()
         for index in sorted({i for column in columns for i in (column, *self._consumers[column])}, reverse=True):
             kernel = self.kernels[index]
@@ -126,7 +129,10 @@ class _Flow:
         self._note(index, kernel, columns, made)
 
     def _needs_whole(self, kernel: Kernel, columns: frozenset[int], crossed: bool) -> bool:
-        """Whether a kernel takes together what lies on different ranks, or adds what nobody can divide; norms of single heads do not."""
+        """True if the kernel mixes values of different TP ranks.
+
+        That is a full-width reduction or an indivisible addition; per-head norms do not.
+        """
         if kernel.name == "baddbmm" or self._picked.intersection(kernel.reads):
             return True
         if crossed or not kernel.width:

@@ -1,21 +1,28 @@
-"""The trace of a transformer from its dimensions alone: no module, no torch. Counts follow Korthikanti et al. (2022, arXiv:2205.05198)."""
+"""Trace of a transformer from its dimensions alone: no module, no torch.
+
+Counts follow Korthikanti et al. (2022, arXiv:2205.05198).
+"""
 
 from __future__ import annotations
 
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace.graph import Block, Gemm, Trace
 
-LAYER_KERNELS = 19  # 2 norms, 6 products, 3 biases, softmax, 2 residuals, dropout, 4 copies that put heads first and last again
-HEAD_KERNELS = 14  # norm, product, cast, and the cross entropy's maximum, difference, exponential, sums, gather, logarithm
-EMBEDDING_KERNELS = 16  # with those that prepare the data and the mask
-MASK = 0.5  # a mask of one byte beside numbers of two
+# 2 norms, 6 products, 3 biases, softmax, 2 residuals, dropout, 4 copies that move heads first and back
+LAYER_KERNELS = 19
+# norm, product, cast, and the cross entropy's maximum, difference, exponential, sums, gather, logarithm
+HEAD_KERNELS = 14
+# with those that prepare the data and the mask
+EMBEDDING_KERNELS = 16
+# a mask of one byte beside numbers of two
+MASK = 0.5
 
 
 def transformer(d: Dimensions) -> Trace:
-    """Its embedding, its layers and its head, as blocks.
+    """Embedding, layers and head of a transformer, as blocks.
 
-    Activations kept for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times `hidden` bytes in
-    two bytes a number, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
+    Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times `hidden`
+    bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
     """
     layer = _layer(d)
     tied = d.vocab * d.hidden if d.tied else 0
@@ -39,8 +46,10 @@ def _layer(d: Dimensions) -> Block:
             *_feed_forward_gemms(d),
         ),
         inside=d.seq * (d.hidden + 2.0 * narrow + 2.0 * d.hidden + (3.0 if d.gated else 2.0) * wide),
-        outside=d.seq * d.hidden * (10.0 + 2 * mask),  # two norms read and write, two residuals read two, and a mask, and write one
-        scores=squares * (4.0 + mask if mask else 2.0),  # softmax reads and writes, dropout reads, writes and keeps a mask
+        # two norms read and write, two residuals read two, and a mask, and write one
+        outside=d.seq * d.hidden * (10.0 + 2 * mask),
+        # softmax reads and writes, dropout reads, writes and keeps a mask
+        scores=squares * (4.0 + mask if mask else 2.0),
         kept_inside=d.seq * (2.0 * d.hidden + 2.0 * narrow + (3.0 if d.gated else 2.0) * wide),
         kept_outside=d.seq * d.hidden * (4.0 + 2 * mask),
         kept_scores=squares * (2.0 + mask if mask else 1.0),
@@ -56,7 +65,7 @@ def _layer(d: Dimensions) -> Block:
 
 
 def _vectors(d: Dimensions, narrow: int) -> int:
-    """Norms and biases; gated models are taken to have no biases and norms without a shift (as Llama's)."""
+    """Number of norms' and biases' parameters. Gated models are assumed to have no biases and norms without a shift (as Llama's)."""
     if d.gated:
         return 2 * d.hidden + d.hidden * d.experts
     return 4 * d.hidden + 3 * d.hidden + 2 * narrow + d.feed_forward + d.hidden * d.experts
@@ -90,7 +99,7 @@ def _embedding(d: Dimensions) -> Block:
 
 
 def _head(d: Dimensions) -> Block:
-    """The last norm, the product with the vocabulary and the loss, which is computed in four bytes a number."""
+    """The last norm, the product with the vocabulary and the loss, computed in four-byte elements."""
     logits = float(d.seq * d.vocab)
     return Block(
         kind="head",

@@ -1,4 +1,4 @@
-"""Measurements that choose a plan: trials of plans and settings, and the calibration of this machine.
+"""Tuning: measurements that choose a plan, by trials, and the calibration of this machine.
 
-Read `auto.py` first, then `trial.py` (what the ranks do), then `calibrate.py`.
+Read `auto.py` first, then `trial.py` (the ranks' part), then `calibrate.py`.
 """

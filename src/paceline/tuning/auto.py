@@ -1,4 +1,4 @@
-"""`--plan auto`: predict, measure the few best plans and their knobs where that repays, take the fastest, and remember what came of it."""
+"""`--plan auto`: predict, measure the few best plans if that repays, take the fastest."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ if TYPE_CHECKING:
     from paceline.training.record.run import Run
 
 Say = Callable[[str], None]
-CALIBRATION_S = 20.0  # what calibrating takes; worth a part of the share of a long run
-_LOOK_S = 0.2  # for other work on the cores, before the ranks start
-_MOST_OTHER_WORK = 0.25  # of all cores; what is measured beside more must not be taken for true ever after
-_LEAST_STEPS = 30  # of a run, for its step time to say what a prediction was worth
+# seconds of calibrating, for which a long run can spend a part of its measuring time
+CALIBRATION_S = 20.0
+# seconds for measuring other work on the cores, before the ranks start
+_LOOK_S = 0.2
+# do not cache results measured while other processes used more than a quarter of the cores
+_MOST_OTHER_WORK = 0.25
+# of a run, for its step time to be compared with the prediction
+_LEAST_STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,11 @@ class Choice:
 
     Attributes:
         plan: the fastest that was found, or the one to begin with.
-        lines: what was tried and what won, for people.
-        gain: step time of the plan over that of the plan to begin with, by the ratios measured in turn; 1 where nothing was better.
-        seconds: what measuring took now, the start of the ranks included; 0 where nothing was measured.
-        from_cache: whether an earlier start had measured it.
-        forecast: what was predicted of the plan; None where nothing was, or where knobs were added that no prediction knows.
+        lines: the table of trials and the result, for people.
+        gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was better.
+        seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
+        from_cache: True if an earlier start had measured it.
+        forecast: the plan's prediction; None if there is none, or if knobs were added that no prediction knows.
     """
 
     plan: Plan
@@ -66,34 +70,36 @@ class Choice:
 
 
 def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> Choice:
-    """Choose the plan for a job on this machine; `say` gets the lines as they arise.
+    """Choose the plan for a job on this machine; `say` gets the lines.
 
-    What is found is kept in a file of the user's cache, and holds for the same work on the same hardware and torch.
+    The result is cached in a file of the user, valid for the same work on the same hardware and torch.
 
     Args:
-        runs: how many runs will have the plan.
+        runs: number of runs that will use the plan.
 
     Raises:
         PlanError: no plan of `auto` can run the job here.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     default = auto_plan(job, cluster)
     lines = _Lines(say)
     too_few = steps_are_too_few(job)
-    if too_few and cluster.kind == "cpu":  # on GPUs, where models are large, it is still asked whether the plan has the memory
+    # on GPUs, where models are large, the plan's memory is still checked
+    if too_few and cluster.kind == "cpu":
         lines.add(f"plan auto: {default}; nothing is measured: {too_few}")
         return Choice(default, lines.all)
     file = kept.file_of(job, cluster, default)
     known = kept.read(file, job, cluster)
     if known and known.measured and (too_few or kept.enough(known, job)):
-        lines.all += [HEADING, *(row.line() for row in known.tried)]  # said once is enough on a screen; a report wants them
+        # told once on a screen; a report has them all
+        lines.all += [HEADING, *(row.line() for row in known.tried)]
         lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
         return Choice(Plan.parse(known.best), lines.all, known.gain, from_cache=True, forecast=known.forecast_of(known.best))
     return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
 
 
 def remember_run(choice: Choice, job: Job, cluster: Cluster, run: Run) -> None:
-    """Keep what the steps of a run took beside what was predicted, for the next prediction."""
+    """Record a run's measured step time beside its prediction, for later predictions."""
     steps = len(run.steps())
     if choice.forecast is None or steps < _LEAST_STEPS or not run.throughput:
         return
@@ -102,7 +108,7 @@ def remember_run(choice: Choice, job: Job, cluster: Cluster, run: Run) -> None:
 
 
 class _Lines:
-    """The lines so far, each told as it comes."""
+    """The lines so far, each reported as it comes."""
 
     def __init__(self, say: Say | None) -> None:
         self.all: list[str] = []
@@ -115,7 +121,7 @@ class _Lines:
             self._say(line)
 
     def rows(self, tried: list[Tried]) -> None:
-        """The rows of the table that are new."""
+        """Report the new rows of the table."""
         if tried and not self._rows:
             self.add(HEADING)
         for row in tried[self._rows :]:
@@ -125,7 +131,7 @@ class _Lines:
 
 @dataclass
 class _Search:
-    """One choice that was not made before."""
+    """One choice that is not cached."""
 
     job: Job
     cluster: Cluster
@@ -136,7 +142,7 @@ class _Search:
     before_s: float = 0.0
 
     def choose(self, known: Findings | None, too_few: str | None) -> Choice:
-        """Predict, or take what an earlier start predicted; then measure, or not: `too_few` steps are a reason."""
+        """Predict, or take a cached prediction; then measure unless there is a reason against it. `too_few` steps are such a reason."""
         self.before_s = known.before_s if known else 0.0
         calibration = _kept_calibration(self.job, self.cluster)
         if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):
@@ -159,7 +165,7 @@ class _Search:
         return self._measured(forecasts, listed, self._run_s(listed))
 
     def _forecasts(self, calibration: Calibration | None) -> list[Forecast]:
-        """What the plans are predicted to take; [] where that cannot be said, which is told."""
+        """Predictions of the plans; [] with a message if they cannot be predicted."""
         try:
             return forecast(self.job, self.cluster, self.default, calibration)
         except PacelineError as error:
@@ -176,7 +182,7 @@ class _Search:
             return None
 
     def _run_s(self, listed: Sequence[Forecast]) -> float | None:
-        """The longest that a run can take, as far as the job and the predictions tell."""
+        """Longest possible run in seconds, as far as the job and the predictions tell."""
         return longest_run_s(self.job, listed[0].step_s, steps_per_epoch(self.job)) if listed else None
 
     def _unmeasured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float, why: str) -> Choice:
@@ -214,7 +220,7 @@ class _Search:
         return Choice(Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best))
 
     def _remember(self, found: Findings) -> None:
-        """Keep the pairs of predicted and measured."""
+        """Record the pairs of predicted and measured times."""
         for row in found.tried:
             forecast = found.forecast_of(row.knob)
             if forecast is not None and row.step_s is not None:
@@ -227,7 +233,7 @@ def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> 
 
 
 def _kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
-    """What an earlier time measured of the machine, if it still holds."""
+    """Cached calibration of this machine, if it is still valid."""
     from paceline.planner.calibrate import cache_file, kept, key_of, tempo_s
 
     host = discover().hosts[0] if cluster.emulate else cluster.hosts[0]

@@ -1,4 +1,4 @@
-"""Calibrate: have ranks on this machine measure what the cost model needs to know of a job here, or take what was measured before."""
+"""Calibration of a job on this machine, measured or taken from the cache."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ from paceline.plans.plan import Plan
 from paceline.units import percent
 
 Say = Callable[[str], object]
-TRANSPORTS = ("shm", "gloo")  # within a host, where tcp is shared memory under another name
+# within a host, where tcp is shared memory under another name
+TRANSPORTS = ("shm", "gloo")
 _MOST_RANKS = 8  # on the cores of a host
-_LOOK_S = 0.2  # for other work on the cores, before the ranks start
-_MOST_OTHER_WORK = 0.25  # of all cores; what is measured beside more must not be taken for true ever after
+# seconds for measuring other work on the cores, before the ranks start
+_LOOK_S = 0.2
+# do not cache results measured while other processes used more than a quarter of the cores
+_MOST_OTHER_WORK = 0.25
 
 
 def calibrate(
@@ -54,15 +57,15 @@ def calibrate(
     axes: Sequence[Axis] = AXES,
     again: bool = False,
 ) -> Calibration:
-    """What was measured of the job on this machine, now or at an earlier time; `say` is told which, and why not where it was measured anew.
+    """Calibration of the job on this machine, new or cached.
 
-    Hosts that are emulated on this machine share its cores: what is measured here holds for them. Their links are known by rate; what TCP
-    takes besides is measured once, between two such hosts.
+    `say` is told which, and why it was measured again. Emulated hosts share this machine's cores, so its measurements hold for
+    them. Their links are known by rate; the overhead of TCP is measured once, between two such hosts.
 
     Args:
         precisions: besides the job's own.
-        axes: along which plans are to divide the work; less of them take less time. A calibration that lacks some is measured anew.
-        again: measure whatever an earlier time found.
+        axes: axes along which plans may divide the work; fewer take less time. A calibration that lacks some is measured again.
+        again: measure even if a cached calibration is valid.
 
     Raises:
         ClusterError: the cluster is not this machine, or has GPUs.
@@ -87,7 +90,8 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
             return found
         if why is not None:
             say(f"{why}; measuring again")
-        if found is not None:  # one that lacks something is extended, not replaced
+        # a calibration that lacks something is extended, not replaced
+        if found is not None:
             wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
             axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.anchors)]
     ranks = max(1, min(host.physical_cores, _MOST_RANKS))
@@ -112,7 +116,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
 
 
 def _between_hosts() -> tuple[Collective, ...]:
-    """Over our own TCP, between two emulated hosts whose link is as fast as the machine."""
+    """Collectives over our own TCP, between two emulated hosts. Their link is as fast as the machine."""
     from paceline.comm.measure.collectives import read
 
     cluster = Cluster(name="two hosts", emulate=Emulate(hosts=2))
@@ -142,7 +146,7 @@ def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis])
 
 
 def _measure(job: Job, host: Host, ranks: int, precisions: Sequence[str], axes: Sequence[Axis]) -> dict[str, Any]:
-    """Start the ranks, and read what they found."""
+    """Start the ranks, and read their results."""
     here = Cluster(name="this machine", hosts=(host,))
     possible, notes = [], []
     for axis in axes:
@@ -171,7 +175,7 @@ def _measure(job: Job, host: Host, ranks: int, precisions: Sequence[str], axes: 
 
 
 def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list[str]:
-    """Why the model cannot be divided along the axis at all; the batch is not asked, as the ranks take one that divides."""
+    """Reasons why the model cannot be divided along the axis at all. The batch is not checked, as the ranks take one that divides."""
     if axis == "none":
         return []
     plan = Plan(**{axis: ranks}, microbatches=2 if axis == "pp" else 1)  # type: ignore[arg-type]

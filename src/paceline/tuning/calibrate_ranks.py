@@ -1,4 +1,4 @@
-"""What the ranks of a calibration measure: passes of the model, segment by segment, and steps of the engine under each split."""
+"""Ranks of a calibration: passes of the model by segment, and steps under each split."""
 
 from __future__ import annotations
 
@@ -39,16 +39,20 @@ from paceline.training.loop import Loop, build_engine, built, loader_of, seed_al
 from paceline.training.record.run import Run
 from paceline.tuning.segment_timer import Marks
 
-_LONG_S = 0.15  # of a pass: three of them are measured long enough
-_PASS_S, _PASSES = 0.15, (3, 30)  # for each size of a microbatch, after one pass that warms up
-_STEP_S, _STEPS = 0.25, (3, 30)  # for each setting of an engine, after two steps
+# length of a pass in seconds, from which on one round of passes is enough
+_LONG_S = 0.15
+# for each size of a microbatch, after one warm-up pass
+_PASS_S, _PASSES = 0.15, (3, 30)
+# for each setting of an engine, after two steps
+_STEP_S, _STEPS = 0.25, (3, 30)
 _UPDATES = 3
-_PIPELINED = (2, 4)  # microbatches of an anchor's steps with pp; elsewhere
+# microbatches of a calibration point's steps: with pp, and without
+_PIPELINED = (2, 4)
 _ACCUMULATED = (1, 2)
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Measure the job in the folder `arguments[0]` as `wanted.json` there says; rank 0 leaves `found.json`."""
+    """Measure the job in the folder `arguments[0]` as its `wanted.json` asks; rank 0 writes `found.json`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     folder = Path(arguments[0])
     wanted = json.loads((folder / "wanted.json").read_text())
@@ -61,7 +65,10 @@ def run_rank(arguments: list[str]) -> None:
 
 
 class _Calibrating:
-    """One rank's part. What is measured together begins at the same moment on all ranks; what is measured alone, the others wait for."""
+    """One rank of a calibration.
+
+    Measurements of several ranks begin at the same moment on all; while one rank measures alone, the others wait.
+    """
 
     def __init__(
         self, job: Job, group: Group, folder: Path, *, cores: int, precisions: list[str], axes: list[Axis], transports: list[str]
@@ -73,7 +80,7 @@ class _Calibrating:
         self.segments: tuple[str, ...] = ("",)
 
     def run(self) -> dict[str, Any]:
-        """All of it; what `tuning/calibrate.py` makes a calibration of."""
+        """Run all measurements and return the calibration's values."""
         seed_all(self.job.seed)
         torch.set_num_threads(self.threads)
         self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
@@ -94,7 +101,7 @@ class _Calibrating:
         }
 
     def _precisions(self, axis: Axis) -> list[str]:
-        """The job's own; besides it others where the model stays whole, which tells how they differ."""
+        """The job's own precision; further ones if the model stays whole, which shows their difference."""
         return self.precisions if axis in ("none", "dp") else self.precisions[:1]
 
     # Passes of the undivided model
@@ -117,7 +124,7 @@ class _Calibrating:
         return found, optimizer_s, sum(p.numel() for p in model.parameters())
 
     def _pace(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> Pace:
-        """The median of some passes, of this many ranks at once; the others wait."""
+        """Timing of one pass with `ranks` ranks at once, a median; the others wait."""
         takes_part = self.group.rank < ranks
         threads = self.cores if ranks == 1 else self.threads
         torch.set_num_threads(threads)
@@ -137,18 +144,19 @@ class _Calibrating:
         return Pace(ranks, threads, precision, remat, samples, self._mean(forward_s, ranks), self._mean(backward_s, ranks), max(0, peak))
 
     def _better(self, passes: _Passes, once: Pace) -> Pace:
-        """The better one of two rounds, as other work disturbs short passes; once is enough for long ones."""
+        """Better of two rounds for short passes, which other work disturbs. For long ones one round is enough."""
         if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
             return once
         return _better(once, self._pace(passes, once.ranks, once.precision, once.remat, once.samples))
 
     def _updates(self, model: nn.Module) -> dict[str, float]:
-        """Seconds of the optimizer's step over the whole model, while the other ranks do the same."""
+        """Seconds of the optimizer's step over the whole model, measured on all ranks at once."""
         found = {}
         for fused in (False, True):
             try:
                 optimizer = self.job.optimizer.build(model.parameters(), fused=fused)
-            except (PacelineError, RuntimeError):  # not every optimizer has a fused step
+            # not every optimizer has a fused step
+            except (PacelineError, RuntimeError):
                 continue
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -165,7 +173,10 @@ class _Calibrating:
     # Steps of the engine
 
     def _anchors(self, axis: Axis, precision: str) -> list[Anchor]:
-        """Two settings of the microbatches, on half of a global batch: plans are predicted at other sizes than they were measured at."""
+        """Calibration points with two numbers of microbatches, on half of a global batch.
+
+        Plans are predicted at other sizes than they were measured at.
+        """
         if axis == "none":
             group = Group(deadline_s=self.group.deadline_s)
             found = self._measured_steps(axis, precision, group) if self.group.rank == 0 else []
@@ -183,7 +194,8 @@ class _Calibrating:
         seed_all(job.seed)
         try:
             engine = build_engine(job, plan, built(job, plan), self.data, group)
-        except PlanError as error:  # the same on all ranks: it follows from shapes
+        # the same on all ranks, as it follows from shapes
+        except PlanError as error:
             self.notes.append(f"{axis}={group.size}: {error}")
             return []
         try:
@@ -198,7 +210,7 @@ class _Calibrating:
 
     @contextmanager
     def _loop(self, job: Job, plan: Plan, engine: Engine, group: Group) -> Iterator[Loop]:
-        """A run as it is trained, record and all; the time that this takes is part of a step."""
+        """A run as in training, with its record, whose time counts to a step."""
         path = self.folder / str(plan).replace(" ", "-")
         if group.rank == 0:
             Run.create(path, job, Cluster.load(self.folder / "cluster.yaml"), plan)
@@ -229,7 +241,8 @@ class _Calibrating:
         steps = [next(steps_of) for _ in range(count)]
         steps_of.close()
         of_all = [statistics.median(values) for values in zip(*steps, strict=True)]
-        scale = statistics.median(sum(parts) for parts in steps) / sum(of_all)  # so that the parts sum to the median step
+        # makes the parts sum to the median step
+        scale = statistics.median(sum(parts) for parts in steps) / sum(of_all)
         parts = _mean(group, [scale * part for part in of_all])
         named = (DATA, COMPUTE, BUBBLE, OPTIMIZER)
         share = engine.loader.partition.shares(0)[0]
@@ -247,14 +260,14 @@ class _Calibrating:
             peak_bytes=-int(_greatest(group, -_kib("VmHWM"))),
         )
 
-    # What they tell each other
+    # Communication
 
     def _greatest(self, value: float) -> float:
         self.board.mark("sync", 0)
         return _greatest(self.group, value)
 
     def _mean(self, values: tuple[float, ...], ranks: int) -> tuple[float, ...]:
-        """Over the first `ranks`; the others, which measured nothing, get it as well."""
+        """Mean over the first `ranks` ranks, on all ranks."""
         size = torch.tensor([float(len(values))], dtype=torch.float64)
         self.group.all_reduce(size, "max")
         own = torch.tensor(values or [0.0] * int(size), dtype=torch.float64) / ranks
@@ -262,7 +275,7 @@ class _Calibrating:
         return tuple(own.tolist())
 
     def _memory(self) -> int:
-        """What this process holds, without what is free in its heap."""
+        """Resident bytes of this process, without free heap memory."""
         gc.collect()
         _trim()
         return int(psutil.Process().memory_info().rss)
@@ -282,7 +295,7 @@ class _Passes:
 
     @contextmanager
     def under(self, precision: str, remat: str) -> Iterator[None]:
-        """The model in this precision, with its blocks computed again in the backward pass or not."""
+        """Context with the model in this precision, with or without recomputation of its blocks."""
         undo: Callable[[], object] = lambda: None  # noqa: E731 - an Undo, as `rematerialise` returns
         if remat != "none":
             from paceline.split.remat import rematerialise
@@ -304,7 +317,7 @@ class _Passes:
             self.model.zero_grad(set_to_none=True)
 
     def take(self, samples: int) -> float:
-        """One forward and one backward pass; seconds."""
+        """Run one forward and one backward pass; returns seconds."""
         if samples not in self._batches:
             self._batches[samples] = self.loader.example(samples)
         batch = place(self._batches[samples], torch.device("cpu"), dtype=self.wide, channels_last=False)
@@ -319,7 +332,7 @@ class _Passes:
 
 
 def _steps(loop: Loop) -> Generator[list[float], None, None]:
-    """Take steps; yields the seconds of each one's parts."""
+    """Take steps forever; yields the seconds of each one's parts."""
     while True:
         for batch in loop.engine.loader:
             result = loop.advance(batch)
@@ -330,12 +343,12 @@ def _steps(loop: Loop) -> Generator[list[float], None, None]:
 
 
 def _better(one: Pace, other: Pace) -> Pace:
-    """The shorter of two medians: what else the machine does only ever adds to them. The larger memory counts."""
+    """Shorter of two medians, as other work only adds to them, with the larger memory."""
     return replace(min(one, other, key=lambda pace: pace.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
 
 
 def _quiet(job: Job, global_batch: int) -> Job:
-    """The same work on another batch, without an end, evaluations or checkpoints."""
+    """Copy of the job with another batch, without an end, evaluations or checkpoints."""
     ends = {"stop": StopSpec(steps=10**9), "evaluate": EvaluateSpec(every_epochs=10**6), "checkpoint": CheckpointSpec(every_seconds=1e9)}
     return job.model_copy(update={**ends, "global_batch": global_batch})
 
@@ -365,13 +378,13 @@ def _kib(name: str) -> int:
 
 
 def _forget_peak() -> None:
-    """Have the kernel count the most memory anew (proc(5): 5 to clear_refs)."""
+    """Reset the kernel's peak memory counter (proc(5): 5 to clear_refs)."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def _trim() -> None:
-    """Give free memory of the heap back, where the C library can: what was measured before must not hide what comes."""
+    """Return free heap memory to the system if the C library can. Earlier measurements must not hide later ones."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

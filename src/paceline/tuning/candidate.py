@@ -1,4 +1,4 @@
-"""An engine under one of the plans that take turns in the same processes, to be timed: real model, real data, nothing learned."""
+"""An engine under one of several plans that are timed in the same processes. The model and the data are real; nothing is learned."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from paceline.plans.plan import Plan
 from paceline.training.loop import build_engine, built, seed_all
 
 WARM_UP_STEPS = 2
-_TURN_S = 0.15  # in which a plan computes before the other's turn
+# seconds of one plan's steps before the other's turn
+_TURN_S = 0.15
 _MOST_STEPS_A_TURN = 8
-_SETTLING_S = 0.5  # a step shorter than this is slower the first time in a turn, when caches and threads are still the other plan's
+# A shorter step is slower the first time in a turn, when caches and threads are still the other plan's.
+_SETTLING_S = 0.5
 
 
 class Contender:
-    """An engine under a plan, with the job's own data; on ranks that the plan leaves idle, nothing.
+    """An engine under a plan, with the job's own data; idle ranks have none.
 
     Args:
-        group: of the plan's ranks, from `part_of`; None on the others.
-        threads: that a rank computes with.
-        cores: that it may run on.
+        group: group of the plan's ranks, from `part_of`; None on the others.
+        threads: threads of a rank.
+        cores: cores that a rank may run on.
     """
 
     def __init__(self, job: Job, plan: Plan, data: DataSets, group: Group | None, *, threads: int, cores: set[int]) -> None:
@@ -52,7 +54,7 @@ class Contender:
             parameters["lr"] = 0.0
 
     def warm_up(self) -> float:
-        """Take the first steps, which compile and allocate; seconds of the last."""
+        """Take the first steps, which compile and allocate; returns the seconds of the last."""
         if self.engine is None:
             return 0.0
         self._take_over()
@@ -60,13 +62,13 @@ class Contender:
         return self._steps(1)
 
     def is_warm(self, step_s: float) -> None:
-        """Take the length of a turn from the step time of the slowest rank."""
+        """Set the length of a turn from the step time of the slowest rank."""
         self.warm_s = step_s
         self.settles = step_s < _SETTLING_S
         self.steps_a_turn = max(1, min(_MOST_STEPS_A_TURN, round(_TURN_S / step_s)))
 
     def turn(self) -> float:
-        """Take a few steps; seconds per step, data and all."""
+        """Take a few steps; returns seconds per step, with data loading."""
         if self.engine is None:
             return 0.0
         self._take_over()
@@ -75,7 +77,7 @@ class Contender:
         return self._steps(self.steps_a_turn)
 
     def close(self) -> None:
-        """Let go of the model and the data."""
+        """Release the model and the data."""
         if self.engine is not None:
             self._batches.close()
             self.engine.loader.close()
@@ -99,18 +101,19 @@ class Contender:
             torch.cuda.synchronize()
 
     def _take_over(self) -> None:
-        """Give this process the threads and the cores that the plan gives a rank."""
+        """Give this process the plan's threads and cores."""
         torch.set_num_threads(self.threads)
         if os.sched_getaffinity(0) != self.cores:
             for thread in os.listdir("/proc/self/task"):
-                with suppress(ProcessLookupError):  # it has just ended
+                # the thread has just ended
+                with suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), self.cores)
 
 
 def part_of(world: Group, plan: Plan) -> Group | None:
-    """A group of the first ranks, as many as the plan has; None on the others. Every rank calls this.
+    """Group of the first ranks, as many as the plan has; None on the others.
 
-    On CPUs it is one of its own even where it has all ranks: shared memory for gradients lives as long as the group that it is for.
+    Every rank calls this. On CPUs it is a new group even if it has all ranks: shared memory for gradients lives as long as its group.
     """
     size = plan.ranks
     assert not plan.splits or size in (1, world.size), "a model can be divided over all ranks of torch's default group only"

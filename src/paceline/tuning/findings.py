@@ -1,4 +1,7 @@
-"""What a trial of plans and their knobs has found: written by its ranks, read by their launcher, kept for later. Does without torch."""
+"""Result of a trial, as a file between ranks, launcher and cache.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ BEGINNING = "the plan to begin with"
 
 @dataclass
 class Findings:
-    """What a trial has found so far; kept in a file, from which another one goes on.
+    """Result of a trial so far; kept in a file, from which another trial continues.
 
     Attributes:
         default: the plan that it began with; `step_s` is the median of its steps, `run_s` the longest run with them.
         best: the fastest plan so far.
         tried: the first row is the default's.
         under_way: the knob that is being tried.
-        gain: step time of the best plan over that of the default, by the measured ratios of what was kept.
-        complete: whether every plan and knob that can help was tried for as long as it takes.
-        forecasts: the plans whose step time was predicted, the default's first where it is among them; the others are to be measured.
-        share: of the run, what measuring may take at most.
-        knobs: whether they are tried as well.
-        before_s: the longest that the earlier runs of the job could take, in which nothing was measured.
+        gain: step time of the best plan over that of the default, by the measured ratios of kept changes.
+        complete: True if every plan and knob that can help was tried for as long as it takes.
+        forecasts: the plans with a predicted step time, the default's first if it is among them; the others are to be measured.
+        share: largest fraction of the run that measuring may take.
+        knobs: True if they are tried as well.
+        before_s: longest possible duration of the job's earlier runs, in which nothing was measured.
     """
 
     default: str
@@ -49,21 +52,21 @@ class Findings:
 
     @classmethod
     def read(cls, file: Path) -> Findings:
-        """Read what `write` wrote."""
+        """Read a result from a file."""
         values: dict[str, Any] = json.loads(file.read_text())
         tried = [Tried.from_json(row) for row in values["tried"]]
         return cls(**(values | {"tried": tried, "forecasts": [Forecast(**row) for row in values["forecasts"]]}))
 
     def write(self, file: Path) -> None:
-        """Write whole or not at all."""
+        """Write the file atomically."""
         rows = {"tried": as_json(self.tried), "forecasts": [asdict(row) for row in self.forecasts]}
         write_whole(file, json.dumps(self.__dict__ | rows, indent=1))
 
     @property
     def measured(self) -> bool:
-        """Whether there was a trial; else the plan was chosen without."""
+        """True if there was a trial; else the plan was chosen without."""
         return bool(self.tried)
 
     def forecast_of(self, plan: str) -> Forecast | None:
-        """What was predicted of a plan; None where nothing was."""
+        """Prediction of a plan, or None."""
         return next((forecast for forecast in self.forecasts if forecast.plan == plan), None)

@@ -1,4 +1,4 @@
-"""What the plans for a job are predicted to take, asked of a process of its own: it runs the model's code, and needs torch."""
+"""Predictions of the plans for a job, made by a process with torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from paceline.plans.plan import Plan
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
-_LOOKED_AT = 12  # plans of other degrees, the best of each
+# number of plans with distinct degrees, the best of each
+_LOOKED_AT = 12
 
 
 def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """The best plans by prediction, and with them the default and one rank alone where they can run.
+    """The best plans by prediction, with the default and one rank alone. These two are included if they can run.
 
     Raises:
         LaunchError: the model or the machines are beyond the cost model; with the reason.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     with scratch_folder() as folder:
         Path(folder, "job.yaml").write_text(job.to_yaml())
@@ -42,7 +43,7 @@ def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Predict for the folder `arguments[0]`, and leave `forecasts.json` there."""
+    """Predict for the folder `arguments[0]`, and write `forecasts.json` there."""
     from paceline.planner.calibrate import Calibration
     from paceline.training.dry_run.preflight import LOOK_S, refused_of
 
@@ -52,13 +53,14 @@ def run_rank(arguments: list[str]) -> None:
     file = folder / "calibration.json"
     calibration = Calibration.from_json(file.read_text()) if file.is_file() else None
     found = predicted(job, cluster, Plan.parse((folder / "default.txt").read_text()), calibration)
-    refused = refused_of(job, [Plan.parse(row.plan) for row in found], LOOK_S)  # here, where torch and the model's code are already
+    # checked here, where torch and the model's code are loaded already
+    refused = refused_of(job, [Plan.parse(row.plan) for row in found], LOOK_S)
     found = [row for row in found if Plan.parse(row.plan) not in refused]
     (folder / "forecasts.json").write_text(json.dumps([asdict(row) for row in found]))
 
 
 def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """The same in this process. Raises as `search` does."""
+    """Predictions in this process. Raises as `search` does."""
     from paceline.planner.predict import modelled
     from paceline.planner.search.search import search
     from paceline.trace.anatomy import anatomy
@@ -68,7 +70,8 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
     for plan in (default, Plan()):
         if plan not in predictions and not check_plan(plan, job, cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
-    if anatomy(job.model).batch_norms:  # it would normalise over fewer samples
+    # microbatches would normalise over fewer samples
+    if anatomy(job.model).batch_norms:
         predictions = {plan: prediction for plan, prediction in predictions.items() if plan.microbatches == 1}
     calibrated = calibration is not None
     rows = [Forecast(str(plan), p.step_time_s, p.step_time_s, calibrated, p.fits) for plan, p in predictions.items()]

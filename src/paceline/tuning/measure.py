@@ -1,4 +1,7 @@
-"""Have ranks measure plans and their knobs. What fails is left out with its reason, and the others are measured all the same."""
+"""Measurement of plans and their knobs by ranks.
+
+A plan or knob that fails is left out with its reason, and the others are measured all the same.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,18 @@ from paceline.stats import Interval
 from paceline.tuning.findings import BEGINNING, Findings
 
 Tell = Callable[[list[Tried]], None]
-_MOST_FAILURES = 2  # plans or knobs that may fail before the others are left out: each costs another start of the ranks
-_HANGS_S = 120.0  # a plan that is only tried need not be waited for as long as a run
-_APART = 0.97  # of the best time: what is measured in another start must be faster by more than starts differ
+# number of failures that end the trial: each costs another start of the ranks
+_MOST_FAILURES = 2
+# deadline of a trial in seconds, shorter than that of a run
+_HANGS_S = 120.0
+# largest ratio to the best time at which a plan measured in another start is faster beyond doubt
+_APART = 0.97
 
 
 def measure(job: Job, cluster: Cluster, found: Findings, tell: Tell) -> Findings:
-    """What ranks find who begin with `found`: its plan, then the other forecasts, then the knobs of the best.
+    """Measure the plan of `found`, then the other forecasts, then the knobs of the best.
 
-    A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, where there is time for it.
+    A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, if there is time for it.
 
     Args:
         tell: gets all rows so far, whenever there may be new ones.
@@ -34,7 +40,7 @@ def measure(job: Job, cluster: Cluster, found: Findings, tell: Tell) -> Findings
     Raises:
         LaunchError: the plan to begin with failed.
         ClusterError: the cluster's hosts cannot be emulated here.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     ranks, together = startable(found.forecasts) if found.forecasts else (Plan.parse(found.default).ranks, [])
     apart = [forecast for forecast in found.forecasts if forecast not in together]
@@ -48,7 +54,7 @@ def measure(job: Job, cluster: Cluster, found: Findings, tell: Tell) -> Findings
 
 
 def reason_of(error: PacelineError) -> str:
-    """What happened, without which of the ranks it was first."""
+    """The error's first line, without the name of the rank."""
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
 
 
@@ -81,7 +87,7 @@ def _started(job: Job, cluster: Cluster, found: Findings, ranks: int, tell: Tell
 
 
 def _leave_out(found: Findings, reason: str) -> None:
-    """Note the failure of what was under way."""
+    """Add a row for the failure of the current plan or knob."""
     what = str(found.under_way)
     forecast = found.forecast_of(what)
     found.tried.append(Tried(what, f"failed: {reason}", predicted_s=forecast.step_s if forecast else None))
@@ -89,14 +95,14 @@ def _leave_out(found: Findings, reason: str) -> None:
 
 
 def _give_up(job: Job, cluster: Cluster, found: Findings) -> None:
-    """Note all that was not tried for the failures of others."""
+    """Add rows for all that was not tried because others failed."""
     known = {row.knob for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [(str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))]
     found.tried += [Tried(what, "not tried: others failed", predicted_s=predicted_s) for what, predicted_s in left if what not in known]
 
 
 def _apart(job: Job, cluster: Cluster, found: Findings, forecast: Forecast) -> Tried:
-    """Measure a plan in a start of its own; where it is clearly faster than the best so far, it takes its place."""
+    """Measure a plan in a start of its own. It becomes the best if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
         return Tried(forecast.plan, "not tried: the time for measuring was used", predicted_s=forecast.step_s)
     alone = Findings(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
@@ -116,5 +122,5 @@ def _apart(job: Job, cluster: Cluster, found: Findings, forecast: Forecast) -> T
 
 
 def _best_step(found: Findings) -> Interval | None:
-    """The step time of the best plan so far, as it was measured when it became that."""
+    """Step time of the best plan so far, measured when it became the best."""
     return next((row.step_s for row in reversed(found.tried) if row.verdict == "kept"), found.tried[0].step_s)

@@ -1,4 +1,4 @@
-"""What `--plan auto` found at earlier starts: a file of the user's cache for the same work on the same hardware and torch."""
+"""Cache of `--plan auto`: one file for each work, hardware and torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "cli
 
 
 def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
-    """Named by all that bears on a step's time: the work, the hardware, the versions."""
+    """File of a job's cached result, named by the work, the hardware and the versions."""
     values = job.model_dump(mode="json", include=set(_WORK))
     values["optimizer"].pop("lr")
     key = {"job": values, "files": list(digests(values)), "hardware": hardware_of(cluster), "plan": str(default)}
@@ -31,24 +31,26 @@ def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
 
 
 def read(file: Path, job: Job, cluster: Cluster) -> Findings | None:
-    """What was found for this job, measured or not, if its plan can still run."""
+    """Cached result for this job, measured or not, if its plan can still run."""
     try:
         found = Findings.read(file)
         plan = Plan.parse(found.best)
     except (OSError, ValueError, TypeError, KeyError, PlanError):
-        return None  # never measured, or by another version
+        # never measured, or by another version
+        return None
     return found if not check_plan(plan, job, cluster) else None
 
 
 def enough(found: Findings, job: Job) -> bool:
-    """Whether what was measured holds for this run: a longer one may be worth what a shorter one was not."""
+    """True if a cached result holds for this run. A longer run may be worth more measuring than a shorter one."""
     run_s = longest_run_s(job, found.step_s, found.steps_per_epoch)
     return found.complete or found.run_s is None or (run_s is not None and run_s <= 2 * found.run_s)
 
 
 def write(file: Path, found: Findings) -> str:
-    """Keep it for the next start; returns where, in words."""
-    with suppress(OSError):  # a home that cannot be written: then the next start begins anew
+    """Write a result to the cache; returns a phrase that tells where."""
+    # a home that cannot be written: the next start begins anew
+    with suppress(OSError):
         made_cache_folder("knobs")
         found.write(file)
         return f"kept in {file} (delete it to measure again)"

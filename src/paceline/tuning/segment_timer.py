@@ -1,4 +1,4 @@
-"""When the passes of a model come by the modules that it repeats: the time of each segment, forward and backward, of one whole pass."""
+"""Timer of a model's segments, forward and backward, between its repeated modules."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-END = "/end"  # the segment after the last block; no module has such a name
+# the segment after the last block; no module has such a name
+END = "/end"
 
 
 class Marks:
-    """Cuts a pass where the named modules are called: before the first of them, one segment for each, and after the last.
+    """Timer that cuts a pass where the named modules are called.
 
-    Backward, a segment ends when the gradient of the first tensor that its module was given is complete. What has no such tensor is
-    counted with the segment before.
+    There is a segment before the first of them, one for each, and one after the last. Backward, a segment ends when the gradient of its
+    module's first input tensor is complete. A module without such a tensor is counted with the segment before.
 
     Attributes:
-        names: of the segments in the order of their calls, known after a pass.
+        names: segments in the order of their calls, known after a pass.
         seconds: of the newest pass, both ways.
     """
 
@@ -35,11 +36,11 @@ class Marks:
         self._backward: list[list[float]] = []
 
     def clear(self) -> None:
-        """Forget the passes so far."""
+        """Drop the passes so far."""
         self._forward, self._backward = [], []
 
     def medians(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of each segment, forward and backward: of the pass whose whole is the median of all."""
+        """Seconds of each segment, forward and backward, scaled to the median pass."""
         wholes = [sum(f) + sum(b) for f, b in zip(self._forward, self._backward, strict=True)]
         scale = statistics.median(wholes)
         forward, backward = (
@@ -50,7 +51,7 @@ class Marks:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around one forward and backward pass."""
+        """Time one forward and backward pass."""
         self._entered: dict[str, float] = {}
         self._complete: dict[str, float] = {}
         handles = [self.model.get_submodule(n).register_forward_pre_hook(partial(self._enter, n), with_kwargs=True) for n in self.modules]
@@ -64,7 +65,7 @@ class Marks:
                 handle.remove()
 
     def turn(self) -> None:
-        """Between the two passes."""
+        """Mark the end of the forward pass."""
         self._turned = time.perf_counter()
 
     def _enter(self, name: str, module: nn.Module, args: Any, keywords: Any) -> None:
@@ -73,7 +74,8 @@ class Marks:
             self._watch(name, (args, keywords))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._entered[END] = time.perf_counter()  # the last one to leave has the last word
+        # the last module to leave sets the time
+        self._entered[END] = time.perf_counter()
         self._watch(END, output)
 
     def _watch(self, name: str, values: Any) -> None:
@@ -92,7 +94,8 @@ class Marks:
         starts = [self._started, *(self._entered[name] for name in order), self._turned]
         self._forward.append([later - earlier for earlier, later in pairwise(starts)])
         ends = [now, *(self._complete.get(name, 0.0) for name in order), self._turned]
-        for i in range(1, len(ends) - 1):  # what is not known, or out of order, is counted with what comes before it
+        # a missing or unordered time is counted with the segment before
+        for i in range(1, len(ends) - 1):
             ends[i] = min(ends[i], ends[i - 1]) if ends[i] else ends[i - 1]
         self._backward.append([max(0.0, before - after) for before, after in pairwise(ends)])
         self.seconds = now - self._started

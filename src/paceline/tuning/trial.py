@@ -1,7 +1,8 @@
-"""A trial of plans and their knobs: the real model on the real data, a few steps under each plan in turn, on the same ranks.
+"""Trial of plans and knobs: the real model on real data, plans in turn.
 
-The processes of a trial are thrown away, so nothing is put back. Every rank sees the same times and decides by itself, but alike. What
-fails ends the trial's processes: no rank is left to wait for one that raised. The launcher then begins anew without that plan or knob.
+The processes of a trial are discarded afterwards, so nothing is restored. Every rank sees the same times and decides by itself, but
+equally. A failure ends the trial's processes: no rank is left waiting for one that raised. The launcher then starts again without that
+plan or knob.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from paceline.training.loop import seed_all
 from paceline.tuning.candidate import WARM_UP_STEPS, Contender, part_of
 from paceline.tuning.findings import BEGINNING, Findings
 
-_DIVIDING_S = 1.0  # what the model takes at least to be divided another way
+# least seconds for dividing the model in another way
+_DIVIDING_S = 1.0
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Try plans and knobs for the job in the folder `arguments[0]` as one rank; rank 0 leaves `findings.json` there."""
+    """Try plans and knobs for the job in the folder `arguments[0]`, as one rank. Rank 0 writes `findings.json` there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     folder = Path(arguments[0])
     job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
@@ -49,20 +51,21 @@ def run_rank(arguments: list[str]) -> None:
 
 
 class _Trial:
-    """One rank's part."""
+    """One rank of a trial."""
 
     def __init__(self, job: Job, cluster: Cluster, findings: Findings, group: Group, file: Path) -> None:
         self.job, self.cluster, self.findings, self.group, self.file = job, cluster, findings, group, file
         self.default = Plan.parse(findings.default)
         self.board = StatusBoard.of_this_rank()
         self.cores = os.sched_getaffinity(0)
-        self.since: float | None = None  # when what counts against the budget began
+        # start of the time that counts against the budget
+        self.since: float | None = None
         self.spent_before_s = findings.spent_s
         seed_all(job.seed)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
     def run(self) -> None:
-        """Hold one plan after the other against the best so far, then one knob after the other on it."""
+        """Compare each plan with the best so far, then each knob on it."""
         self._now_trying(BEGINNING)
         self.best = self._contender(Plan.parse(self.findings.best))
         self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
@@ -80,7 +83,7 @@ class _Trial:
                 self._note(self._untried(knob) or self._tried(knob))
 
     def _begin(self, step_s: list[float]) -> None:
-        """Set the limits by the step time of the first plan, whose measuring is not counted."""
+        """Set the limits by the first plan's step time. Its measuring is not counted."""
         findings, own = self.findings, median_interval(step_s)
         self.best_s = own.middle
         if not findings.tried:
@@ -104,18 +107,24 @@ class _Trial:
         return Tried(str(knob), f"not tried: {why}", predicted_s=knob.predicted_s)
 
     def _tried(self, knob: Knob) -> Tried:
-        """Compare the best plan with another one, or with the same and the knob; the better one stays."""
+        """Compare the best plan with a challenger, and keep the better one.
+
+        The challenger is another plan, or the best one with the knob.
+        """
         self._now_trying(str(knob))
         asked_s = self._spent_s()
         challenger = self._contender(knob.on(self.best.plan))
         begun_s = self._spent_s()
-        if knob.cost_s:  # the run is long enough for it, so it is no part of what the comparisons may take
+        # the run is long enough for this cost, so it does not count against the comparisons' budget
+        if knob.cost_s:
             self.findings.budget_s += begun_s - asked_s
-        share_s = (self.findings.budget_s - begun_s) / 3  # of what is left, for the comparisons to come
+        # of the remainder, for the comparisons to come
+        share_s = (self.findings.budget_s - begun_s) / 3
         comparison = Comparison()
         comparison.add(challenger.warm_s, self.best_s)
         comparison.add(self._turn(challenger), self._turn(self.best))
-        if not comparison.hopeless:  # else more of them would only take long
+        # more rounds of a hopeless challenger would only take long
+        if not comparison.hopeless:
             comparison = Comparison()
         while not comparison.decided and (len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < share_s):
             comparison.add(self._turn(challenger), self._turn(self.best))
@@ -127,11 +136,12 @@ class _Trial:
             self.findings.best = str(self.best.plan)
         challenger.close()
         del challenger
-        gc.collect()  # a model and its optimizer refer to each other, and the next one needs the room
+        # a model and its optimizer refer to each other, and the next one needs the memory
+        gc.collect()
         return tried
 
     def _contender(self, plan: Plan) -> Contender:
-        """An engine under the plan, warm."""
+        """A warmed-up engine under the plan."""
         group, host = part_of(self.group, plan), self.cluster.hosts[0]
         cores = set(cores_of(self.group.rank, plan.ranks, host)) if plan.pin and group is not None else self.cores
         contender = Contender(self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores)
@@ -143,12 +153,12 @@ class _Trial:
         return self._greatest(contender.turn())
 
     def _spent_s(self) -> float:
-        """By the clock of rank 0, so that all ranks decide alike."""
+        """Spent seconds by the clock of rank 0, so that all ranks decide alike."""
         own_s = self.spent_before_s + (time.monotonic() - self.since if self.since else 0.0)
         return self._greatest(own_s if self.group.rank == 0 else 0.0)
 
     def _greatest(self, value: float) -> float:
-        """Over all ranks; those that a plan leaves idle wait here."""
+        """Maximum over all ranks; ranks that a plan leaves idle wait here."""
         self.board.mark("sync", 0)
         tensor = torch.tensor([value], dtype=torch.float64, device=self.group.device)
         self.group.all_reduce(tensor, "max")

@@ -103,14 +103,14 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
             {},
             "cuts at blocks.2: 4 stages (schedule=zero-bubble) have 3 cuts between them, and there are 1: cut=blocks.1,blocks.2,blocks.3.",
         ),
-        ("tp=3", {}, "divides the model's attention heads (4) by 3, which leaves a rest: tp is one of 1, 2, 4."),
+        ("tp=3", {}, "divides the model's attention heads (4) by 3, which leaves a remainder: tp is one of 1, 2, 4."),
         (
             "tp=4",
             {"model": f"{__file__}:few_keys"},
-            "divides the model's heads of keys and values (2) by 4, which leaves a rest: tp is one of 1, 2.",
+            "divides the model's heads of keys and values (2) by 4, which leaves a remainder: tp is one of 1, 2.",
         ),
-        ("ep=2", {}, "shares out experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp=2 shares out any model)."),
-        ("ep=3", {"model": "moe"}, "shares out 8 experts to 3 ranks: ep is one of 1, 2, 4, 8."),
+        ("ep=2", {}, "divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp=2 shards any model)."),
+        ("ep=3", {"model": "moe"}, "divides 8 experts over 3 ranks: ep is one of 1, 2, 4, 8."),
         (
             "cp=5",
             {},
@@ -125,12 +125,12 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "tp=2 sequence=on",
             {"model": "resnet50", "data": "digits"},
-            "shares out the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off.",
+            "divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off.",
         ),
         (
             "cp=2",
             {"model": "resnet50", "data": "digits"},
-            "shares out the tokens of a sequence, but the model has no attention over tokens: cp=1.",
+            "divides the tokens of a sequence, but the model has no attention over tokens: cp=1.",
         ),
         (
             "pp=2 cp=2 schedule=gpipe",
@@ -157,7 +157,7 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "remat=block",
             {"model": {"factory": "torch.nn:Linear", "args": {"in_features": 4, "out_features": 4}}, "loss": "mse"},
-            "computes blocks again instead of keeping what they computed, but the model has no repeated blocks: remat=none.",
+            "recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none.",
         ),
         (
             "pp=2 schedule=zero-bubble microbatches=2 compile=on",

@@ -127,8 +127,8 @@ def test_a_plan_that_runs_slower_than_need_be_is_warned_of(
         (
             "pp=2 dp=3 microbatches=2",
             SERVERS,
-            "plan dp=3 pp=2 microbatches=2 has shares of 2 and 3 samples, which do not divide in 2 equal microbatches, so 1 will be used; "
-            "a global batch of 12 would divide.",
+            "plan dp=3 pp=2 microbatches=2 has shares of 2 and 3 samples, which cannot be divided into 2 equal microbatches, so 1 will be "
+            "used; a global batch of 12 would divide.",
         ),
         (
             "cp=4",

@@ -1,4 +1,4 @@
-"""Why a plan cannot run a job on a cluster, said before a process starts, with the nearest plan that can.
+"""Checks of a plan against a job and a cluster, before any process starts.
 
-Read `check.py` first, then `case.py` (what every check is given) and `nearest.py` (the search for another plan).
+Read `check_plan.py` first, then `plan_context.py` (the argument of every check) and `nearest.py` (the search for a plan that works).
 """

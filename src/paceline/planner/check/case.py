@@ -1,4 +1,4 @@
-"""What every check of a plan is given, and what the search for a plan that works needs to know of a check."""
+"""The context that every check of a plan gets, and the description of a check."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ if TYPE_CHECKING:
     from paceline.trace.anatomy import Anatomy
 
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-DATA_AXES = ("dp", "fsdp", "ep")  # along these the ranks read different samples
+# along these the ranks read different samples
+DATA_AXES = ("dp", "fsdp", "ep")
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 def loss_is_tried(job: Job, plan: Plan) -> bool:
-    """Whether the plan computes batches in parts, and the loss is one that only trying tells to be a mean over samples."""
+    """True if the plan computes batches in parts with a loss that must be tried.
+
+    Only trying tells whether such a loss is a mean over samples.
+    """
     in_parts = plan.cp == 1 and plan.data_ranks * plan.microbatches > 1
     return in_parts and (job.loss.name == "model" or ":" in job.loss.name)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, held against a job and a cluster.
+    """A plan with the job and the cluster that it is checked against.
 
     Attributes:
-        world: the number of ranks that were started already, as by torchrun; None where the plan says how many to start.
-        weighed: whether the state is held against the memory even where no rank divides the model, which is built for that.
-        per_host: how many ranks fit on each host; taken from the cluster.
+        world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
+        weighed: True if the state is compared with the memory even if no rank divides the model; the model is then built.
+        per_host: number of ranks that fit on each host; taken from the cluster.
     """
 
     plan: Plan
@@ -45,34 +49,35 @@ class Case:
     per_host: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.per_host:  # once per search: counting the devices of a thousand hosts takes longer than all checks
+        # once per search: counting the devices of a thousand hosts takes longer than all checks
+        if not self.per_host:
             object.__setattr__(self, "per_host", self.cluster.devices_per_host)
 
     @property
     def devices(self) -> int:
-        """How many ranks fit on the cluster."""
+        """Number of ranks that fit on the cluster."""
         return sum(self.per_host)
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The model's. Builds it without memory: only for plans that divide it."""
+        """Facts about the model, which is built without memory; only for plans that divide it."""
         from paceline.trace.anatomy import anatomy
 
         return anatomy(self.job.model)
 
     @property
     def divides(self) -> bool:
-        """Whether a replica takes more than one rank."""
+        """True if a replica has more than one rank."""
         return self.plan.ranks > self.plan.dp
 
     @property
     def stages(self) -> int:
-        """Into how many pieces the pipeline cuts the model."""
+        """Number of pipeline stages of the model."""
         return self.plan.pp * STAGES_PER_RANK[self.plan.schedule] if self.plan.pp > 1 else 1
 
     @property
     def tokens(self) -> int | None:
-        """The length of the job's sequences, where its data or the model's dimensions say so; else None."""
+        """Length of the job's sequences, or None if data and dimensions do not tell."""
         data = self.job.data
         if isinstance(data, Text):
             return data.context
@@ -82,14 +87,14 @@ class Case:
 
     @property
     def ranks_per_host(self) -> list[int]:
-        """See `Cluster.ranks_per_host`."""
+        """Ranks on each host; see `Cluster.ranks_per_host`."""
         return spread(self.plan.ranks, self.per_host)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The distinct shares of a full global batch, in samples, that data-parallel ranks get.
+        """Distinct numbers of samples of a full global batch that data-parallel ranks get.
 
-        They follow the job's weights where there is one per data-parallel rank.
+        They follow the job's weights if there is one per data-parallel rank.
         """
         weights, batch, data_ranks = self.job.partition.weights, self.job.global_batch, self.plan.data_ranks
         if weights is None or len(weights) != data_ranks or data_ranks > batch:
@@ -100,7 +105,7 @@ class Case:
 
     @property
     def smallest_share(self) -> int:
-        """That of the data-parallel rank with the fewest."""
+        """Samples of the data-parallel rank with the fewest."""
         return self.shares[0]
 
 
@@ -108,7 +113,7 @@ class Check(NamedTuple):
     """One reason why a plan may be refused.
 
     Attributes:
-        reason: the text, with the value that would work, or None where the plan is right in this.
+        reason: the text, with the value that would work, or None if the plan passes.
         keys: the plan keys that the answer depends on; changing one of them may help.
     """
 
@@ -117,5 +122,5 @@ class Check(NamedTuple):
 
 
 def degrees(plan: Plan) -> str:
-    """`dp=2 · tp=3`: what multiplies to the plan's ranks."""
+    """The degrees that multiply to the plan's ranks, such as `dp=2 · tp=3`."""
     return " · ".join(f"{key}={getattr(plan, key)}" for key in DEGREES if getattr(plan, key) > 1) or "dp=1"

@@ -1,4 +1,4 @@
-"""Whether a plan can run a job on a cluster: every reason against it, and the nearest plan that can."""
+"""Check of a plan: every reason against it, and the nearest plan that works."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.plans.plan import Plan
 
 
 def check_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
-    """Every reason why a plan cannot run a job on a cluster, each with the value that would work; empty where it can.
+    """Every reason why a plan cannot run a job on a cluster.
 
-    After the reasons comes the nearest plan that works, where one was found. A plan that divides the model has it built, without
-    memory for its weights where its code allows that. Says nothing of what only the data and a forward pass show: activations, the
-    last batch of an epoch, a loss of the user's own.
+    Each reason names the value that would work. After the reasons comes the nearest plan that works, if one was found. If the plan
+    divides the model, the model is built, without memory for its weights if its code allows that. Problems that only the data and a
+    forward pass show are not found: activations, the last batch of an epoch, a loss of the user's own.
 
     Args:
-        world: the number of ranks that were started already, as by torchrun; None where the plan says how many to start.
+        world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
 
     Raises:
         JobError: the model cannot be built.

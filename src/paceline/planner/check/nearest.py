@@ -1,4 +1,4 @@
-"""The plan nearest to one that cannot run: what an error message proposes."""
+"""The nearest plan that works, which error messages propose."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from paceline.planner.check.split_check import MEMORY
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
 
-_MOST_CHANGES = 4  # that are weighed against each other
-_MOST_DEGREES_TRIED = 2000  # of each number of changes; nearest first
+# number of changed keys that are compared with each other
+_MOST_CHANGES = 4
+# combinations tried for each number of changes, nearest first
+_MOST_DEGREES_TRIED = 2000
 _MOST_MICROBATCHES = 64  # more are not proposed
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1),
@@ -37,30 +39,33 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()) -> Plan | None:
-    """The plan that passes every check and differs least from `plan`: in the fewest keys, and among those in the degrees by least.
+    """The plan that passes every check and differs least from `plan`.
 
-    No degree that is 1 in `plan` is raised, but for `dp` and, where the state is beyond the memory, `fsdp`. It needs no more ranks than
-    `plan` does or there are devices. The same for the same arguments, always.
+    It differs in the fewest keys, and among those in the degrees by least. No degree that is 1 in `plan` is raised, but for `dp`
+    and, if the state exceeds the memory, `fsdp`. It needs no more ranks than `plan` does or there are devices. Equal arguments give
+    equal results.
 
     Args:
         world: the number of ranks that were started already; the plan then needs exactly these.
-        further: checks that are held against plans which pass all others, as what only dividing the model shows.
+        further: checks that run after all others, such as those that divide the model.
 
     Returns:
-        None where none was found; `plan` itself where it works.
+        None if none was found; `plan` itself if it works.
 
     Raises:
         JobError: a plan divides the model, and that cannot be built.
     """
     checks = (*CHECKS, *further)
     asked = Case(plan, job, cluster, world)
-    asked = replace(asked, weighed=asked.divides)  # a whole model may be too large as well
+    # a whole model may be too large as well
+    asked = replace(asked, weighed=asked.divides)
     if (found := _others_repaired(asked, 0, checks)) is not None:
         return found
     failed = {check.keys for check in checks if check.reason(asked)}
     ranks = asked.devices if DEGREES in failed else max(plan.ranks, asked.devices)
     ranks = ranks if world is None else world
-    crowded = MEMORY in failed  # then sharing out the state is what helps
+    # sharding the state helps then
+    crowded = MEMORY in failed
     varied = [key for key in DEGREES if key == "dp" or getattr(plan, key) > 1 or (key == "fsdp" and crowded)]
     values = {key: _values(asked, key, ranks) for key in varied}
     exact = world is not None
@@ -69,7 +74,8 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
             for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
                 if (found := _others_repaired(case, changes - in_degrees, checks)) is not None:
                     return found
-    for in_degrees in range(len(varied) + 1):  # far off: as many of the other keys as it takes, the first value that helps of each
+    # far off: change as many other keys as needed, with the first value of each that helps
+    for in_degrees in range(len(varied) + 1):
         for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
             if (found := _others_repaired(case, None, checks)) is not None:
                 return found
@@ -82,7 +88,7 @@ def _with_other_degrees(asked: Case, values: dict[str, list[int]], changes: int,
 
 
 def _degrees(plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool) -> Iterator[dict[str, Any]]:
-    """Values for exactly so many of the degrees, the nearest first; all together need at most (or exactly) so many ranks."""
+    """Values for exactly `changes` of the degrees, nearest first. Together they need at most (or exactly) `ranks` ranks."""
     found = []
     for keys in combinations(values, changes):
         kept = plan.ranks // prod(getattr(plan, key) for key in keys)
@@ -96,7 +102,7 @@ def _degrees(plan: Plan, values: dict[str, list[int]], changes: int, ranks: int,
 
 
 def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """One of each list of choices, with a product of at most `most`."""
+    """Combinations of one value per list, with a product of at most `most`."""
     if not choices:
         yield ()
         return
@@ -105,7 +111,10 @@ def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _values(case: Case, key: str, most: int) -> list[int]:
-    """Other values of a degree that pass the checks of it alone, ascending: small ones, powers of 2, divisors, what the job suggests."""
+    """Other values of a degree that pass its own checks, ascending.
+
+    Candidates are small values, powers of 2, divisors, and those that the job suggests.
+    """
     own, weights, data_ranks = getattr(case.plan, key), case.job.partition.weights or (), case.plan.data_ranks
     powers = [2**n for n in range(max(1, most).bit_length())]
     nearby = [own - 1, own + 1, *(n for n in range(1, min(own, 4096)) if own % n == 0)]
@@ -118,7 +127,7 @@ def _values(case: Case, key: str, most: int) -> list[int]:
 
 
 def _others_repaired(case: Case, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)) -> Plan | None:
-    """The plan with exactly so many keys beside the degrees changed (None: any number), each for a check that asks for it; else None."""
+    """The plan with exactly `changes` other keys changed to pass the checks, or None. With `changes=None` any number may change."""
     failed = next((check for check in checks if check.reason(case)), None)
     if failed is None:
         return None if changes else case.plan
@@ -135,7 +144,7 @@ def _others_repaired(case: Case, changes: int | None, checks: tuple[Check, ...],
 
 
 def _other_values(case: Case, key: str) -> list[Any]:
-    """Of a key that is no degree: the nearest value first."""
+    """Other values of a key that is no degree, nearest first."""
     own = getattr(case.plan, key)
     if key == "microbatches":
         share = min(case.smallest_share, _MOST_MICROBATCHES)
@@ -147,7 +156,7 @@ def _other_values(case: Case, key: str) -> list[Any]:
 
 
 def _cut_as_meant(case: Case) -> str:
-    """Each name as the known one that is most like it, in the order in which the model has them."""
+    """Cut names replaced by the most similar known ones, in the model's order."""
     known = case.anatomy.modules
     meant = {cut if cut in known else closest(cut, known) for cut in case.plan.cut.split(",")}
     return ",".join(sorted((cut for cut in meant if cut), key=known.index))

@@ -1,4 +1,4 @@
-"""What keeps a plan from running a job on a cluster: every reason, with the value that would work."""
+"""Checks of a plan: every reason why it cannot run a job on a cluster."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
     from paceline.plans.plan import Plan
 
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
-_WITH_FUSED_STEP = ("sgd", "adam", "adamw")  # torch's own; LARS and LAMB are ours
-_RANK_BYTES = 2**28  # of a rank with torch in it, before it has a model
+# torch's own; LARS and LAMB are ours
+_WITH_FUSED_STEP = ("sgd", "adam", "adamw")
+# memory of a rank with torch, before it has a model
+_RANK_BYTES = 2**28
 
 
 def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
-    """Every reason why the plan cannot run the job on the cluster, each with the value that would work; empty where it can.
+    """Every reason why the plan cannot run the job on the cluster.
 
-    `world` is the number of ranks that were started already, on whatever devices there are.
+    Each reason names the value that would work. `world` is the number of ranks that were started already, on whatever devices there
+    are.
     """
     return reasons_of(Case(plan, job, cluster, world))
 
 
 def reasons_of(case: Case) -> list[str]:
-    """The same of a case."""
+    """Reasons against the plan of a context."""
     return [reason for check in CHECKS if (reason := check.reason(case))]
 
 
@@ -43,7 +46,7 @@ def _other_world(case: Case) -> str | None:
 
 
 def _too_few_devices(case: Case) -> str | None:
-    """Ranks may share the cores of CPUs, but no GPU."""
+    """Reason of too few GPUs; ranks may share the cores of CPUs."""
     plan, cluster, weights = case.plan, case.cluster, case.job.partition.weights or ()
     if plan.ranks <= case.devices or cluster.kind == "cpu" or case.world is not None:
         return None
@@ -57,7 +60,7 @@ def _too_few_devices(case: Case) -> str | None:
 
 
 def _too_little_memory(case: Case) -> str | None:
-    """Only where ranks share cores: the rest is for the memory to tell."""
+    """Reason of too little memory for ranks that share cores, or None."""
     plan, cluster = case.plan, case.cluster
     if plan.ranks <= case.devices or cluster.kind != "cpu" or case.world is not None:
         return None
@@ -117,7 +120,7 @@ def _loss_over_the_whole_batch(case: Case) -> str | None:
 
 
 def _models_loss_over_the_whole_batch(case: Case) -> str | None:
-    """A loss that a model computes over the samples that it sees cannot be put together from those of parts."""
+    """Reason against a model's own loss that compares samples, computed in parts. Losses of parts cannot be combined then."""
     plan = case.plan
     if plan.microbatches * plan.data_ranks == 1 or case.job.loss.name != "model" or not case.anatomy.compares_samples:
         return None
@@ -136,7 +139,7 @@ def _no_fused_step(case: Case) -> str | None:
 
 
 def _no_images(case: Case) -> str | None:
-    """Models by import path may take images; so they pass."""
+    """Reason against channels_last for models without images; models by import path pass."""
     plan, model = case.plan, case.job.model
     takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
     if plan.memory_format != "channels_last" or takes_images:
@@ -160,7 +163,7 @@ def _no_such_transport(case: Case) -> str | None:
 
 
 def _multiplied(plan: Plan) -> str:
-    """Only where there is something to multiply."""
+    """The plan's degrees in parentheses, if there are several."""
     return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
 
 
@@ -169,7 +172,7 @@ def _data_rank(plan: Plan) -> str:
 
 
 def _data_ranks(plan: Plan) -> str:
-    """The plan's number of data-parallel ranks as text, with the degrees that they come from."""
+    """The plan's number of data-parallel ranks as text, with their degrees."""
     if plan.data_ranks == plan.dp:
         return count(plan.dp, "replica")
     return f"{plan.data_ranks} data-parallel ranks ({' · '.join(f'{key}={n}' for key in DATA_AXES if (n := getattr(plan, key)) > 1)})"

@@ -1,4 +1,7 @@
-"""What keeps a plan from dividing a model: every reason, with the value that would work. See `check.py` for the other reasons."""
+"""Checks of a plan's splits: every reason why it cannot divide a model.
+
+The other reasons are in `rules.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from paceline.planner.check.case import DEGREES, Case, Check
 from paceline.planner.check.state import crowded
 from paceline.units import count
 
-_BY_NUMBER = ("sgd", "adam", "adamw")  # optimizers whose step of a number needs no other number: it works on any part of a tensor
+# optimizers whose step of an element needs no other element, so that they work on any shard
+_BY_NUMBER = ("sgd", "adam", "adamw")
 MEANT_FOR = {"zero": ("fsdp", 3), "offload": ("fsdp", False), "sequence": ("tp", False), "schedule": ("pp", "1f1b"), "cut": ("pp", "")}
 
 
 def _without_its_degree(key: str) -> Check:
-    """A key that says how a degree works does nothing where that degree is 1; most likely the degree was forgotten."""
+    """Check of a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
     degree, default = MEANT_FOR[key]
 
     def reason(case: Case) -> str | None:
@@ -40,10 +44,14 @@ def _schedule_and_microbatches(case: Case) -> str | None:
 
 
 def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
-    """Whether a schedule of `torch.distributed.pipelining` can run so many microbatches over `pp` ranks: each class's own rule."""
+    """True if a schedule can run `microbatches` microbatches over `pp` ranks.
+
+    These are the rules of the classes in `torch.distributed.pipelining`.
+    """
     if schedule == "1f1b":
         return microbatches >= pp
-    if schedule == "interleaved":  # in rounds of equally many, one of each rank at least
+    # in rounds of equal size, at least one microbatch of each rank
+    if schedule == "interleaved":
         return microbatches >= pp and microbatches % (microbatches // pp) == 0
     return True
 
@@ -82,7 +90,10 @@ def _even_cuts(case: Case) -> str:
 
 
 def _heads_do_not_divide(case: Case) -> str | None:
-    """A vocabulary that does not divide stays whole, which is slower but works: see `warn.py`."""
+    """Reason against a `tp` that does not divide the heads, or None.
+
+    A vocabulary that cannot be divided stays replicated, which is slower but works: see `warnings.py`.
+    """
     tp = case.plan.tp
     if tp == 1:
         return None
@@ -91,7 +102,7 @@ def _heads_do_not_divide(case: Case) -> str | None:
     if not wrong:
         return None
     working = _common_divisors([n for found in numbers.values() for n in found])
-    return f"plan {case.plan} divides the model's {' and '.join(wrong)} by {tp}, which leaves a rest: {_one_of('tp', working)}."
+    return f"plan {case.plan} divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
 
 
 def _experts_do_not_divide(case: Case) -> str | None:
@@ -100,9 +111,9 @@ def _experts_do_not_divide(case: Case) -> str | None:
     if plan.ep == 1 or (experts and not any(n % plan.ep for n in experts)):
         return None
     if not experts:
-        instead = f"ep=1 (fsdp={plan.ep} shares out any model)"
-        return f"plan {plan} shares out experts, but the model has no mixture of experts in one tensor: {instead}."
-    return f"plan {plan} shares out {_numbers(experts)} experts to {plan.ep} ranks: {_one_of('ep', _common_divisors(experts))}."
+        instead = f"ep=1 (fsdp={plan.ep} shards any model)"
+        return f"plan {plan} divides experts, but the model has no mixture of experts in one tensor: {instead}."
+    return f"plan {plan} divides {_numbers(experts)} experts over {plan.ep} ranks: {_one_of('ep', _common_divisors(experts))}."
 
 
 def _tokens_do_not_divide(case: Case) -> str | None:
@@ -110,21 +121,22 @@ def _tokens_do_not_divide(case: Case) -> str | None:
     if plan.cp == 1:
         return None
     if not case.anatomy.heads and not case.anatomy.vocabulary:
-        return f"plan {plan} shares out the tokens of a sequence, but the model has no attention over tokens: cp=1."
-    return _rest_of_tokens(case, "cp", plan.cp) if case.anatomy.takes_parts_of_sequences else None  # others have all tokens on every rank
+        return f"plan {plan} divides the tokens of a sequence, but the model has no attention over tokens: cp=1."
+    # other models have all tokens on every rank
+    return _remainder_of_tokens(case, "cp", plan.cp) if case.anatomy.takes_parts_of_sequences else None
 
 
 def _no_sequence_to_divide(case: Case) -> str | None:
-    """Sequence parallel: the tokens that a rank of `cp` has are divided again."""
+    """Reason against sequence parallelism, or None. It divides the tokens that a rank of `cp` has once more."""
     plan = case.plan
     if not plan.sequence or plan.tp == 1:
         return None
     if not case.anatomy.heads or not case.anatomy.blocks:
-        return f"plan {plan} shares out the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
-    return _rest_of_tokens(case, "tp", plan.tp * plan.cp)
+        return f"plan {plan} divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
+    return _remainder_of_tokens(case, "tp", plan.tp * plan.cp)
 
 
-def _rest_of_tokens(case: Case, key: str, parts: int) -> str | None:
+def _remainder_of_tokens(case: Case, key: str, parts: int) -> str | None:
     tokens, others = case.tokens, parts // getattr(case.plan, key)
     if tokens is None or tokens % parts == 0:
         return None
@@ -176,7 +188,7 @@ def _nothing_to_compute_again(case: Case) -> str | None:
     plan = case.plan
     if plan.remat == "none" or plan.pp > 1 or case.anatomy.blocks:
         return None
-    return f"plan {plan} computes blocks again instead of keeping what they computed, but the model has no repeated blocks: remat=none."
+    return f"plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
 
 
 def _compiled_zero_bubble(case: Case) -> str | None:
@@ -190,7 +202,10 @@ def _compiled_zero_bubble(case: Case) -> str | None:
 
 
 def _shards_of_a_tied_weight(case: Case) -> str | None:
-    """The V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself."""
+    """Reason against FSDP2 shards of a tied weight, or None.
+
+    The V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
+    """
     plan = case.plan
     if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not case.anatomy.tied:
         return None
@@ -205,10 +220,10 @@ def _state_beyond_memory(case: Case) -> str | None:
 
 
 def _enough_fsdp(case: Case) -> str:
-    """The value that would work: more ranks that share out the state, as far as there are devices and samples."""
+    """The value that would work: more ranks to shard the state over. It is limited by devices and samples."""
     plan = case.plan
-    rest = plan.ranks // plan.fsdp
-    most = (case.world or case.devices) // rest
+    others = plan.ranks // plan.fsdp
+    most = (case.world or case.devices) // others
     for zero in dict.fromkeys((plan.zero, 3)):
         for fsdp in (plan.fsdp * 2**n for n in range(max(1, most // plan.fsdp).bit_length())):
             bigger = replace(plan, fsdp=fsdp, zero=zero)
@@ -222,7 +237,7 @@ def _one_of(key: str, values: Sequence[int]) -> str:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Of many only the first ones."""
+    """Numbers as text, of many only the first ones."""
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 

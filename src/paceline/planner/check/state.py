@@ -1,6 +1,6 @@
-"""How many bytes of a model's state a rank keeps at least: parameters, gradients and optimizer state, from their shapes.
+"""Least bytes of a model's state on a rank: parameters, gradients and optimizer state.
 
-A lower bound, without activations and what torch itself takes: where it is beyond the memory, no run can succeed. ZeRO: Rajbhandari et
+This is a lower bound, without activations and torch's own memory: if it exceeds the memory, no run can succeed. ZeRO: Rajbhandari et
 al., 2020, arXiv:1910.02054.
 """
 
@@ -20,25 +20,28 @@ _ADAMS = ("adam", "adamw", "lamb")  # two moments each
 
 
 def state_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
-    """The least that a rank of the plan keeps between and in steps, in bytes, on whatever it computes on."""
+    """Least bytes that a rank keeps on its compute device between and in steps."""
     whole, trained, largest_block = _held(plan, model)
-    size = 8 if plan.precision_for(job) == "fp64" else 4  # bf16 is autocast's: the parameters stay fp32
+    # bf16 is autocast's: the parameters stay fp32
+    size = 8 if plan.precision_for(job) == "fp64" else 4
     if plan.offload:
-        return int(size * 2 * largest_block)  # one block at a time is on the device, with its gradients
+        # one block at a time is on the device, with its gradients
+        return int(size * 2 * largest_block)
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
-    gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp  # torch's pipelines gather and reduce once a step
+    # torch's pipelines gather and reduce once a step
+    gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp
     return int(size * (kept + gradients + moments(job) * trained / plan.fsdp))
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
-    """What a rank of a plan with offload keeps in the memory of its host, in bytes."""
+    """Bytes that a rank of a plan with offload keeps in host memory."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
     return int(size * (whole + trained + moments(job) * trained) / plan.fsdp)
 
 
 def crowded(case: Case) -> str | None:
-    """How much more than there is room for: `30 GiB on a GPU that has 16 GiB`; None where the state of all ranks fits."""
+    """Shortage of memory as text, such as `30 GiB on a GPU that has 16 GiB`; None if the state fits."""
     plan, job, cluster = case.plan, case.job, case.cluster
     on_device = state_bytes(plan, job, case.anatomy)
     in_host = offloaded_bytes(plan, job, case.anatomy) if plan.offload else 0
@@ -46,7 +49,8 @@ def crowded(case: Case) -> str | None:
         in_host = max(on_device, in_host)
     elif on_device > (memory := min(gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus)):
         return f"{size(on_device)} on a GPU that has {size(memory)}"
-    if not in_host or case.world is not None:  # ranks that were started elsewhere are on hosts that we cannot see
+    # ranks that were started elsewhere are on unknown hosts
+    if not in_host or case.world is not None:
         return None
     for host, ranks in zip(cluster.hosts, case.ranks_per_host, strict=True):
         if ranks * in_host > host.memory_bytes:
@@ -55,7 +59,7 @@ def crowded(case: Case) -> str | None:
 
 
 def _held(plan: Plan, model: Anatomy) -> tuple[float, float, float]:
-    """How many numbers of all parameters, of the trained ones and of the largest block a rank has before fsdp: at best an equal part."""
+    """Numbers of all parameters, trained ones and the largest block's on a rank before fsdp. Each rank is assumed to have an equal part."""
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
 
@@ -65,5 +69,5 @@ def _part(plan: Plan, sizes: Sizes) -> float:
 
 
 def moments(job: Job) -> int:
-    """How many numbers the job's optimizer keeps for each parameter."""
+    """Number of optimizer values per parameter."""
     return 2 if job.optimizer.name in _ADAMS else int(job.optimizer.name == "lars" or job.optimizer.momentum > 0)

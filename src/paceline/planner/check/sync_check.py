@@ -1,4 +1,4 @@
-"""What keeps the replicas of a plan from coming to agree as it says: the rule, its settings, and compression."""
+"""Checks of how the replicas of a plan agree: the rule, its settings, and compression."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from paceline.plans.sync_info import SyncSpec
 
 
 def _nothing_to_compress(case: Case) -> str | None:
-    """LocalSGD averages the parameters themselves, which must arrive as they are; another package's rule sends what it likes."""
+    """Reason against compression with a rule that cannot use it, or None.
+
+    LocalSGD averages the parameters themselves; another package's rule sends its own data.
+    """
     plan, rule = case.plan, SyncSpec.parse(case.plan.sync).name
     if plan.compress == "none" or rule in ("allreduce", "diloco"):
         return None
@@ -34,8 +37,8 @@ def _cannot_go_back(case: Case) -> str | None:
     if case.job.nonfinite != "rewind" or SyncSpec.parse(plan.sync).agrees_every_step:
         return None
     return (
-        f"plan {plan} lets replicas train apart, and the job rewinds all of them when a loss is not finite, of which the others do not "
-        "know: nonfinite: skip in the job, or sync=allreduce."
+        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of which the others do "
+        "not know: nonfinite: skip in the job, or sync=allreduce."
     )
 
 
@@ -45,11 +48,11 @@ def _batch_over_all_replicas(case: Case) -> str | None:
         return None
     if job.loss.is_over_whole_batch:
         name = job.loss.name.rpartition(":")[2]
-        return f"plan {plan} lets replicas train apart, and the {name} loss compares the samples of all of them: sync=allreduce."
+        why = f"the {name} loss compares the samples of all of them"
+        return f"plan {plan} lets replicas train independently, and {why}: sync=allreduce."
     if job.batch_norm == "sync":
-        return (
-            f"plan {plan} lets replicas train apart, and batch_norm: sync joins them in every layer: batch_norm: local, or sync=allreduce."
-        )
+        why = "batch_norm: sync joins them in every layer"
+        return f"plan {plan} lets replicas train independently, and {why}: batch_norm: local, or sync=allreduce."
     return None
 
 

@@ -1,4 +1,7 @@
-"""What slows a plan that runs, or makes its result another than is commonly expected; each with the value that does not."""
+"""Warnings about a plan that runs, but slowly or with an uncommon result.
+
+Each names a value that avoids it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _ZOO_WITHOUT_BATCH_NORM = ("mlp", "cifar_cnn", "bert", "gpt", "moe")
 
 
 def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
-    """What makes a plan that runs slower than it need be, or its losses other than expected; each with the value that does not."""
+    """Warnings about a plan that runs, each with a value that avoids it."""
     case = Case(plan, job, cluster)
     found = [
         *_more_ranks_than_cores(case),
@@ -39,7 +42,8 @@ def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
         *_nobody_to_agree_with(plan),
         *_ends_between_agreements(case),
     ]
-    return list(dict.fromkeys(found))  # once where hosts are alike
+    # once if hosts are alike
+    return list(dict.fromkeys(found))
 
 
 def _more_ranks_than_cores(case: Case) -> list[str]:
@@ -81,7 +85,7 @@ def _slow_bf16(case: Case) -> list[str]:
 
 
 def _matrices_across_hosts(case: Case) -> list[str]:
-    """The ranks of one `tp` are neighbours; a host that ends amid them divides them."""
+    """Warning about tensor-parallel groups that are divided by the end of a host."""
     plan = case.plan
     ends = list(accumulate(case.ranks_per_host))[:-1]
     if plan.tp == 1 or not any(end % plan.tp and end < plan.ranks for end in ends):
@@ -91,7 +95,8 @@ def _matrices_across_hosts(case: Case) -> list[str]:
 
 
 def _parameters_gathered_often(plan: Plan) -> list[str]:
-    if plan.fsdp == 1 or plan.zero < 3 or plan.microbatches == 1 or plan.pp > 1:  # a pipeline gathers once a step
+    # a pipeline gathers once a step
+    if plan.fsdp == 1 or plan.zero < 3 or plan.microbatches == 1 or plan.pp > 1:
         return []
     return [
         f"plan {plan} gathers the parameters anew for each of {plan.microbatches} microbatches; "
@@ -100,21 +105,21 @@ def _parameters_gathered_often(plan: Plan) -> list[str]:
 
 
 def _idle_stages(plan: Plan) -> list[str]:
-    """Only with the schedules that run so few: a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
+    """Warning about a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
     if plan.pp == 1 or plan.microbatches >= plan.pp:
         return []
     return [f"plan {plan} has fewer microbatches than pipeline ranks, so some always wait; microbatches={4 * plan.pp} keeps them busy."]
 
 
 def _fewer_microbatches(case: Case) -> list[str]:
-    """Those of a pipeline are equal, for its stages are made for one size."""
+    """Warning that fewer microbatches will be used. A pipeline's stages need equal ones."""
     plan, shares = case.plan, case.shares
     fitting = next(n for n in range(plan.microbatches, 0, -1) if not any(share % n for share in shares))
     if plan.pp == 1 or fitting == plan.microbatches:
         return []
     per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches
     return [
-        f"plan {plan} has {per_rank}, which do not divide in {plan.microbatches} equal microbatches, so {fitting} will be used; "
+        f"plan {plan} has {per_rank}, which cannot be divided into {plan.microbatches} equal microbatches, so {fitting} will be used; "
         f"a global batch of {-(-case.job.global_batch // equal) * equal} would divide."
     ]
 
@@ -158,7 +163,8 @@ def _statistics_of_microbatches(case: Case) -> list[str]:
         return []
     try:
         norms = case.anatomy.batch_norms
-    except JobError:  # the ranks will say so with more to go by
+    # the ranks will report it with more details
+    except JobError:
         return []
     if not norms:
         return []
@@ -183,7 +189,7 @@ def _nobody_to_agree_with(plan: Plan) -> list[str]:
 
 
 def _ends_between_agreements(case: Case) -> list[str]:
-    """Of a rule that agrees every few steps: a run that is shorter trains replicas that never meet before its end."""
+    """Warning about a run that ends before its replicas agree once."""
     plan, steps = case.plan, case.job.stop.steps
     spec = SyncSpec.parse(plan.sync)
     if plan.dp == 1 or spec.agrees_every_step or steps is None or steps >= spec.arguments[""]:

@@ -1,1 +1,1 @@
-"""What a plan costs: time, memory and money, from the work of the model and the speed of the machines."""
+"""Cost model: predicted time, memory and money of a plan."""

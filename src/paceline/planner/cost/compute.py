@@ -1,4 +1,4 @@
-"""How long a device computes a block: products by their shape, other kernels by memory traffic, and the floor of launching them all."""
+"""Compute time of a block: matrix products by shape, other kernels by memory traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.trace.graph import Block, Gemm
 
 
 class Share(NamedTuple):
-    """What bears on a block's time on one rank."""
+    """Everything that a block's time on one rank depends on, but for the block."""
 
     device: Accelerator
     samples: float
@@ -34,18 +34,20 @@ class Share(NamedTuple):
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one microbatch on one rank: the device's, and those in which Python gives it the kernels."""
+    """Seconds of one microbatch on one rank: the device's, and Python's to launch kernels."""
 
     forward_s: float
     backward_s: float
-    scores_s: float  # of the forward pass, what remat=selective computes again
-    last_s: float  # the same: its last product
+    # forward seconds that remat=selective recomputes
+    scores_s: float
+    # forward seconds of the last product
+    last_s: float
     launch_forward_s: float
     launch_backward_s: float
 
 
 def share(layout: Layout) -> Share:
-    """What of a layout bears on a block's time."""
+    """The part of a layout that a block's time depends on."""
     stack, device = layout.stack, device_of(layout)
     floor = stack.kernel_floor_s if stack.kernel_floor_s is not None else max(device.launch_s, constants.LAUNCH_S)
     adds_up = layout.microbatches > 1 and not (layout.fsdp > 1 and layout.zero == 3)
@@ -69,7 +71,7 @@ def share(layout: Layout) -> Share:
 
 
 def device_of(layout: Layout) -> Accelerator:
-    """What a rank computes with: a device, or on CPUs as many cores as it has threads."""
+    """A rank's compute device; on CPUs as many cores as it has threads."""
     device = layout.machines.device
     return device if device.kind != "cpu" or layout.threads == 1 else _cores(device, layout.threads)
 
@@ -82,7 +84,7 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
 
 @lru_cache(maxsize=200_000)
 def block_time(block: Block, share: Share) -> BlockTime:
-    """Of one microbatch; without what links cost."""
+    """Times of a block for one microbatch, without communication."""
     fused = [gemm for gemm in block.gemms if gemm.batch and share.attention]
     weights = [gemm for gemm in block.gemms if not (gemm.batch and share.attention)]
     attention = sum(_fused_attention_s(gemm, share) for gemm in fused)
@@ -119,7 +121,7 @@ def _softmax_is_unfused(block: Block, share: Share) -> bool:
 
 
 def gemm_s(gemm: Gemm, share: Share, backward: bool = False) -> float:
-    """Seconds of all products of this shape in a microbatch: forward, or both products of the backward pass."""
+    """Seconds of all products of this shape in a microbatch, forward or backward. The backward pass has two products for each."""
     rows, n, k = gemm.rows / share.cp, float(gemm.n), float(gemm.k)
     times = float(gemm.times)
     if gemm.batch:
@@ -143,17 +145,17 @@ def gemm_s(gemm: Gemm, share: Share, backward: bool = False) -> float:
 
 
 def _both(share: Share, rows: float, n: float, k: float, many: float) -> float:
-    """The products for the gradients of both operands."""
+    """Seconds of the products for the gradients of both operands."""
     device, precision = share.device, share.precision
     return product_s(device, precision, rows, k, n, many) + product_s(device, precision, n, k, rows, many)
 
 
 @lru_cache(maxsize=100_000)
 def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: float, many: float = 1.0) -> float:
-    """Seconds of `many` equal products (m × k) · (k × n) at once: by arithmetic or by memory, whichever takes longer.
+    """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
 
-    The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the sizes of tiles that
-    libraries have, the fastest is taken.
+    The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the sizes of
+    tiles that libraries have, the fastest is taken.
     """
     size = BYTES[precision]
     moved = many * (m * k + k * n + m * n) * size / _vector_bandwidth(device)
@@ -175,7 +177,7 @@ def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: 
 
 
 def peak_flops(device: Accelerator, precision: Precision) -> float:
-    """By precision; the next wider one where the device has none of its own."""
+    """Peak FLOP/s of a precision, or of the next wider one."""
     for name in (precision, *{"bf16": ("fp16", "fp32"), "fp16": ("fp32",), "tf32": ("fp32",)}.get(precision, ())):
         if name in device.peak_flops:
             return device.peak_flops[name]
@@ -183,7 +185,7 @@ def peak_flops(device: Accelerator, precision: Precision) -> float:
 
 
 def _fused_attention_s(gemm: Gemm, share: Share) -> float:
-    """One of the two products of attention inside a fused kernel, which does not compute what a causal mask hides."""
+    """Seconds of one of attention's two products inside a fused kernel. The kernel skips what a causal mask hides."""
     flops = gemm.flops * share.samples / share.cp / share.tp * (0.5 if gemm.causal else 1.0)
     length = gemm.rows
     reached = constants.FUSED_ATTENTION[min(share.attention, 2)] * length / (length + constants.FUSED_ATTENTION_HALF)
@@ -201,7 +203,7 @@ def _sustained(device: Accelerator) -> float:
 
 
 def _alignment(n: float, k: float, size: int) -> float | None:
-    """The speed that the rows' lengths leave; None where tensor cores cannot be used."""
+    """Relative speed for the rows' alignment; None if tensor cores cannot be used."""
     speed = 1.0
     for width in (n, k):
         found = next((left for divisor, left in constants.ALIGNED if (width * size) % divisor == 0), None)
@@ -212,7 +214,7 @@ def _alignment(n: float, k: float, size: int) -> float | None:
 
 
 def _pass_s(numbers: float, share: Share) -> float:
-    """Seconds to move so many numbers per sample through the device's memory."""
+    """Seconds to move `numbers` elements per sample through the device's memory."""
     return numbers * share.samples * BYTES[share.precision] / _vector_bandwidth(share.device)
 
 

@@ -1,4 +1,4 @@
-"""The cost of a plan, all parts together: seconds of a step, bytes of memory, where the time goes."""
+"""Predicted cost of a plan: seconds of a step and bytes of memory, by part."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ def _parts(layout: Layout) -> dict[str, float]:
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
-    """Gathering parameters and scattering gradients as far as the computing does not hide it."""
+    """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds."""
     if layout.fsdp == 1:
         return 0.0
     link = way(layout, "fsdp")
     gathered = gather_s(slow.parameters * min(layout.parameter_bytes, layout.number_bytes), link)
     scattered = gather_s(slow.parameters * layout.sync_bytes, link)
     one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
-    if layout.pp > 1 or layout.zero == 1:  # pipelines gather and scatter once a step, whatever is shared out
+    # pipelines gather and scatter once a step, for every `zero`
+    if layout.pp > 1 or layout.zero == 1:
         return gathered + one
     if layout.zero == 2:
         return gathered + layout.microbatches * one
@@ -73,7 +74,7 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _dp_s(layout: Layout, slow: StageCost) -> float:
-    """Agreeing on gradients, as far as the backward pass of the last microbatch does not hide it."""
+    """Time of the gradients' all-reduce that the last backward pass cannot overlap."""
     if layout.dp == 1:
         return 0.0
     shared = slow.parameters / layout.fsdp
@@ -84,7 +85,7 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
-    """Reading and writing parameters, gradients and the optimizer's state once."""
+    """Time to read and write parameters, gradients and the optimizer's state once."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
     each = constants.OPTIMIZER_PASSES * (2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes)
     return slow.parameters / shards * each / (device_of(layout).memory_bandwidth * constants.VECTOR_TOP)

@@ -1,4 +1,7 @@
-"""All that bears on what a plan costs: the work, the machines, how one is laid out over the other. Needs neither torch nor a job."""
+"""Inputs of the cost model: the work, the machines, and their layout.
+
+Needs neither torch nor a job.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,22 @@ BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Stack:
-    """The software that runs the plan: what it adds to the physics. One derating a stack, the rest is how its code works.
+    """Framework profile: what the software that runs a plan adds to the physics.
+
+    `derating` is its only fitted number; the others describe how its code works.
 
     Attributes:
         name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
-        derating: by what the time of all computing is multiplied.
-        kernel_floor_s: the least time a kernel takes, from Python to its end; None: the device's own.
-        overlaps_gradients: whether gradients travel while the backward pass goes on.
-        flash: whether attention is one fused kernel without its squares in memory.
-        attention: the generation of that kernel: FlashAttention 1, or 2 and what came after.
-        loss: how much memory traffic its loss over a vocabulary makes, relative to torch's.
-        kernels: how many kernels it launches for each of the trace's, where it is less fused.
-        softmax_of: a multiple of how many of attention's squares its fused softmax needs; for others it takes several kernels.
-        stops_early: whether computing a block again stops where all that was kept is there again, before its last product (torch's does).
-        scatters_hops: whether the ranks of tp send a part each of what goes to the next stage, and gather it there.
+        derating: multiplies all compute times.
+        kernel_floor_s: the least time of a kernel, from Python to its end; None: the device's own.
+        overlaps_gradients: True if gradients are reduced during the backward pass.
+        flash: True if attention is one fused kernel that does not store its scores.
+        attention: the generation of that kernel: FlashAttention 1, or 2 and later.
+        loss: memory traffic of its loss over a vocabulary, relative to torch's.
+        kernels: number of kernels launched for each of the trace's; above 1 if it is less fused.
+        softmax_of: its fused softmax needs a multiple of so many score matrices; for other numbers it takes several kernels.
+        stops_early: True if recomputation of a block stops before its last product, since all saved tensors are there (torch's does).
+        scatters_hops: True if the ranks of tp each send a part of a stage's output, and gather it in the next stage.
     """
 
     name: str = "paceline"
@@ -49,15 +54,15 @@ class Stack:
 
 @dataclass(frozen=True)
 class Machines:
-    """A cluster as the cost model sees it: equal hosts, one kind of device, two levels of links.
+    """A cluster as the cost model sees it: equal hosts with two levels of links.
 
     Attributes:
-        device: the slowest of those that take part.
-        hosts: how many.
+        device: the slowest of the devices in use.
+        hosts: number of hosts.
         per_host: devices of each.
-        between: from host to host: bytes per second of *one device* (a host's divided by its devices).
-        speeds: of each host relative to `device`, where they differ; () where all are alike.
-        memory_bytes: of one device that a job may have; None: the catalogue's.
+        between: link between hosts, in bytes per second of *one device* (a host's divided by its devices).
+        speeds: each host's speed relative to `device`, if they differ; else ().
+        memory_bytes: memory of one device that a job may use; None: the catalogue's.
     """
 
     device: Accelerator
@@ -66,12 +71,14 @@ class Machines:
     between: LinkSpec
     speeds: tuple[float, ...] = ()
     memory_bytes: int | None = None
-    price_per_hour: float | None = None  # of one device
-    calibration: Calibration | None = None  # what was measured here; it goes before the catalogue
+    # of one device
+    price_per_hour: float | None = None
+    # what was measured here; it goes before the catalogue
+    calibration: Calibration | None = None
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of all devices."""
         return self.hosts * self.per_host
 
 
@@ -79,17 +86,18 @@ class Machines:
 class Layout:
     """A plan, a model and machines, as numbers.
 
-    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless `order` says otherwise.
+    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless `order` says
+    otherwise.
 
     Attributes:
-        samples: of one microbatch of one data-parallel rank (dp × fsdp × ep of them).
-        microbatches: of one data-parallel rank in a step.
+        samples: samples of one microbatch of one data-parallel rank (dp × fsdp × ep of them).
+        microbatches: microbatches of one data-parallel rank in a step.
         chunks: virtual stages of a pipeline's rank.
-        zero: what fsdp shares out, 1 to 3. `zero_dp`: whether the optimizer's state is shared out over dp as well (ZeRO-1 of others).
-        parameter_bytes, gradient_bytes, optimizer_bytes: per parameter; a master copy counts to the optimizer.
-        cut: how many blocks each virtual stage has, in order; (): as even as the blocks' times allow.
-        sync_bytes: per gradient that travels between replicas; `sync_every`: in how many steps once.
-        order: axes from those whose ranks are nearest.
+        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 of others).
+        parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts to the optimizer.
+        cut: number of blocks of each virtual stage, in order; (): as even as the blocks' times allow.
+        sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.
+        order: axes, beginning with those whose ranks are nearest.
     """
 
     trace: Trace
@@ -118,18 +126,20 @@ class Layout:
     sync_every: int = 1
     stack: Stack = field(default_factory=Stack)
     order: tuple[str, ...] = ("tp", "ep", "cp", "fsdp", "pp", "dp")
-    threads: int = 1  # of a rank on CPUs
+    # of a rank on CPUs
+    threads: int = 1
     transport: str = "auto"  # between ranks on CPUs
-    fused: bool = False  # the optimizer's update as one kernel
+    # the optimizer's update as one kernel
+    fused: bool = False
 
     @property
     def ranks(self) -> int:
-        """The product of all degrees."""
+        """Product of all degrees."""
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
     def data_ranks(self) -> int:
-        """Into how many shares a global batch is dealt."""
+        """Number of data-parallel ranks, into which the global batch is dealt."""
         return self.dp * self.fsdp * self.ep
 
     @property
@@ -139,12 +149,12 @@ class Layout:
 
     @property
     def number_bytes(self) -> int:
-        """The size of an activation's number."""
+        """Bytes of one element of an activation."""
         return BYTES[self.precision]
 
     @cached_property
     def stride(self) -> dict[str, int]:
-        """Of each axis: how far apart, in ranks, its neighbours are."""
+        """Distance in ranks between neighbours along each axis."""
         strides, apart = {}, 1
         for axis in self.order:
             strides[axis] = apart
@@ -152,6 +162,6 @@ class Layout:
         return strides
 
     def link(self, axis: str) -> LinkSpec:
-        """The slowest link that a message along the axis takes: inside a host where all ranks of a group are in one."""
+        """The slowest link of a message along the axis. It is the link inside a host if each group is within one."""
         span = self.stride[axis] * getattr(self, axis)
         return self.machines.device.inside if span <= self.machines.per_host else self.machines.between

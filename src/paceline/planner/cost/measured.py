@@ -1,11 +1,11 @@
-"""The time of a step on CPUs, from what was measured of the job there: the engine's own order of work with measured times in it.
+"""Step time on CPUs from a calibration: the engine's order of work with measured times.
 
-A rank computes its microbatches one after the other. Each takes what a pass of the undivided model was measured to take at that size,
-while as many ranks were busy, times what is left of it on one rank of tp, plus what the machinery of each split adds. That addition, and
-the time of updates and agreements, are found by holding the same model against the anchors, a few steps of the engine at other sizes.
+A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at that size,
+with as many busy ranks, times the fraction that remains on one rank of tp, plus the overhead of each split. That overhead, and the
+time of updates and agreements, are fitted to the calibration points, a few steps of the engine at other sizes.
 
-What was not measured (a precision, an axis) gets no benefit of the doubt: it is as slow as what was, so that nothing is chosen for a speed
-that nobody saw.
+Precisions and axes that were not measured get no benefit of the doubt: they count as slow as the measured ones, so that nothing is chosen
+for a speed that was never seen.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from paceline.planner.cost.pipeline import simulate, work_of
 from paceline.planner.cost.prediction import PARTS
 from paceline.trace.graph import Trace
 
-_DATA_FIXED = 0.3  # of the time to read an anchor's samples: what does not grow with their number
-_LEAST_ADDED = 0.05  # of a pass, by which the engine may seem faster than the pass alone: what the clock of the pass takes
-_UNSEEN = 1.3  # what dividing along an axis that was not measured costs, against the most that dividing could bring
-_TP_SHARES = (0.3, 1.2)  # of a pass that remains on a rank of tp: between what halves and what gains nothing
+# fraction of the time to read a calibration point's samples that does not grow with their number
+_DATA_FIXED = 0.3
+# fraction of a pass by which the engine may seem faster than the pass alone, which has the timer's overhead
+_LEAST_ADDED = 0.05
+# cost of an axis that was not measured, relative to its best possible result
+_UNSEEN = 1.3
+# bounds of the fraction of a pass that remains on a rank of tp
+_TP_SHARES = (0.3, 1.2)
 
 
 class Times(NamedTuple):
-    """Of one microbatch, by block of the trace."""
+    """Times of one microbatch, by block of the trace."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -39,18 +43,18 @@ class Times(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Both passes, without computing again."""
+        """Seconds of both passes, without recomputation."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 @dataclass(frozen=True)
 class Added:
-    """What dividing along an axis adds, from its anchors.
+    """Overhead of a split, from its calibration points.
 
     Attributes:
-        share: of a pass, what remains on a rank.
-        each_s: to each microbatch.
-        comm_s, optimizer_s: of a step; `data_s` for `samples`.
+        share: fraction of a pass that remains on a rank.
+        each_s: seconds added to each microbatch.
+        comm_s, optimizer_s: seconds of a step; `data_s` for `samples`.
     """
 
     share: float = 1.0
@@ -62,7 +66,7 @@ class Added:
 
 
 def measured_step(layout: Layout) -> dict[str, float] | None:
-    """Seconds of a step by `PARTS`, from the calibration of the layout's machines; None where there is none."""
+    """Seconds of a step by `PARTS`, from the layout's calibration; None without one."""
     found = layout.machines.calibration
     if found is None or not found.paces or not found.anchors:
         return None
@@ -85,11 +89,11 @@ def measured_step(layout: Layout) -> dict[str, float] | None:
     return parts
 
 
-# What a microbatch takes on one rank that has all of the model
+# Times of a microbatch on one rank with the whole model
 
 
 def times_of(layout: Layout, found: Calibration) -> Times:
-    """At the layout's size of a microbatch, with as many ranks busy."""
+    """Times at the layout's microbatch size, with as many busy ranks."""
     return _times(layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat)
 
 
@@ -106,7 +110,7 @@ def _times(trace: Trace, found: Calibration, ranks: int, precision: str, samples
 
 @lru_cache(maxsize=64)
 def _again(found: Calibration, remat: str) -> float:
-    """What computing again takes, in forward passes: the median of all that was measured; a whole one where nothing was."""
+    """Time of recomputation, in forward passes: the median of all measurements; 1 without any."""
     plain = {(p.ranks, p.precision, p.samples): p for p in found.paces if p.remat == "none"}
     pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.paces if p.remat == remat]
     ratios = [(again.seconds - once.seconds) / sum(once.forward_s) for again, once in pairs if once is not None]
@@ -116,31 +120,34 @@ def _again(found: Calibration, remat: str) -> float:
 def _by_block(trace: Trace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
     """The measured time of each block of the trace.
 
-    A segment has the name of the module with which it begins; a block without a segment's name gets a part of the current one by its FLOPs.
+    A segment has the name of its first module; a block without a segment's name gets a part of the current one by its FLOPs.
     """
     places = {name: i for i, name in enumerate(segments)}
     last = len(segments) - 1
     belongs, now, seen = [], 0, dict[str, int]()
     for block in trace.blocks:
         if block.name in places and block.name:
-            now = min(places[block.name] + seen.get(block.name, 0), max(last - 1, 0))  # equal blocks all have the first one's name
+            # equal blocks all have the first one's name
+            now = min(places[block.name] + seen.get(block.name, 0), max(last - 1, 0))
             seen[block.name] = seen.get(block.name, 0) + 1
-        elif now == last - 1 and last > 1:  # behind the last of the repeated blocks
+        # behind the last of the repeated blocks
+        elif now == last - 1 and last > 1:
             now = last
         belongs.append(now)
     weights = [max(block.flops, 1.0) for block in trace.blocks]
     of = [sum(w for w, b in zip(weights, belongs, strict=True) if b == i) for i in range(len(segments))]
-    lost = sum(s for s, w in zip(seconds, of, strict=True) if not w)  # of segments that the trace does not know
+    # seconds of segments that the trace does not know
+    lost = sum(s for s, w in zip(seconds, of, strict=True) if not w)
     found = [seconds[b] * w / of[b] for w, b in zip(weights, belongs, strict=True)]
     scale = 1 + lost / sum(found) if sum(found) else 1.0
     return tuple(scale * s for s in found)
 
 
-# What the splits add
+# Overhead of the splits
 
 
 def added_by(layout: Layout, found: Calibration) -> Added:
-    """Of all axes that the layout has, together."""
+    """Combined overhead of all axes of the layout."""
     axes, precision = _axes(layout), found.nearest_precision(layout.precision)
     each = [_added(layout.trace, found, precision, axis, getattr(layout, axis, 1)) for axis in axes]
     base = _added(layout.trace, found, precision, "none", 1) if len(each) > 1 else Added()
@@ -164,7 +171,7 @@ def _axes(layout: Layout) -> list[str]:
 
 
 def _fused_gain_s(layout: Layout, found: Calibration) -> float:
-    """What the fused update saves of the rank's part of the model."""
+    """Seconds that the fused update saves for the rank's part of the model."""
     if not layout.fused or "fused" not in found.optimizer_s:
         return 0.0
     return (found.optimizer_s["plain"] - found.optimizer_s["fused"]) / (layout.fsdp * layout.tp * layout.pp)
@@ -172,7 +179,7 @@ def _fused_gain_s(layout: Layout, found: Calibration) -> float:
 
 @lru_cache(maxsize=256)
 def _added(trace: Trace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
-    """Hold the model, with nothing added, against the anchors of an axis."""
+    """Overhead of an axis: its calibration points less the model without overhead."""
     anchors = found.anchors_of(axis, precision)
     if not anchors:
         other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.anchors_of(other, precision))
@@ -221,18 +228,18 @@ def _as_layout(trace: Trace, found: Calibration, anchor: Anchor, precision: str)
 
 
 def _remaining(anchors: Sequence[Anchor], computed: Sequence[float], plain: Sequence[Times]) -> float:
-    """Of a pass, what remains on a rank of tp, where two anchors tell it from what each microbatch costs besides."""
+    """Fraction of a pass that remains on a rank of tp. Two points separate it from the overhead of each microbatch."""
     per = [c / a.microbatches for a, c in zip(anchors, computed, strict=True)]
     long, short = plain[0].seconds, plain[-1].seconds
     slope = (per[0] - per[-1]) / (long - short) if abs(long - short) > 0.2 * long else per[0] / long
     return min(max(slope, _TP_SHARES[0]), _TP_SHARES[1])
 
 
-# The parts of a step
+# Parts of a step
 
 
 def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tuple[float, float, float, float]:
-    """Seconds from the first microbatch to the last, of them busy on the slowest rank, of these computing again, and of messages."""
+    """Seconds of a pipelined step, of its slowest rank's work, of recomputation, and of messages."""
     again = times.again_s / max(times.seconds, 1e-12)
     each = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
     cut = layout.cut if sum(layout.cut) == len(each) else even(each, layout.pp * layout.chunks)
@@ -256,7 +263,7 @@ def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tupl
 
 
 def even(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many neighbours make each stage, so that the slowest is as fast as can be; at least one each where there are as many."""
+    """Number of consecutive blocks of each stage, so that the slowest is fastest. Each has at least one, if there are enough."""
     until = [0.0, *accumulate(seconds)]
     last = len(seconds)
     best: list[tuple[float, tuple[int, ...]]] = [(until[i], (i,)) for i in range(last + 1)]
@@ -272,13 +279,13 @@ def even(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _calls(layout: Layout) -> float:
-    """Collectives of FSDP2 for each piece of the model and microbatch: 3 with zero=3."""
+    """Number of FSDP2's collectives for each unit and microbatch: 3 with zero=3."""
     once = 1 / layout.microbatches
     return {3: 3.0, 2: 1 + once, 1: 2 * once}[layout.zero]
 
 
 def _dp_s(layout: Layout, found: Calibration, times: Times, links: Links) -> float:
-    """What agreeing on the gradients takes beyond the anchor's, which went through shared memory."""
+    """Seconds of the gradients' reduction beyond the calibration point's, which used shared memory."""
     if layout.dp == 1:
         return links.step_s(layout)
     held = found.parameters / layout.fsdp / layout.tp / layout.pp

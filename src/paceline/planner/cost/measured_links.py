@@ -1,4 +1,4 @@
-"""The time of messages between ranks on CPUs, from measured collectives; over emulated or real links, from their rate as well."""
+"""Time of messages between ranks on CPUs, from measured collectives and links' rates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from paceline.planner.calibrate import Calibration
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.trace.graph import Trace
 
-HEADERS = 1514 / 1448  # of a link of Ethernet: bytes on it for each one of TCP's
-BUCKET_BYTES = 4 * 2**20  # in which gradients travel between hosts, as sync/allreduce.py has it
-_EFFICIENCY = 0.95  # of a link that TCP fills: it slows down where a queue was full
-_COLD = 2.0  # gloo between passes, whose buffers are in no cache, against gloo alone
-_OWN_BESIDE = 0.1  # of the shorter one of what the transport and the wire take: the rest of it goes on meanwhile
+# bytes on an Ethernet link for each of TCP's
+HEADERS = 1514 / 1448
+# bucket size of gradients between hosts, as in sync/allreduce.py
+BUCKET_BYTES = 4 * 2**20
+# TCP's use of a link: it slows down after a full queue
+_EFFICIENCY = 0.95
+# gloo between passes, whose buffers are in no cache, relative to gloo alone
+_COLD = 2.0
+# fraction of the shorter of the transport's and the wire's time that is not overlapped
+_OWN_BESIDE = 0.1
 _REPLICA = ("tp", "pp", "fsdp")
 _NETWORK = LinkSpec("network", 1e12, 0.0)
 
 
 @dataclass(frozen=True)
 class Links:
-    """What carries the messages of a layout.
+    """The links that carry a layout's messages.
 
     Attributes:
         within: the transport between ranks of a host; `across` that between hosts.
@@ -40,31 +45,31 @@ class Links:
 
     @property
     def dp_between(self) -> bool:
-        """Whether replicas are on several hosts."""
+        """True if replicas are on several hosts."""
         return "dp" in self.far
 
     def all_reduce_s(self, size: float, axis: str) -> float:
-        """A sum over the ranks of an axis."""
+        """Seconds of an all-reduce over the ranks of an axis."""
         return self._collective_s("all_reduce", size, axis, sent=1.0, turns=2)
 
     def shared_all_reduce_s(self, size: float) -> float:
-        """The same through shared memory."""
+        """Seconds of an all-reduce through shared memory."""
         return _time(self.found, "shm", "all_reduce", size)
 
     def gather_s(self, size: float, axis: str) -> float:
-        """All of `size` from its parts."""
+        """Seconds of an all-gather of `size` bytes."""
         return self._collective_s("all_gather", size, axis, sent=0.5, turns=1)
 
     def scatter_s(self, size: float, axis: str) -> float:
-        """A sum of `size`, of which each rank gets a part."""
+        """Seconds of a reduce-scatter of `size` bytes."""
         return self._collective_s("reduce_scatter", size, axis, sent=0.5, turns=1)
 
     def message_s(self, size: float, axis: str) -> float:
-        """From one rank to the next."""
+        """Seconds of a message from one rank to the next."""
         return self._collective_s("send_receive", size, axis, sent=1.0, turns=1)
 
     def tp_s(self, layout: Layout) -> float:
-        """The sums of one microbatch, forward and backward."""
+        """Seconds of the tensor-parallel all-reduces of one microbatch, forward and backward."""
         if layout.tp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
@@ -72,7 +77,7 @@ class Links:
         return sum(again * count * self.all_reduce_s(size * width, "tp") for size, count in _reductions(layout.trace)) / layout.pp
 
     def cp_s(self, layout: Layout) -> float:
-        """Keys and values of one microbatch, on their way round the ranks of every block, forward and backward."""
+        """Seconds of passing one microbatch's keys and values around, forward and backward."""
         if layout.cp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
@@ -80,12 +85,12 @@ class Links:
         return 3 * blocks / layout.pp
 
     def ep_s(self, layout: Layout) -> float:
-        """What goes to experts and back, of one microbatch."""
+        """Seconds of sending one microbatch's tokens to experts and back."""
         width = layout.samples * layout.number_bytes
         return 4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed) if layout.ep > 1 else 0.0
 
     def fsdp_s(self, layout: Layout) -> float:
-        """Gathering and scattering, of all microbatches of a step."""
+        """Seconds of gathering and scattering for all microbatches of a step."""
         if layout.fsdp == 1:
             return 0.0
         width = 2 if layout.precision == "bf16" else 4
@@ -97,11 +102,11 @@ class Links:
         return layout.microbatches * total
 
     def hop_s(self, layout: Layout, boundary: float) -> float:
-        """One microbatch's activations, `boundary` numbers of each sample, to the next stage."""
+        """Seconds of sending one microbatch's activations, `boundary` elements per sample, to the next stage."""
         return self.message_s(boundary * layout.samples * 4, "pp")
 
     def step_s(self, layout: Layout) -> float:
-        """What a step's small agreement takes longer than through shared memory, where the replica is divided."""
+        """Seconds of a step's small agreement beyond those of shared memory. 0 for a replica of one rank on one host."""
         if layout.ranks == 1:
             return 0.0
         axis = next((a for a in _REPLICA if a in self.far), next((a for a in _REPLICA if getattr(layout, a) > 1), "dp"))
@@ -115,12 +120,12 @@ class Links:
         return max(own_s, wire_s) + _OWN_BESIDE * min(own_s, wire_s) + turns * self.latency_s
 
     def wire_s(self, size: float) -> float:
-        """Bytes on a host's link, one way."""
+        """Seconds of `size` bytes on a host's link, one way."""
         return size * HEADERS / (_EFFICIENCY * self.rate)
 
 
 def links_of(layout: Layout, found: Calibration) -> Links:
-    """By the layout's transport and where its ranks are."""
+    """Links of a layout, by its transport and its ranks' hosts."""
     machines = layout.machines
     asked = layout.transport
     far = frozenset(axis for axis in ("dp", "cp", "ep", *_REPLICA) if getattr(layout, axis) > 1 and layout.link(axis) == machines.between)
@@ -130,15 +135,15 @@ def links_of(layout: Layout, found: Calibration) -> Links:
 
 
 def here(found: Calibration) -> Machines:
-    """The machine that was measured, as a cluster of one host."""
+    """The measured machine, as a cluster of one host."""
     return Machines(CATALOGUE["CPU"], 1, max(found.cores, found.ranks), _NETWORK)
 
 
 def between_hosts_s(links: Links, size: float, backward_s: Sequence[float], weights: Sequence[float], *, whole: bool) -> float:
-    """How long the sums go on after the backward pass, and by how much they slow it down.
+    """Seconds of gradient all-reduces after the backward pass, with the slow-down they cause.
 
-    Gradients fill buckets from the last block to the first, and a full one travels while the rest is computed; one after the other takes
-    the link, and the last begins when all is computed. With a model that is divided, all of them begin then.
+    Gradients fill buckets from the last block to the first, and a full one is sent while others are computed; one at a time uses
+    the link, and the last starts at the end of the backward pass. With a divided model, all of them start then.
     """
     count = max(1, round(size / BUCKET_BYTES + 0.499))
     each = size / count
@@ -154,7 +159,7 @@ def between_hosts_s(links: Links, size: float, backward_s: Sequence[float], weig
 
 
 def _ready(count: int, backward_s: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """When each bucket is full, in seconds before the end of the backward pass (negative); the last one at its end."""
+    """Times at which the buckets are full, relative to the backward pass's end, in seconds. The last one is full at its end."""
     done, total = [0.0, *accumulate(reversed(weights))], sum(weights)
     clock = [0.0, *accumulate(reversed(backward_s))]
     ready = []
@@ -177,7 +182,7 @@ def _time(found: Calibration, transport: str, name: str, size: float) -> float:
 
 @lru_cache(maxsize=64)
 def _reductions(trace: Trace) -> tuple[tuple[float, int], ...]:
-    """The sums over tp of a forward pass: how large, for one sample, and how many."""
+    """Tensor-parallel all-reduces of a forward pass: their elements per sample, and counts."""
     found: dict[float, int] = {}
     for block in trace.blocks:
         if block.reductions:
@@ -187,7 +192,7 @@ def _reductions(trace: Trace) -> tuple[tuple[float, int], ...]:
 
 @lru_cache(maxsize=64)
 def _pieces(trace: Trace, found: Calibration) -> tuple[int, ...]:
-    """Numbers of parameters that FSDP2 gathers as one: those of each repeated block, and all others."""
+    """Parameters of FSDP2's units: of each repeated block, and of the remainder."""
     named = set(found.segments[1:-1])
     blocks = [block.parameters for block in trace.blocks if block.name in named]
     return (*blocks, max(0, found.parameters - sum(blocks)))

@@ -1,4 +1,7 @@
-"""The most memory of a rank on CPUs: what its process has before its model, its state by count, and what a pass was measured to take."""
+"""Peak memory of a rank on CPUs, from a calibration.
+
+It sums the memory of a process without a model, the state by count, and the measured memory of a pass.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from paceline.planner.calibrate import Anchor, Calibration, interpolated
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import here
 
-_UNDIVIDED = 0.6  # of activations, what every rank of tp keeps whole: norms, residuals, inputs of matrices
-_MOST_BESIDE = 0.3  # of the baseline: what an engine takes besides tensors
+# fraction of activations that every rank of tp keeps whole: norms, residuals, inputs of matrices
+_UNDIVIDED = 0.6
+# largest fraction of the baseline that an engine takes besides tensors
+_MOST_BESIDE = 0.3
 
 
 def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
-    """The bytes of `held`, by what holds them, made to sum to what is predicted from the calibration; as they are where there is none.
+    """The bytes of `held`, adjusted to sum to the calibration's prediction.
 
-    A process holds more than tensors: the difference is the `runtime`'s, and where there is none, all is less in proportion.
+    They are unchanged without a calibration. A process holds more than tensors: `runtime` gets the difference, and if that is
+    negative, all are reduced in proportion.
     """
     found = layout.machines.calibration
     if found is None or not found.paces or not found.baseline_bytes:
@@ -26,12 +32,15 @@ def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
 
 
 def peak_bytes(layout: Layout, found: Calibration) -> float:
-    """Of the rank that holds the most."""
+    """Bytes of the rank that holds the most."""
     return found.baseline_bytes + _beside(layout, found) + _state_bytes(layout, found) + _pass_bytes(layout, found)
 
 
 def _beside(layout: Layout, found: Calibration) -> float:
-    """What an engine takes besides, by the first anchor that its process measured: the others met what their forerunners had left."""
+    """Bytes of an engine besides tensors, from the process's first calibration point.
+
+    Later points were measured with memory left over from earlier ones.
+    """
     axis = "none" if layout.ranks == 1 else "dp"
     anchors = [anchor for anchor in found.anchors_of(axis, found.precisions[0]) if anchor.precision == found.precisions[0]]
     if not anchors:
@@ -57,12 +66,12 @@ def _known_bytes(layout: Layout, found: Calibration, anchor: Anchor) -> float:
 
 
 def _state_bytes(layout: Layout, found: Calibration) -> float:
-    """Parameters and the optimizer's state; gradients come with the pass. FSDP2 has one piece of the model gathered besides."""
+    """Bytes of parameters and optimizer state; gradients come with the pass. FSDP2 has one unit of the model gathered besides."""
     return found.parameters * (layout.parameter_bytes + layout.optimizer_bytes) / (layout.fsdp * layout.tp * layout.pp)
 
 
 def _pass_bytes(layout: Layout, found: Calibration) -> float:
-    """Gradients, and activations of the microbatches that the first stage has begun and not ended."""
+    """Bytes of gradients and of activations in flight on the first stage."""
     precision = found.nearest_precision(layout.precision)
     plain = found.paces_of(layout.ranks, precision)
     whole = interpolated([pace.samples for pace in plain], [float(pace.peak_bytes) for pace in plain], layout.samples)

@@ -1,7 +1,8 @@
-"""How many bytes the fullest rank of a plan holds at once, by what holds them.
+"""Peak bytes of the fullest rank of a plan, by holder.
 
-State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022, arXiv:2205.05198, §4), those of a
-pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473, §2.2; Qi et al., 2024, arXiv:2401.10241).
+State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022, arXiv:2205.05198, §4),
+those of a pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473, §2.2; Qi et al., 2024,
+arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ from paceline.planner.cost.stages import stages
 from paceline.trace.graph import Block, Trace
 
 HOLDERS = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "gathered", "buffers", "fragments", "runtime")
-RUNTIME_BYTES = 1.4e9  # of a GPU: context, libraries' workspaces, buffers of NCCL's channels
-RUNTIME_BYTES_ON_CPU = 3.95e8  # of a process with torch, the engine and a small data set in it
-FRAGMENTS = 0.03  # of what comes and goes within a step: holes that the allocator cannot fill
-RESERVE = 0.03  # of a GPU: what its driver keeps and what predictions may miss; no plan is proposed that takes it
-GATHERED_AT_ONCE = 2  # blocks under FSDP: the one that is computed and the next one
+# on a GPU: context, libraries' workspaces, NCCL's channel buffers
+RUNTIME_BYTES = 1.4e9
+# a process with torch, the engine and a small data set
+RUNTIME_BYTES_ON_CPU = 3.95e8
+# fraction of a step's temporary memory lost to fragmentation
+FRAGMENTS = 0.03
+# fraction of a GPU for its driver and for errors of predictions; proposed plans leave it free
+RESERVE = 0.03
+# FSDP blocks in memory at once: the computed one and the prefetched next one
+GATHERED_AT_ONCE = 2
 
 
 class Habits(NamedTuple):
-    """What a stack keeps beside the formulas.
+    """Memory model parameters of a framework, beside the formulas.
 
     Attributes:
-        workspace_bytes: its buckets and buffers, whatever the model.
-        update_bytes: of each parameter whose optimizer state a rank holds, while it updates it.
-        narrow_gradients: whether gradients as computed stay beside those that are added up in four bytes.
-        stage_results: how many copies of a stage's result stay until its gradient arrives.
-        products: whether remat=selective keeps products of matrices only, and computes all else again.
-        head: part of what the head keeps that is left where the loss is computed in place of the logits.
+        workspace_bytes: its buckets and buffers, independent of the model.
+        update_bytes: temporary bytes during an update, per parameter whose optimizer state a rank holds.
+        narrow_gradients: True if computed gradients stay beside those that are accumulated in four bytes.
+        stage_results: number of copies of a stage's output that stay until its gradient arrives.
+        products: True if remat=selective keeps matrix products only, and recomputes the remainder.
+        head: fraction of the head's saved memory that is left if the loss is computed in place of the logits.
     """
 
     workspace_bytes: float = 0.0
@@ -42,27 +48,29 @@ class Habits(NamedTuple):
     head: float = 1.0
 
 
-_HABITS = {  # by how the stack's name begins
+# by the beginning of the framework's name
+_HABITS = {
     "paceline": Habits(products=True),
     "Megatron-DeepSpeed eager": Habits(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
     # And what ZeRO 1 flattens into them: fitted, the least that lines 2, 17, 32 and 47 of bloom_tr11_a100.csv lack.
     "Megatron-DeepSpeed": Habits(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
-    "Megatron": Habits(stage_results=0),  # frees a stage's result once it is sent
+    # frees a stage's result once it is sent
+    "Megatron": Habits(stage_results=0),
     "Composer": Habits(head=1 / 3),  # FlashAttention's cross entropy
 }
 _OTHER = Habits()
 
 
 class Held(NamedTuple):
-    """What a rank holds of a run of blocks. Activations are numbers of one sample.
+    """Memory of a rank for consecutive blocks. Activations are elements of one sample.
 
     Attributes:
         dense, experts: parameters, after tp, and after tp and ep.
-        outside: of `dense`, those that are not in layers.
-        largest: of the layer with the most.
-        kept: for the backward pass; `logits` of the head.
-        working: what the layer needs besides while its backward pass computes it again.
-        result: that goes on to the next stage.
+        outside: those of `dense` that are not in layers.
+        largest: parameters of the largest layer.
+        kept: saved for the backward pass; `logits` for the head.
+        working: further memory of a layer while its backward pass recomputes it.
+        result: output to the next stage.
     """
 
     dense: float
@@ -76,18 +84,19 @@ class Held(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a block's `Held` depends on, but for the block."""
+    """Everything that a block's `Held` depends on, but for the block."""
 
     tp: int
     ep: int
     sequence: bool
     remat: str
-    squares: bool  # whether attention keeps its squares
+    # whether attention keeps its squares
+    squares: bool
     products: bool
 
 
 def memory(layout: Layout) -> dict[str, float]:
-    """The worst rank's bytes by `HOLDERS`; the largest sum of those ranks of a pipeline that can have it."""
+    """Bytes of the worst rank by `HOLDERS`, the largest sum over a pipeline's ranks."""
     habits = _habits(layout.stack.name)
     worst = max((_of_rank(layout, habits, stage, chunks) for stage, chunks in _ranks(layout, habits)), key=sum)
     held = dict(zip(HOLDERS, worst, strict=False))
@@ -104,7 +113,7 @@ def _habits(stack: str) -> Habits:
 
 
 def room_bytes(layout: Layout) -> float:
-    """What a rank's device has; on CPUs its part of its host's memory, which is more where ranks are fewer than cores."""
+    """Memory of a rank's device. On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores."""
     machines = layout.machines
     own = float(machines.memory_bytes or machines.device.memory_bytes)
     if machines.device.kind != "cpu":
@@ -114,12 +123,12 @@ def room_bytes(layout: Layout) -> float:
 
 
 def usable_bytes(layout: Layout) -> float:
-    """What a plan that is proposed may take of `room_bytes`: a GPU's driver keeps some, and predictions err."""
+    """Bytes of `room_bytes` that a proposed plan may use. A GPU's driver keeps some, and predictions err."""
     return room_bytes(layout) * (1 if layout.machines.device.kind == "cpu" else 1 - RESERVE)
 
 
 def _of_rank(layout: Layout, habits: Habits, stage: int, chunks: tuple[Held, ...]) -> tuple[float, ...]:
-    """Bytes in the order of `HOLDERS`, up to the buffers."""
+    """Bytes of a rank in the order of `HOLDERS`, up to the buffers."""
     sample = layout.samples / layout.cp * layout.number_bytes
     kept = logits = 0.0
     for held, count in zip(chunks, _in_flight(layout, stage), strict=True):
@@ -133,13 +142,14 @@ def _of_rank(layout: Layout, habits: Habits, stage: int, chunks: tuple[Held, ...
         kept = _while_gradients_come(layout, kept, sample)
     working += max(update - kept - logits - working - gathered, 0.0)
     received = 0.0
-    if layout.pp > 1 and habits.products:  # torch allocates what every microbatch receives, of activations and of gradients
+    # torch allocates what every microbatch receives, of activations and of gradients
+    if layout.pp > 1 and habits.products:
         received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
     return parameters, gradients, optimizer, kept, logits, working, gathered, received
 
 
 def _state(layout: Layout, habits: Habits, chunks: tuple[Held, ...]) -> tuple[float, float, float, float, float]:
-    """Bytes of parameters, gradients and optimizer state between steps, of what FSDP gathers, and of what an update takes."""
+    """Bytes of parameters, gradients, optimizer state, FSDP's gathered tensors, and an update's temporaries."""
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule == "zero-bubble" and chunks[0].outside and chunks[-1].outside):
         dense -= layout.trace.tied / layout.tp
@@ -151,7 +161,8 @@ def _state(layout: Layout, habits: Habits, chunks: tuple[Held, ...]) -> tuple[fl
     if shards > 1:
         largest, outside = max(held.largest for held in chunks), sum(held.outside for held in chunks)
         gathered = narrow * (numbers if whole else GATHERED_AT_ONCE * largest + outside)
-        gathered += (narrow + layout.gradient_bytes) * max(largest, outside)  # a gradient before and while it is scattered
+        # a gradient before and while it is scattered
+        gathered += (narrow + layout.gradient_bytes) * max(largest, outside)
         if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
             beside = layout.gradient_bytes
     elif habits.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
@@ -166,7 +177,10 @@ def _state(layout: Layout, habits: Habits, chunks: tuple[Held, ...]) -> tuple[fl
 
 
 def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
-    """What activations add to whole gradients: one backward pass frees them block by block, and the gradients of blocks come meanwhile."""
+    """Peak of activations on top of all gradients.
+
+    One backward pass frees activations block by block, while the blocks' gradients appear.
+    """
     held = _helds(layout.trace, _share(layout, _HABITS["paceline"]))
     later, most = 0.0, 0.0
     for block in reversed(held):
@@ -177,23 +191,24 @@ def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
 
 
 def _in_flight(layout: Layout, stage: int) -> list[int]:
-    """How many microbatches each chunk of a rank has begun and not ended, at most."""
+    """Largest number of microbatches in flight, for each chunk of a rank."""
     pp, chunks, count = layout.pp, layout.chunks, layout.microbatches
     if pp == 1:
         return [1] * chunks
     if layout.schedule == "gpipe" or (layout.schedule == "interleaved" and (count < pp or count % (count // pp))):
         return [count] * chunks
-    if layout.schedule == "zero-bubble":  # a V: down through the first chunks, up through the second ones
+    # a V: down through the first chunks, up through the second ones
+    if layout.schedule == "zero-bubble":
         return [min(count, 2 * pp - stage), min(count, stage + 1)][:chunks]
     if chunks == 1:
         return [min(count, pp - stage)]
     begun = min(2 * (pp - stage - 1) + (chunks - 1) * pp + 1, count * chunks)
-    rounds, rest = divmod(begun, pp * chunks)
-    return [rounds * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(chunks)]
+    rounds, remainder = divmod(begun, pp * chunks)
+    return [rounds * pp + min(max(remainder - chunk * pp, 0), pp) for chunk in range(chunks)]
 
 
 def _ranks(layout: Layout, habits: Habits) -> list[tuple[int, tuple[Held, ...]]]:
-    """Of the pipeline's ranks that hold the same, the first one, which has the most microbatches in flight; with its chunks."""
+    """Pipeline ranks with distinct content, with their chunks. Of equal ones the first, which has the most microbatches in flight."""
     share = _share(layout, habits)
     cut = layout.cut or _even_cut(layout)
     key = (share, cut, layout.pp, layout.schedule == "zero-bubble")
@@ -210,7 +225,7 @@ def _ranks(layout: Layout, habits: Habits) -> list[tuple[int, tuple[Held, ...]]]
 
 
 def _even_cut(layout: Layout) -> tuple[int, ...]:
-    """How many blocks each virtual stage has where the plan does not say: as the times are counted with."""
+    """Number of blocks of each virtual stage if the plan names none. The time prediction uses the same cut."""
     if layout.pp == 1:
         return (len(layout.trace.blocks),)
     degrees = (layout.pp, layout.chunks, layout.tp, layout.cp, layout.ep, layout.sequence, layout.samples)
@@ -237,7 +252,7 @@ def _together(helds: tuple[Held, ...]) -> Held:
 
 
 def _helds(trace: Trace, share: Share) -> tuple[Held, ...]:
-    """Of every block; of those that are alike the same object, so that sums of as many are equal to the last bit."""
+    """Memory of every block. Equal blocks share one object, so that equal sums are equal to the last bit."""
     if share not in trace.memo:
         kinds = [block.kind for block in trace.blocks]
         repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind == "layer"}
@@ -271,7 +286,7 @@ def _held(block: Block, share: Share, layer: bool) -> Held:
 
 
 def _products(block: Block, tp: int, across: int) -> float:
-    """Numbers of the results of products with weights, and of attention's."""
+    """Elements of the results of products with weights, and of attention's."""
     width = {"n": tp, "batch": tp}
     weights = sum(gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch)
     attention = [gemm.rows * gemm.n * gemm.batch * gemm.times / tp for gemm in block.gemms if gemm.batch]

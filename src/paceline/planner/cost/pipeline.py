@@ -1,4 +1,4 @@
-"""How long a pipeline takes and who waits when: stages of unequal times, by formula and by simulating the schedule's events."""
+"""Time of a pipeline with unequal stages, by formula and by simulation of its schedule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.planner.cost.traffic import send_s
 
 
 def pipeline_s(forwards: Sequence[float], backwards: Sequence[float], microbatches: int, hop_s: float, ranks: int, schedule: str) -> float:
-    """From the first microbatch's start to the last gradient's end.
+    """Seconds from the first microbatch's start to the last gradient's end.
 
-    Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in a row fill and drain the pipeline, and
-    the slowest rank sets the pace between. Interleaved stages fill it by one chunk of each rank only.
+    Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in sequence fill and drain the
+    pipeline, and the slowest rank determines the time between. Interleaved stages fill it by one chunk of each rank only.
     """
     times = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
     if ranks == 1:
@@ -24,13 +24,14 @@ def pipeline_s(forwards: Sequence[float], backwards: Sequence[float], microbatch
     chunks = len(times) // ranks
     fill = (sum(times) - max(busy) * 1.0) / chunks
     if schedule == "zero-bubble":
-        fill /= 3  # the gradients of weights, a third of the work, fill it (Qi et al., 2023, arXiv:2401.10241)
+        # the weights' gradients, a third of the work, fill it (Qi et al., 2023, arXiv:2401.10241)
+        fill /= 3
     hops = 2 * (ranks - 1) + (microbatches - 1) * chunks
     return microbatches * max(busy) + fill + hops * hop_s
 
 
 def hop_s(layout: Layout) -> float:
-    """Seconds of sending one microbatch's activations to the next stage."""
+    """Seconds to send one microbatch's activations to the next stage."""
     if layout.pp == 1:
         return 0.0
     boundary = max(block.boundary for block, _ in layout.trace.runs)
@@ -39,20 +40,21 @@ def hop_s(layout: Layout) -> float:
 
 
 def timeline(layout: Layout) -> list[Span]:
-    """What every stage does when, in one step, by simulating the schedule's order of work on each rank."""
+    """Timeline of every stage in one step, by simulation of each rank's schedule."""
     costs, hop = stages(layout), hop_s(layout)
     forwards, backwards = [cost.forward for cost in costs], [cost.backward for cost in costs]
     orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
     return simulate(forwards, backwards, orders, hop)
 
 
-Work = tuple[str, int, int]  # what, virtual stage, microbatch
+# (kind, virtual stage, microbatch)
+Work = tuple[str, int, int]
 
 
 def simulate(forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float) -> list[Span]:
-    """Each rank does its work in order, each piece as soon as what it needs has arrived.
+    """Spans of each rank, which does its work in order as inputs arrive.
 
-    Between two stages microbatches travel one after the other, either way by itself: over a slow link they queue.
+    Between two stages microbatches travel one after the other, independently in each direction: over a slow link they queue.
     """
     arrived: dict[Work, float] = {}
     clock, next_of, spans = [0.0] * len(orders), [0] * len(orders), []
@@ -87,7 +89,7 @@ def _needs(what: str, stage: int, microbatch: int, last: int) -> list[Work]:
 
 
 def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int) -> list[Work]:
-    """The order of work of one rank."""
+    """Order of work of one rank."""
     total = microbatches * chunks
     if chunks > 1:
         warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
@@ -104,7 +106,7 @@ def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int
 
 
 def _piece(what: str, index: int, rank: int, ranks: int, microbatches: int, chunks: int) -> Work:
-    """The index-th forward or backward of a rank: `ranks` microbatches through one chunk, then through the next one."""
+    """A rank's forward or backward number `index`. `ranks` microbatches run through one chunk, then through the next one."""
     if chunks == 1:
         return (what, rank, index)
     group, inside = divmod(index, ranks * chunks)

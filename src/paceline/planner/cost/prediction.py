@@ -1,4 +1,4 @@
-"""What a plan is predicted to cost."""
+"""Predicted cost of a plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ PARTS = ("compute", "recompute", "launch", "tp", "cp", "ep", "fsdp", "pp", "bubb
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of the timeline of a pipeline: what a stage does from when to when, in seconds from the step's start."""
+    """One span of a pipeline's timeline, in seconds from the step's start."""
 
     stage: int
-    what: str  # forward, backward, weight, wait
+    # forward, backward, weight, wait
+    what: str
     microbatch: int
     start_s: float
     end_s: float
@@ -20,18 +21,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is predicted to cost.
+    """Predicted cost of a plan.
 
     Attributes:
-        step_time_s: of a whole step, all ranks together.
-        memory_bytes: the most that one rank has at once on its device.
+        step_time_s: seconds of a whole step, all ranks together.
+        memory_bytes: peak memory of one rank on its device.
         throughput: samples per second.
-        mfu: FLOPs of the model (without those computed again) over the peak of all devices; None where the peak is not known.
-        cost_per_run: in the currency of the prices that the user gave; None without prices or without a known number of steps.
+        mfu: FLOPs of the model (without recomputation) over the peak of all devices; None if the peak is not known.
+        cost_per_run: in the currency of the user's prices; None without prices or without a known number of steps.
         breakdown: seconds of the step by `PARTS`; they sum to `step_time_s`.
-        memory: bytes by what holds them; they sum to `memory_bytes`.
-        fits: whether the memory is there.
-        notes: what the prediction does not know, in words.
+        memory: bytes by holder; they sum to `memory_bytes`.
+        fits: True if there is enough memory.
+        notes: sentences on what the prediction does not know.
     """
 
     step_time_s: float

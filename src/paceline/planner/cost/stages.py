@@ -1,4 +1,4 @@
-"""What each stage of a pipeline costs for one microbatch: the blocks it holds, added up."""
+"""Cost of each pipeline stage for one microbatch: the sum over its blocks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,29 @@ from paceline.trace.graph import Block, Trace
 
 
 class StageCost(NamedTuple):
-    """Seconds of one microbatch on one rank of a (virtual) stage, and what it holds. Seconds of links are those that nothing hides."""
+    """Seconds of one microbatch on one rank of a (virtual) stage, and its parameters.
 
-    forward_s: float = 0.0  # computing
+    Seconds of communication are exposed ones.
+    """
+
+    # computing
+    forward_s: float = 0.0
     backward_s: float = 0.0
-    again_s: float = 0.0  # the forward pass once more, where remat asks for it
-    launch_forward_s: float = 0.0  # what Python needs to start it all: it runs ahead of the device
+    # recomputation of the forward pass, if remat asks for it
+    again_s: float = 0.0
+    # Python's time to launch the kernels; it runs ahead of the device
+    launch_forward_s: float = 0.0
     launch_backward_s: float = 0.0
     tp_forward_s: float = 0.0
-    tp_backward_s: float = 0.0  # with that of computing again
+    # with the collectives of recomputation
+    tp_backward_s: float = 0.0
     cp_s: float = 0.0
     ep_s: float = 0.0
-    parameters: float = 0.0  # on one rank, before fsdp
+    # on one rank, before fsdp
+    parameters: float = 0.0
     blocks: float = 0.0
-    tail_forward_s: float = 0.0  # what the head computes longer than Python needs for it, while nothing else is to be launched
+    # compute time of the head beyond its launch time; nothing else is left to launch then
+    tail_forward_s: float = 0.0
     tail_backward_s: float = 0.0
 
     def __add__(self, other: tuple[float, ...]) -> StageCost:  # type: ignore[override]
@@ -41,13 +50,13 @@ class StageCost(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """The same of its gradient."""
+        """Seconds from a gradient's arrival to its departure."""
         device = self.backward_s + self.again_s + self.tp_backward_s + (self.cp_s + self.ep_s) * 2 / 3
         return _together(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
 
 
 def _together(device_s: float, python_s: float, meets: bool) -> float:
-    """The step time of Python and the device together: the slower of the two, as Python runs ahead.
+    """Step time of Python and the device together. It is the slower of the two, as Python runs ahead.
 
     With tensor parallelism every layer is a barrier, so launch and kernel jitter add up; modelled as a p-norm of the two times.
     """
@@ -58,10 +67,10 @@ def _together(device_s: float, python_s: float, meets: bool) -> float:
 
 
 class Pace(NamedTuple):
-    """What the stages of a layout mean for a step: their costs in the order in which a microbatch passes them, and the slowest rank's.
+    """Stage costs of a layout in the order of a microbatch, and the slowest rank's.
 
     Attributes:
-        working_s: of that rank, for each microbatch.
+        working_s: seconds of the slowest rank for each microbatch.
     """
 
     costs: tuple[StageCost, ...]
@@ -72,12 +81,12 @@ class Pace(NamedTuple):
 
 
 def stages(layout: Layout) -> tuple[StageCost, ...]:
-    """One for each virtual stage, in the order in which a microbatch passes them."""
+    """Costs of the virtual stages, in the order in which a microbatch passes them."""
     return pace(layout).costs
 
 
 def pace(layout: Layout) -> Pace:
-    """The stages, and the rank that all others wait for; remembered, as searches ask for the same ones again and again."""
+    """Stage costs, and the rank that all others wait for; cached, since searches repeat them."""
     ways = way(layout, "tp"), way(layout, "cp"), way(layout, "ep")
     return paced(layout.trace, share(layout), layout.remat, *ways, layout.pp, layout.chunks, layout.cut)
 
@@ -109,7 +118,7 @@ def summed(trace: Trace, share: Share, remat: str, *links: Way) -> tuple[StageCo
 
 @lru_cache(maxsize=4096)
 def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
-    """How many blocks for each stage so that the slowest is as fast as can be; at least one each."""
+    """Number of blocks of each stage, so that the slowest is fastest. Each has at least one."""
     weights = [cost.forward_s + cost.backward_s + cost.again_s for cost in prefix]
     low, high = weights[-1] / virtual, weights[-1]
     for _ in range(30):
@@ -119,7 +128,7 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
 
 
 def _filled(weights: list[float], virtual: int, most: float) -> tuple[int, ...]:
-    """Stages filled one after another up to `most`, or () where that leaves blocks over."""
+    """Stages filled one after another up to `most`, or () if blocks remain."""
     count, cut, start = len(weights) - 1, [], 0
     for stage in range(virtual):
         end, left = start + 1, virtual - stage - 1
@@ -132,7 +141,7 @@ def _filled(weights: list[float], virtual: int, most: float) -> tuple[int, ...]:
 
 @lru_cache(maxsize=100_000)
 def block_cost(block: Block, share: Share, remat: str, tp_way: Way, cp_way: Way, ep_way: Way) -> StageCost:
-    """Of one block."""
+    """Cost of one block."""
     time = block_time(block, share)
     layer = block.kind not in ("embedding", "head")
     again, launch_again, reductions = _again(block, time, remat if layer else "none", share.stops_early)
@@ -161,12 +170,12 @@ def block_cost(block: Block, share: Share, remat: str, tp_way: Way, cp_way: Way,
 
 
 def exposed_s(travel_s: float, compute_s: float) -> float:
-    """What of travelling is not hidden by the computing under way, and by how much it slows that."""
+    """Communication time that compute does not overlap, with its slow-down of compute."""
     return max(travel_s - compute_s, 0.0) + constants.CONTENTION * min(travel_s, compute_s)
 
 
 def _again(block: Block, time: BlockTime, remat: str, stops_early: bool) -> tuple[float, float, int]:
-    """Seconds, launching and reductions of what is computed again in the backward pass."""
+    """Seconds, launch seconds and reductions of recomputation in the backward pass."""
     if remat == "block" and block.trained:
         if stops_early:
             return time.forward_s - time.last_s, time.launch_forward_s, max(block.reductions - 1, 0)

@@ -1,4 +1,4 @@
-"""How long bytes travel: latency and bandwidth of each collective over the links that its group spans (NCCL's rings and trees)."""
+"""Time of collectives: latency and bandwidth over the links of a group (NCCL's rings and trees)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.planner.cost.layout import Layout
 
 
 class Way(NamedTuple):
-    """What a group's messages go over.
+    """Link path of a group's messages.
 
     Attributes:
-        ranks: of the group, on so many `hosts`.
-        bandwidth: bytes per second that each rank sends in a ring, of what is reached.
+        ranks: ranks of the group, on `hosts` hosts.
+        bandwidth: achievable bytes per second that each rank sends in a ring.
         around_s: latency of once around the ring.
         tree_s: latency up and down a tree.
     """
@@ -27,7 +27,10 @@ class Way(NamedTuple):
 
 
 def way(layout: Layout, axis: str) -> Way:
-    """Of the groups along an axis. A host's ranks of one group share all of its links to other hosts with the host's other groups."""
+    """Link path of the groups along an axis.
+
+    A host's ranks of one group share all of its links to other hosts with the host's other groups.
+    """
     ranks: int = getattr(layout, axis)
     apart, machines = layout.stride[axis], layout.machines
     inside = machines.device.inside
@@ -45,26 +48,29 @@ def way(layout: Layout, axis: str) -> Way:
 
 
 def all_reduce_s(nbytes: float, way: Way) -> float:
-    """Each rank sends 2 (n − 1) / n of the bytes; over a ring, or a tree where that has less latency (Thakur et al., 2005)."""
+    """Seconds of an all-reduce over a ring, or a tree of less latency.
+
+    Each rank sends 2 (n − 1) / n of the bytes (Thakur et al., 2005).
+    """
     if way.ranks < 2:
         return 0.0
     return constants.COLLECTIVE_S + 2 * nbytes * (way.ranks - 1) / way.ranks / way.bandwidth + min(2 * way.around_s, way.tree_s)
 
 
 def gather_s(nbytes: float, way: Way) -> float:
-    """An all-gather to, or a reduce-scatter from, so many bytes on each rank: (n − 1) / n of them are sent."""
+    """Seconds of an all-gather or a reduce-scatter of `nbytes` on each rank. Each rank sends (n − 1) / n of them."""
     if way.ranks < 2:
         return 0.0
     return constants.COLLECTIVE_S + nbytes * (way.ranks - 1) / way.ranks / way.bandwidth + way.around_s
 
 
 def all_to_all_s(nbytes: float, way: Way) -> float:
-    """Each rank sends a part of its bytes to every other."""
+    """Seconds of an all-to-all. Each rank sends a part of its bytes to every other."""
     return gather_s(nbytes, way)
 
 
 def send_s(nbytes: float, layout: Layout, axis: str = "pp") -> float:
-    """One message from a rank to its neighbour along an axis."""
+    """Seconds of one message from a rank to its neighbour along an axis."""
     inside = layout.stride[axis] * getattr(layout, axis) <= layout.machines.per_host
     link = layout.machines.device.inside if inside else layout.machines.between
     top = constants.LINK_TOP_INSIDE if inside else constants.LINK_TOP_BETWEEN

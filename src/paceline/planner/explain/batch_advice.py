@@ -1,7 +1,7 @@
-"""The largest useful global batch, and the learning rate that goes with it: a suggestion that the user accepts, never applied by itself.
+"""Advice on the largest useful global batch and its learning rate; never applied by itself.
 
-How fast a batch is can be computed; how well it learns cannot, for the batch beyond which samples are wasted depends on the noise of the
-gradients (McCandlish et al., 2018, arXiv:1812.06162). So the advice is a bound from above with what it does not know said beside it.
+The speed of a batch can be computed; how well it learns cannot, since the batch beyond which samples are wasted depends on the
+noise of the gradients (McCandlish et al., 2018, arXiv:1812.06162). So the advice is an upper bound, with its unknowns stated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from paceline.units import percent
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
-USEFUL = 0.95  # of the best throughput: what is beyond the smallest batch that reaches it buys next to nothing
-_LEAST_GAIN = 1.01  # of throughput by a doubling; after two that bring less, no larger batch is tried
+# fraction of the best throughput: batches beyond the smallest one that reaches it gain next to nothing
+USEFUL = 0.95
+# least gain of throughput by a doubling; after two that gain less, no larger batch is tried
+_LEAST_GAIN = 1.01
 _MOST_DOUBLINGS = 10
 _WITH_SQUARE_ROOT = ("adam", "adamw", "lamb")
 _LEAST_WARM_UP = 10  # steps
-_FEWEST_STEPS = 20  # of an epoch: what leaves fewer is called no useful batch, however fast
+# of an epoch: a batch that leaves fewer steps is not called useful, however fast
+_FEWEST_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,16 @@ class BatchPoint:
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """What to make of the global batch.
+    """Advice on the global batch.
 
     Attributes:
-        points: from small to large, the job's own among them.
+        points: from small to large, with the job's own.
         now: the job's own.
-        useful: the smallest that has 95 % of the best throughput of all: the largest that is worth its samples.
-        rule: how the learning rate goes with the batch: `linear` or `square root`.
-        lr: for the useful batch.
-        stopped: why no larger batch was looked at.
-        cautions: what nobody can know from shapes.
+        useful: the smallest batch with 95 % of the best throughput of all; a larger one is not worth its samples.
+        rule: scaling of the learning rate with the batch: `linear` or `square root`.
+        lr: learning rate for the useful batch.
+        stopped: reason why no larger batch was tried.
+        cautions: facts that cannot be known from shapes.
     """
 
     points: tuple[BatchPoint, ...]
@@ -73,12 +76,12 @@ class BatchAdvice:
 
     @property
     def gain(self) -> float:
-        """The throughput of the useful batch over that of the job's own, less 1."""
+        """Relative gain of throughput by the useful batch over the job's own."""
         return self.useful.throughput / self.now.throughput - 1
 
     @property
     def keeps(self) -> bool:
-        """Whether the job's own batch is the useful one already."""
+        """True if the job's own batch is the useful one already."""
         return self.useful.global_batch == self.now.global_batch
 
     @property
@@ -97,10 +100,14 @@ class BatchAdvice:
         ]
 
     def job(self, job: Job) -> Job:
-        """The job with the useful batch, its learning rate, and as many samples as before: what counts in steps is divided by as much."""
+        """The job with the useful batch, its learning rate, and as many samples as before.
+
+        Values counted in steps are divided by the batch's factor.
+        """
         steps = _Steps(self.factor)
         warm_up = max(steps(job.schedule.warmup_steps) or 0, min(job.schedule.warmup_steps, _LEAST_WARM_UP))
-        if self.rule == "linear" and self.factor > 1:  # what keeps the first steps from diverging (Goyal et al., 2017)
+        # keeps the first steps from diverging (Goyal et al., 2017)
+        if self.rule == "linear" and self.factor > 1:
             warm_up = max(warm_up, _LEAST_WARM_UP)
         decay = steps(job.schedule.decay_steps)
         stop = job.stop.model_copy(update={"steps": steps(job.stop.steps)})
@@ -123,7 +130,7 @@ class BatchAdvice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The advice as plain JSON values."""
         return {
             "now": self.now.global_batch,
             "useful": self.useful.global_batch,
@@ -146,7 +153,9 @@ class BatchAdvice:
 
 
 def advise(job: Job, cluster: Cluster, calibration: Calibration | None = None) -> BatchAdvice:
-    """Find the largest useful global batch: the best plan for the job's own batch, its halves and its doubles, as long as those are faster.
+    """Find the largest useful global batch.
+
+    The job's own batch, its halves and its doubles are tried with their best plans, as long as those are faster.
 
     Raises:
         PlanError: no plan can run the job's own batch.
@@ -165,10 +174,11 @@ def advise(job: Job, cluster: Cluster, calibration: Calibration | None = None) -
 
 
 def _samples(job: Job) -> int | None:
-    """That the job trains on; None where it is not at hand, or is only planned for."""
+    """Number of training samples; None if the data is not available, or only planned for."""
     if job.model.transformer is not None:
         return job.data.limit
-    with suppress(PacelineError, ImportError, TypeError):  # data that is elsewhere, or a stream without a length
+    # the data is elsewhere, or a stream without a length
+    with suppress(PacelineError, ImportError, TypeError):
         data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
         return len(data)
     return job.data.limit
@@ -184,7 +194,7 @@ def _point(job: Job, cluster: Cluster, calibration: Calibration | None, global_b
 def _larger(
     job: Job, cluster: Cluster, calibration: Calibration | None, now: BatchPoint, samples: int | None
 ) -> tuple[list[BatchPoint], str]:
-    """The doubles of the batch, until two of them brought next to nothing; and what ended it."""
+    """Doubles of the batch, until two gained next to nothing, and the end's reason."""
     found, idle, best = [now], 0, now.throughput
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         batch = job.global_batch * 2**doubling
@@ -203,20 +213,21 @@ def _larger(
 
 
 def _smaller(job: Job, cluster: Cluster, calibration: Calibration | None, now: BatchPoint, enough: float) -> list[BatchPoint]:
-    """The halves of the batch, as long as they have enough throughput, and the first one that has not."""
+    """Halves of the batch with enough throughput, and the first one without."""
     found: list[BatchPoint] = []
     batch = job.global_batch
     while (found[-1] if found else now).throughput >= enough and batch % 2 == 0:
         batch //= 2
         try:
             found.append(_point(job, cluster, calibration, batch))
-        except PlanError:  # too few samples for the devices
+        # too few samples for the devices
+        except PlanError:
             break
     return found[::-1]
 
 
 class _Steps:
-    """Steps that see as many samples as before; at least one."""
+    """Conversion of a number of steps to one that sees as many samples. The result is at least 1."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -226,7 +237,7 @@ class _Steps:
 
 
 def _cautions(job: Job, factor: float) -> list[str]:
-    """What the reader must know before he takes it."""
+    """Facts that the user must know before accepting the advice."""
     cautions = [
         "how large a batch still learns as much from each sample (the critical batch size) depends on the noise of the gradients and "
         "cannot be known from shapes (McCandlish et al., 2018, arXiv:1812.06162): compare the losses after equal samples first"

@@ -1,4 +1,4 @@
-"""A model that is larger than a cluster under every plan: how much is missing, and what would be enough."""
+"""Models too large for a cluster: missing memory, and clusters that would be enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _MOST_TP = 64
 
 
 class Least(NamedTuple):
-    """The plan of so many hosts that comes nearest to fitting: bytes of its fullest rank, and what the rank's device has."""
+    """The plan that comes nearest to fitting on given machines.
+
+    Attributes:
+        needed: bytes of its fullest rank.
+        room: bytes of the rank's device.
+    """
 
     needed: float
     room: float
@@ -26,12 +31,12 @@ class Least(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much as is needed."""
+        """True if the plan fits."""
         return self.needed <= self.room
 
 
 def smallest_that_works(layout: Layout, global_batch: int) -> str:
-    """In words: what the model takes at least, how much is missing, and the smallest cluster on which it fits; "" where it fits here.
+    """Message on a model that does not fit, or "" if it does. It names the missing memory and the smallest sufficient cluster.
 
     Args:
         layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not its degrees.
@@ -55,7 +60,7 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
 
 
 def least(layout: Layout, global_batch: int) -> Least:
-    """The plan on the layout's machines whose fullest rank needs the least of its device, of those that share out all there is."""
+    """The plan on the layout's machines whose fullest rank needs the least of its device. Only plans that shard everything are tried."""
     options = (Least(sum(memory(option).values()), usable_bytes(option), option) for option in _frugal(layout, global_batch))
     return min(options, key=lambda option: option.needed / option.room)
 
@@ -68,20 +73,24 @@ def words(layout: Layout) -> str:
 
 
 def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
-    """Plans with everything shared out and computed again, a sample at a time; in powers of two, as many ranks as there is use for."""
+    """Plans with all state sharded and all blocks recomputed, one sample per microbatch.
+
+    Degrees are powers of two, with as many ranks as are useful.
+    """
     machines, trace = layout.machines, layout.trace
     layers = max((count for _, count in trace.runs), default=1)
     cores = [1] if machines.device.kind != "cpu" else _powers(machines.per_host)
-    for idle in cores:  # a rank alone on a host has all of its memory
+    # a rank alone on a host has all of its memory
+    for idle in cores:
         devices = machines.devices // idle
         for tp in _powers(min(devices, _MOST_TP)):
             for pp in _powers(min(devices // tp, layers)):
                 for cp in _powers(min(devices // tp // pp, trace.tokens, _MOST_CP)):
                     if _divides(trace, tp, cp):
-                        yield _shared_out(layout, tp, pp, cp, devices // (tp * pp * cp), global_batch)
+                        yield _sharded(layout, tp, pp, cp, devices // (tp * pp * cp), global_batch)
 
 
-def _shared_out(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch: int) -> Layout:
+def _sharded(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch: int) -> Layout:
     fsdp = max(n for n in range(1, min(left, global_batch) + 1) if global_batch % n == 0)
     blocks = len(layout.trace.blocks)
     return replace(
@@ -104,7 +113,7 @@ def _shared_out(layout: Layout, tp: int, pp: int, cp: int, left: int, global_bat
 
 
 def _divides(trace: Trace, tp: int, cp: int) -> bool:
-    """Whether heads divide by tp, tokens by cp, and there is anything that tp divides."""
+    """True if tp divides the heads and anything at all, and cp divides the tokens."""
     if tp == 1:
         return trace.tokens % cp == 0
     gemms = [gemm for block, _ in trace.runs for gemm in block.gemms if gemm.divided != "none"]
@@ -112,7 +121,7 @@ def _divides(trace: Trace, tp: int, cp: int) -> bool:
 
 
 def _more_hosts(layout: Layout, global_batch: int) -> Least:
-    """On the smallest number of the same hosts that is enough, found by halving; on very many of them where none is."""
+    """Fit on the smallest sufficient number of the same hosts, found by bisection. If no number is enough, on very many of them."""
 
     def on(hosts: int) -> Least:
         return least(replace(layout, machines=replace(layout.machines, hosts=hosts, speeds=())), global_batch)
@@ -128,7 +137,7 @@ def _more_hosts(layout: Layout, global_batch: int) -> Least:
 
 
 def _larger_device(layout: Layout, global_batch: int) -> Least:
-    """On as many devices of the catalogue's kind that has just enough memory; on the largest where none has."""
+    """Fit on as many devices of the smallest sufficient kind in the catalogue. If none is sufficient, on the largest."""
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
     larger = [device for device in CATALOGUE.values() if device.kind == kind != "cpu" and device.memory_bytes > own]

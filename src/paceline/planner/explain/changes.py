@@ -1,4 +1,4 @@
-"""What would help most: the search done again with more memory, faster links, a larger batch, more devices."""
+"""Changes that would help: searches with more memory, faster links, a larger batch, more devices."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
 T = TypeVar("T")
-WORTH = 0.005  # a gain below this is none: the model is not that exact
+# relative gain below which a change does not help: the model is not more exact
+WORTH = 0.005
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that could be otherwise, and what the model predicts then.
+    """One possible change, and the prediction with it.
 
     Attributes:
-        what: in words, such as `twice the memory`.
-        value: what it would be, such as `160 GB`.
-        gain: the throughput with it over that without, less 1; None where it could not be predicted.
-        plan: the best then.
+        what: a phrase, such as `twice the memory`.
+        value: its new value, such as `160 GB`.
+        gain: relative gain of throughput; None if it could not be predicted.
+        plan: the best plan then.
         prediction: of that plan.
-        but: what it costs beside money, or why nothing is predicted.
+        but: its cost beside money, or why nothing is predicted.
     """
 
     what: str
@@ -46,11 +47,11 @@ class Change:
 
     @property
     def helps(self) -> bool:
-        """Whether the gain is more than nothing."""
+        """True if the gain is large enough to count."""
         return self.gain is not None and self.gain >= WORTH
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The change as plain JSON values."""
         found = self.prediction
         return {
             "what": self.what,
@@ -65,7 +66,7 @@ class Change:
 
 
 def changes_of(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None) -> tuple[Change, ...]:
-    """Each change by itself, the one that helps most first; those that cannot be predicted last."""
+    """Every change by itself, the most helpful first, unpredictable ones last."""
     return tuple(sorted(_changes(job, cluster, found, calibration), key=lambda change: -(-1.0 if change.gain is None else change.gain)))
 
 
@@ -95,13 +96,13 @@ def _more_devices(job: Job, cluster: Cluster, best: Candidate, calibration: Cali
     return _searched(change, job, grown, best, calibration)
 
 
-# Searched again
+# Changes that need another search
 
 
 def _searched(
     change: Change, job: Job, cluster: Cluster, best: Candidate, calibration: Calibration | None, *, no_worse: bool = False
 ) -> Change:
-    """With the best plan of another job or cluster. `no_worse`: the plan of today can run then as well, and as fast."""
+    """Predict a change with the best plan of another job or cluster. With `no_worse`, today's plan could still run, as fast as now."""
     from paceline.planner.search.search import search
 
     try:
@@ -115,7 +116,7 @@ def _searched(
 
 
 def with_memory(cluster: Cluster, times: int) -> Cluster:
-    """The same cluster whose devices and hosts have so many times the memory."""
+    """Copy of the cluster with `times` the memory of devices and hosts."""
 
     def grown(host: Host) -> Host:
         gpus = tuple(gpu.model_copy(update={"memory_bytes": gpu.memory_bytes * times}) for gpu in host.gpus)
@@ -125,14 +126,14 @@ def with_memory(cluster: Cluster, times: int) -> Cluster:
 
 
 def with_batch(job: Job, global_batch: int) -> Job:
-    """The same job with another global batch."""
+    """Copy of the job with another global batch."""
     return job.model_copy(update={"global_batch": global_batch})
 
 
 def with_devices(cluster: Cluster, times: float) -> Cluster | None:
-    """The same cluster with so many times the devices: more or fewer equal hosts, or a part of one host.
+    """Copy of the cluster with `times` the devices.
 
-    None where that is no whole number, where hosts differ, or where another host would be needed and no link to it is known.
+    None if that is no whole number, if hosts differ, or if another host would be needed and no link to it is known.
     """
     hosts = len(cluster.hosts) * times
     if not _alike(cluster):
@@ -147,7 +148,7 @@ def with_devices(cluster: Cluster, times: float) -> Cluster | None:
 
 
 def _alike(cluster: Cluster) -> bool:
-    """Whether one more host of them would be like all others."""
+    """True if all hosts are equal, so that one more can be added."""
     emulate = cluster.emulate
     limits = len({*zip(emulate.rates_bps, emulate.cores, strict=True)}) if emulate else 1
     return limits == 1 and len({(len(host.devices), host.cpu, tuple(gpu.name for gpu in host.gpus)) for host in cluster.hosts}) == 1
@@ -180,15 +181,15 @@ def _first(limit: T | tuple[T, ...]) -> T:
 
 
 def _linked(host: Host) -> bool:
-    """Whether what leads to another host is known: stated, or what hosts of such devices usually have."""
+    """True if the link to another host is known: stated, or usual for such devices."""
     return bool(host.gpus) or any(link.kind == "ethernet" and link.bandwidth_gbps for link in host.links)
 
 
-# Predicted again: a link changes what the plans that were found take, not which of them can run
+# Predicted again: a link changes the times of plans, not which of them can run
 
 
 def _predicted(change: Change, found: Found, faster: Callable[[Machines], Machines]) -> Change:
-    """With the best of the plans that were found, on the machines as they would be."""
+    """Predict a change with the best of the plans found, on the changed machines."""
 
     def then(layout: Layout) -> Prediction:
         return estimate(replace(layout, machines=faster(layout.machines)))

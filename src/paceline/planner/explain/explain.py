@@ -1,4 +1,4 @@
-"""Why a plan was chosen: where its time and memory go, why the others lose, what was excluded, and what would help."""
+"""Explanation of a chosen plan: its time and memory, losers, exclusions, and helpful changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from paceline.units import percent, size
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
-LEAST = 0.005  # of a step or of the memory: what is less is not worth a line
+# fraction of a step or of the memory below which a part gets no line
+LEAST = 0.005
 PART_NAMES: Mapping[str, str] = {
     "compute": "computing",
     "recompute": "computing again",
@@ -37,7 +38,7 @@ PART_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a whole: `value` in seconds or bytes, `share` of all."""
+    """A part of a whole: `value` in seconds or bytes, and `share`, its fraction."""
 
     name: str
     value: float
@@ -46,7 +47,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Cost:
-    """What training costs, in the currency of the user's prices: `value`, and of how much work."""
+    """Cost of training in the currency of the user's prices, with the amount of work."""
 
     value: float
     of: str
@@ -54,7 +55,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Help:
-    """One thing that would help, or would not: by what part the throughput grows, None where nobody can say, and what to know of it."""
+    """A suggestion that would help, or would not.
+
+    Attributes:
+        gain: relative gain of throughput; None if unknown.
+        what: the change.
+        about: remarks.
+    """
 
     gain: float | None
     what: str
@@ -62,7 +69,7 @@ class Help:
 
     @property
     def words(self) -> str:
-        """`+12.3 %`, `no gain`, or nothing where it could not be predicted."""
+        """The gain as text: `+12.3 %`, `no gain`, or nothing if unknown."""
         if self.gain is None:
             return ""
         if abs(self.gain) < WORTH:
@@ -72,15 +79,15 @@ class Help:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `paceline plan` tells; the same on the screen, on its page and as JSON.
+    """Everything that `paceline plan` tells, equal on screen, page and JSON.
 
     Attributes:
-        found: what the search found; `found.best[0]` is the winner.
-        time: where the winner's step goes, by `PARTS`, in their order.
-        memory: what holds the memory of its fullest rank, the most first.
-        changes: what would help, the most first.
-        notes: what the prediction does not know.
-        measured: whether the machines were measured; else their figures are those of the catalogue.
+        found: the search's result; `found.best[0]` is the winner.
+        time: parts of the winner's step, in the order of `PARTS`.
+        memory: holders of the memory of its fullest rank, largest first.
+        changes: possible changes, the most helpful first.
+        notes: sentences on what the prediction does not know.
+        measured: True if the machines were measured; else their figures are those of the catalogue.
     """
 
     job: Job
@@ -99,16 +106,19 @@ class Explanation:
 
     @property
     def tokens(self) -> int:
-        """Of one sample; 1 where it is no sequence."""
+        """Tokens of one sample; 1 if it is no sequence."""
         return self.winner.layout.trace.tokens
 
     @property
     def room_bytes(self) -> int:
-        """The memory of a device; on CPUs a rank's part of its host's."""
+        """Memory of a device; on CPUs a rank's part of its host's."""
         return int(room_bytes(self.winner.layout))
 
     def cost(self, candidate: Candidate) -> Cost | None:
-        """Of the whole run where its steps are known, else of a round number of tokens or samples; None without prices."""
+        """Cost of the whole run, or of a round number of tokens or samples.
+
+        None without prices. The whole run is used if its steps are known.
+        """
         if self.cluster.price_per_hour is None:
             return None
         of_step = candidate.prediction.step_time_s / 3600 * candidate.plan.ranks * self.cluster.price_per_hour
@@ -119,7 +129,7 @@ class Explanation:
 
     @property
     def lines(self) -> list[str]:
-        """The heart of it in a few sentences."""
+        """Summary in a few sentences."""
         best, cluster = self.winner, self.cluster.name
         prediction = best.prediction
         mfu = f", MFU {percent(prediction.mfu)}" if prediction.mfu is not None else ""
@@ -136,7 +146,7 @@ class Explanation:
 
     @property
     def helps(self) -> list[Help]:
-        """What would help, the most first: other machines and batches, and what the search noticed by itself."""
+        """Suggestions, the most helpful first: other machines and batches, and the search's own hints."""
         found, rows = self.found, []
         for change in self.changes:
             then = f"then {change.plan}" if change.plan and change.helps else ""
@@ -155,7 +165,7 @@ class Explanation:
 
     @property
     def limit(self) -> str:
-        """What the winner's step is made of, in one sentence."""
+        """The parts of the winner's step in one sentence."""
         useful = sum(part.value for part in self.time if part.name == "compute")
         others = sorted((part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share)
         if not others:
@@ -167,7 +177,7 @@ class Explanation:
         return "\n".join(self.lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain JSON values."""
+        """The whole explanation as plain JSON values."""
         found = self.found
         return {
             "job": self.job.name,
@@ -219,11 +229,11 @@ class Explanation:
 def explain(
     job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None, *, what_would_help: bool = True
 ) -> Explanation:
-    """Explain what a search found.
+    """Explain a search's result.
 
     Args:
-        what_would_help: whether to search again with more memory, faster links, a larger batch and more devices, which takes as long
-            as the search did, a few times over.
+        what_would_help: search again with more memory, faster links, a larger batch and more devices, which takes a few times as long
+            as the search did.
 
     Raises:
         PlanError: no plan was found.
@@ -245,9 +255,9 @@ def explain(
 
 
 def shares_of_time(candidate: Candidate) -> tuple[Share, ...]:
-    """The parts of a candidate's step that take any time, in the order of `PARTS`.
+    """Parts of a candidate's step with positive time, in the order of `PARTS`.
 
-    They sum to the step: a part that measurements made negative is taken off computing.
+    They sum to the step: a part that measurements made negative is subtracted from computing.
     """
     prediction = candidate.prediction
     parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
@@ -256,14 +266,14 @@ def shares_of_time(candidate: Candidate) -> tuple[Share, ...]:
 
 
 def shares_of_memory(candidate: Candidate) -> tuple[Share, ...]:
-    """What holds the memory of its fullest rank, the most first."""
+    """Holders of the memory of its fullest rank, largest first."""
     prediction = candidate.prediction
     held = sorted(prediction.memory.items(), key=lambda entry: -entry[1])
     return tuple(Share(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
 
 
 def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
-    """What stands between the prediction and the truth: of this model, of the cost model, and what it never knows."""
+    """Unknowns of the prediction: of this model, of the cost model, and general ones."""
     basis = "measured on these machines" if calibration else "from the catalogue, not measured"
     always = (
         f"every figure is predicted; the speeds of devices and links are {basis}",
@@ -273,7 +283,7 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
 
 
 def _grown(saved: float) -> float:
-    """By what part the throughput grows where that part of the step's time is saved."""
+    """Relative gain of throughput if the fraction `saved` of the step's time is saved."""
     return saved / (1 - saved)
 
 

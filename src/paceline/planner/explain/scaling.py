@@ -1,4 +1,4 @@
-"""How the job would go on fewer and on more devices of the same kind: the best plan for each number of them."""
+"""Strong scaling: the best plan for fewer and more devices of the same kind."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Scaled:
-    """The same job, global batch included, on so many devices (strong scaling).
+    """The job, global batch included, on another number of devices (strong scaling).
 
     Attributes:
-        plan, prediction: the best there; None where none fits.
-        speedup: over the fewest devices on which any fits.
-        efficiency: the speedup over how many times the devices are.
-        why: none fits.
+        plan, prediction: the best there; None if none fits.
+        speedup: relative to the fewest devices on which any plan fits.
+        efficiency: speedup over the ratio of devices.
+        why: reason why none fits.
     """
 
     devices: int
@@ -38,7 +38,7 @@ class Scaled:
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The point as plain JSON values."""
         return {
             "devices": self.devices,
             "plan": str(self.plan) if self.plan else None,
@@ -50,7 +50,7 @@ class Scaled:
 
 
 def scaling(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None) -> tuple[Scaled, ...]:
-    """From an eighth of the devices to eight times as many, as far as the cluster says what those would be."""
+    """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
     from paceline.planner.search.search import search
 
     points: list[Scaled] = []

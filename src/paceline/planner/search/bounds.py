@@ -1,7 +1,7 @@
-"""What a plan takes at least, in time and memory, told without predicting it: what lets a search leave most plans out and still be exact.
+"""Lower bounds of a plan's time and memory, which keep the search exact.
 
-A bound is admissible: never above the prediction. Time: the work of a microbatch, evenly over the stages, as often as the schedule has
-it on the way; one pass of the optimizer; and the part of the sum of gradients that no backward pass can hide.
+A bound is admissible: never above the prediction. Time: the work of a microbatch, evenly over the stages, as often as it is on the
+schedule's critical path; one pass of the optimizer; and the part of the gradients' sum that no backward pass can overlap.
 Memory: the state and the activations of an average rank, or of the pipeline's first one, which has the most microbatches in flight.
 """
 
@@ -24,12 +24,14 @@ from paceline.planner.search.space import Ints
 from paceline.trace.graph import Block, Trace
 
 Floats = NDArray[np.float64]
-_ENDLESS = 2.0**16  # samples of a microbatch so large that products of matrices reach all that they can
-_CERTAIN = 0.97  # of what is told of state: stages are not quite even
+# samples of a microbatch so large that matrix products reach their peak
+_ENDLESS = 2.0**16
+# fraction of the state that is certain, since stages are not quite even
+_CERTAIN = 0.97
 
 
 class Core(NamedTuple):
-    """What a rank's work and state depend on inside a stage."""
+    """Shard config: everything that a rank's work and state inside a stage depend on."""
 
     tp: int
     cp: int
@@ -42,15 +44,15 @@ class Core(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """All blocks on one rank of tp, cp and ep.
+    """Rank cost: all blocks on one rank of tp, cp and ep.
 
     Attributes:
-        forward_s, backward_s: of one microbatch; `repeated_s`: both, of the layers.
-        parameters: on the rank, of which `repeated` are in layers.
-        dense: parameters of a second of work: the least of any block.
+        forward_s, backward_s: seconds of one microbatch; `repeated_s`: both, for the layers.
+        parameters: parameters on the rank, of which `repeated` are in layers.
+        dense: parameters per second of work: the least of any block.
         kept: bytes of one microbatch for its backward pass, of which `repeated_kept` are in layers.
-        received: bytes of one microbatch that go on to the next stage.
-        hop_s: least seconds of that.
+        received: bytes of one microbatch that are sent to the next stage.
+        hop_s: least seconds of sending them.
     """
 
     forward_s: float
@@ -66,7 +68,7 @@ class Whole:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -74,7 +76,7 @@ class Bounds:
     """Bounds of the plans of one job on one cluster.
 
     Args:
-        layout: of any plan: what all plans share is taken from it.
+        layout: of any plan: everything that plans have in common is taken from it.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -89,28 +91,28 @@ class Bounds:
 
     @cached_property
     def room(self) -> float:
-        """Bytes of a device that a plan may take; on CPUs those of one core."""
+        """Bytes of a device that a plan may use; on CPUs those of one core."""
         machines = self.layout.machines
         return usable_bytes(replace(self.layout, dp=machines.devices, fsdp=1, tp=1, pp=1, cp=1, ep=1))
 
     @cached_property
     def room_for_model(self) -> float:
-        """Without what any program on the device takes. On CPUs a rank may have the memory of cores that are idle: no bound."""
+        """Bytes of a device without its runtime. On CPUs a rank may have the memory of idle cores: infinite."""
         return self.room - RUNTIME_BYTES if self.layout.machines.device.kind == "cuda" else float("inf")
 
     def whole(self, core: Core) -> Whole:
-        """See `Whole`; each is computed once."""
+        """Rank cost of a shard config, computed once."""
         found = self._wholes.get(core)
         if found is None:
             found = self._wholes[core] = self._computed(core)
         return found
 
     def rate_s(self, tp: int, cp: int, ep: int, threads: int, sequence: bool, remat: str) -> float:
-        """Seconds per sample of all blocks on one rank, with whatever microbatch is best."""
+        """Seconds per sample of all blocks on one rank, with the best microbatch size."""
         return self.whole(Core(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
 
     def passes(self, pp: int, microbatches: int, schedule: str) -> tuple[float, float]:
-        """How often a whole microbatch's work, and a hop to the next stage, are on the critical path of even stages."""
+        """Numbers of microbatches and of hops on the critical path of even stages."""
         key = pp, microbatches, schedule
         found = self._passes.get(key)
         if found is None:
@@ -121,22 +123,26 @@ class Bounds:
         return found
 
     def unevenness_s(self, seconds: Floats, repeated_s: Floats, pp: Ints, microbatches: Ints) -> Floats:
-        """What it adds that layers are whole: some rank has at least as many as an even deal, rounded up."""
+        """Additional seconds because layers are whole. Some rank has at least an even number of layers, rounded up."""
         fullest = repeated_s / self.layers * np.ceil(self.layers / pp)
         return np.asarray((microbatches - 1) * np.maximum(fullest - seconds / pp, 0.0), np.float64)
 
     def optimizers_s(self, parameters: Floats) -> Floats:
-        """The optimizer reads its state, parameters and gradients once and writes the first two."""
+        """Seconds in which the optimizer reads state, parameters and gradients and writes the first two."""
         layout = self.layout
         each = 2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes
         machines = layout.machines
-        cores = machines.per_host if machines.device.kind == "cpu" else 1  # one rank may compute with all of them
+        # one rank may compute with all of them
+        cores = machines.per_host if machines.device.kind == "cpu" else 1
         fastest = machines.device.memory_bandwidth * cores
         seconds: Floats = _CERTAIN * parameters * each / fastest
         return seconds
 
     def sum_s_per_byte(self, apart: int, dp: int) -> float:
-        """Of the gradients' all-reduce, without latency: over replicas whose ranks are so far apart."""
+        """Seconds per byte of the gradients' all-reduce, without latency.
+
+        `apart` is the distance between the ranks of neighbouring replicas.
+        """
         key = apart, dp
         if key not in self._sums:
             over = way(replace(self.layout, fsdp=apart, dp=dp), "dp")
@@ -144,7 +150,7 @@ class Bounds:
         return self._sums[key]
 
     def state_bytes(self, pp: Ints, microbatches: Ints, fsdp: Ints, zero: int) -> Floats:
-        """Of each parameter of a rank: state between steps, and what fsdp gathers and does not scatter while a step goes on."""
+        """State bytes per parameter of a rank, between and during steps. Gathered tensors that stay during a step are included."""
         layout = self.layout
         divided, pipelined = fsdp > 1, pp > 1
         shared = (layout.parameter_bytes + layout.gradient_bytes + layout.optimizer_bytes) / fsdp
@@ -153,20 +159,26 @@ class Bounds:
         return np.asarray(np.where(divided & layout.offload, 0.0, shared) + narrow + beside, np.float64)
 
     def gathered_bytes(self, layer: Floats, pp: Ints, fsdp: Ints, zero: int) -> Floats:
-        """Of a layer that fsdp gathers, with its gradients; a stage of a pipeline has all its parameters whole, which `state_bytes` has."""
+        """Bytes of a layer that fsdp gathers, with its gradients.
+
+        A pipeline's stage has all its parameters whole, which `state_bytes` counts.
+        """
         narrow = min(self.layout.parameter_bytes, self.layout.number_bytes)
         whole = (pp > 1) | (zero < 3)
         gathered: Floats = layer * (narrow + self.layout.gradient_bytes + np.where(whole, 0.0, GATHERED_AT_ONCE * narrow))
         return np.where(fsdp > 1, (1 + FRAGMENTS) * gathered, 0.0)
 
     def activations_bytes(self, kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
-        """Those in flight of a rank with an average part of what is kept, over all ranks on average."""
+        """Lower bound on the activation bytes in flight on an average rank."""
         flight = 1.0 * microbatches if schedule == "gpipe" else np.maximum(0.5 * np.minimum(microbatches, pp), 1.0)
         activations: Floats = kept / pp * np.where(pp > 1, flight, 1.0)
         return activations
 
     def first_bytes(self, repeated_kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
-        """The same of the pipeline's first rank, if it has no fewer layers than the least that an even cut gives."""
+        """Lower bound on the activation bytes in flight on the pipeline's first rank.
+
+        It holds if that has no fewer layers than the smallest stage of an even cut.
+        """
         chunks = 2 if schedule in ("interleaved", "zero-bubble") else 1
         layers = self.layers // (pp * chunks)
         if schedule == "zero-bubble":
@@ -199,7 +211,7 @@ class Bounds:
         )
 
     def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """What each kind of block keeps for its backward pass, in bytes, and the seconds of sending one sample and two to a stage."""
+        """Bytes per sample that each block kind saves, and seconds of one and two hops. The hops send one and two samples to a stage."""
         key = layout.tp, layout.cp, layout.ep, layout.sequence, layout.remat
         found = self._samples.get(key)
         if found is None:
@@ -211,7 +223,7 @@ class Bounds:
 
 
 def _kinds(trace: Trace) -> dict[Block, int]:
-    """The different blocks, with how many there are of each."""
+    """The distinct blocks with their counts."""
     counts: dict[Block, int] = {}
     for block, count in trace.runs:
         counts[block] = counts.get(block, 0) + count

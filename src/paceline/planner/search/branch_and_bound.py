@@ -1,4 +1,4 @@
-"""Branch and bound over the space of plans: degrees and microbatches, variants, and dp × fsdp factorisations."""
+"""Branch and bound over the space of plans."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ from paceline.planner.search.rejected import Tally
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import REMATS, SCHEDULES, Ints, Space, divisors, numbered
 
-_FIRST_BLOCK, _BLOCK = 64, 4096  # rows that are expanded together, the most promising first
-_LISTED = 1.1  # times the best: what is slower is not sought for the list
-_LIST_EVALUATIONS = 300  # after so many predictions only what may be the best is still looked at, not what may be on the list
-_FILL = 150  # plans that are looked at for the list where too few were found
+# rows that are expanded together, most promising first
+_FIRST_BLOCK, _BLOCK = 64, 4096
+# slower plans, relative to the best, are not searched for the list
+_LISTED = 1.1
+# predictions after which only a possible best is searched, no longer the list
+_LIST_EVALUATIONS = 300
+# further plans that are tried if the list is too short
+_FILL = 150
 _OFFLOADED = "the way of the state to host memory and back (offload) is not in this time"
-_MOST_EVALUATIONS = 8000  # after so many plans were looked at the search ends, and says by how much the best can be missed
-_MOST_MEASURED = 2000  # where there are no bounds
+# number of tried plans that ends the search; the gap then says by how much the best may be missed
+_MOST_EVALUATIONS = 8000
+# the same without bounds
+_MOST_MEASURED = 2000
 
 
 @dataclass
 class Columns:
-    """Plans, or what they have in common, one a place in each array."""
+    """Plan table: plans, or partial plans, with one array per column."""
 
     row: Ints
     schedule: Ints  # of `SCHEDULES`
@@ -46,40 +52,42 @@ class Columns:
         return len(self.row)
 
     def at(self, places: Any) -> Columns:
-        """Those at some places."""
+        """Rows at the given positions."""
         return Columns(*[getattr(self, name)[places] for name in self.__dataclass_fields__])
 
     def key(self, i: int) -> tuple[int, ...]:
-        """What makes up the plan at a place."""
+        """Identity of the plan at a position."""
         columns = (self.row, self.schedule, self.remat, self.sequence, self.fsdp, self.zero)
         return tuple(int(column[i]) for column in columns)
 
     @classmethod
     def joined(cls, pieces: list[Columns]) -> Columns:
-        """All of them."""
+        """Concatenation of several tables."""
         return cls(*[np.concatenate([getattr(piece, name) for piece in pieces]) for name in cls.__dataclass_fields__])
 
 
 class Hunt:
-    """One search.
+    """Branch-and-bound search of the best plans.
 
     Attributes:
         found: for each set of degrees the best plan so far.
-        tally: of what was excluded.
-        considered: plans in the space.
-        evaluated: plans that were predicted.
+        tally: counts of excluded plans.
+        considered: number of plans in the space.
+        evaluated: number of predicted plans.
     """
 
     def __init__(self, space: Space, layouts: Layouts, top: int) -> None:
         self.space, self.layouts, self.top = space, layouts, top
         self.found: dict[tuple[int, ...], Candidate] = {}
         self.evaluated = 0
-        self.limit = float("inf")  # what takes as long is of no interest any more
+        # what takes as long is of no interest any more
+        self.limit = float("inf")
         self.layout = layouts.of(space.base)
         self.bounds = Bounds(self.layout)
         self.considered = int(space.plans_per_row.sum())
         self.tally = Tally(self.bounds.room)
-        self.exact = layouts.machines.calibration is None  # of what was measured there are no bounds: as many are predicted as may be
+        # of what was measured there are no bounds: as many are predicted as may be
+        self.exact = layouts.machines.calibration is None
         self._wholes: list[Whole] = []
         self._places: dict[Core, int] = {}
         self._seen: set[tuple[int, ...]] = set()
@@ -90,7 +98,8 @@ class Hunt:
     def run(self) -> float:
         """Search; returns the gap."""
         gap = self._through_all(_MOST_EVALUATIONS if self.exact else _MOST_MEASURED)
-        if len(self.found) < self.top:  # of those that are much slower, the ones that promise most
+        # of those that are much slower, the ones that promise most
+        if len(self.found) < self.top:
             tally, self.tally = self.tally, Tally(self.tally.room)  # all were counted
             self._filling, self.limit = True, float("inf")
             self._through_all(len(self._seen) + _FILL)
@@ -98,7 +107,10 @@ class Hunt:
         return gap
 
     def _through_all(self, most: int) -> float:
-        """Blocks of rows in the order of what they take at least, until none may be of interest or so many plans were looked at."""
+        """Expand rows in the order of their bounds, and return the gap.
+
+        It ends when no row can be of interest or `most` plans were tried.
+        """
         least = self._least_s
         order = np.argsort(least, kind="stable")
         first, size = 0, _FIRST_BLOCK
@@ -115,7 +127,7 @@ class Hunt:
 
     @cached_property
     def _least_s(self) -> Floats:
-        """What each row takes at least, whatever its variants."""
+        """Least seconds of each row, whatever its variants."""
         every = np.arange(len(self.space.rows["tp"]))
         if not self.exact:
             return np.zeros(len(every))
@@ -125,14 +137,17 @@ class Hunt:
         return found
 
     def _at_best_s(self, rows: Ints, sequence: bool, remat: str) -> Floats:
-        """What these rows take at least, were their microbatches as large as is best."""
+        """Least seconds of these rows with the best microbatch size."""
         table = {key: column[rows] for key, column in self.space.rows.items()}
         keys, place = numbered(table["tp"], table["cp"], table["ep"], table["threads"])
         rate = np.array([self.bounds.rate_s(tp, cp, ep, threads, sequence, remat) for tp, cp, ep, threads in keys])
         return np.asarray(rate[place] * table["samples"] * table["microbatches"] / table["pp"]) if len(keys) else np.zeros(0)
 
     def _search(self, rows: Ints, most: int) -> float | None:
-        """Look at all plans of these rows that may be among the best. The least bound of those not looked at, where there were too many."""
+        """Try all plans of these rows that may be among the best.
+
+        Returns the least bound of untried plans if there were too many, else None.
+        """
         plans = self._shared_out(self._variants(rows))
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
@@ -148,7 +163,7 @@ class Hunt:
         return None
 
     def _variants(self, rows: Ints) -> Columns:
-        """The rows with every schedule, remat and sequence that may be among the best and may fit."""
+        """Variants of the rows: schedule, remat and sequence of possible best plans."""
         pieces = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
         return Columns.joined([piece for some in pieces for piece in some])
 
@@ -175,7 +190,8 @@ class Hunt:
             held = bounds.activations_bytes(kept, pp, microbatches, schedule)
             first = bounds.first_bytes(repeated_kept, pp, microbatches, schedule)
             held = np.maximum(held, first) + np.where(pp > 1, 2 * microbatches * received, 0.0)
-            held[(pp == 1) & (microbatches == 1) & (shared == 1)] = 0.0  # gradients come while activations go
+            # gradients appear while activations are freed
+            held[(pp == 1) & (microbatches == 1) & (shared == 1)] = 0.0
             crowded = works & (least_state + held > bounds.room_for_model)
             self.tally.crowd((least_state + held)[crowded], space.sharings[rows[crowded]])
             some = np.flatnonzero(works & ~crowded & ((times < self.limit) | (not self.exact)))
@@ -185,7 +201,7 @@ class Hunt:
         return found
 
     def _shared_out(self, variants: Columns) -> Columns:
-        """Every factorisation of their data-parallel ranks into dp × fsdp that may be among the best and may fit."""
+        """Factorisations of the data-parallel ranks into dp × fsdp that may be best and fit."""
         space, bounds, table = self.space, self.bounds, self.space.rows
         several, place = np.unique(table["shared"][variants.row], return_inverse=True)
         ways = [divisors(int(n)) for n in several]
@@ -209,7 +225,7 @@ class Hunt:
         return Columns.joined([self._fitting(plans, zero) for zero in (3, 2, 1)])
 
     def _fitting(self, plans: Columns, zero: int) -> Columns:
-        """Those that may fit if fsdp shares out so much."""
+        """Plans that may fit with this `zero`."""
         bounds, table = self.bounds, self.space.rows
         pp, microbatches = table["pp"][plans.row], table["microbatches"][plans.row]
         plans = plans.at(slice(None))
@@ -227,7 +243,7 @@ class Hunt:
         return fitting
 
     def _gathered_s(self, plans: Columns, zero: int) -> Floats:
-        """Of gathering parameters and scattering gradients, what no computing can hide; without a pipeline."""
+        """FSDP all-gather and reduce-scatter time that compute cannot overlap; 0 with a pipeline."""
         bounds, table, layout = self.bounds, self.space.rows, self.layout
         seconds, parameters = self._of(plans.whole, "seconds parameters")
         keys, place = numbered(table["tp"][plans.row] * table["cp"][plans.row] * table["ep"][plans.row], plans.fsdp)
@@ -238,7 +254,7 @@ class Hunt:
         return np.where(table["pp"][plans.row] == 1, unhidden, 0.0)
 
     def _evaluate(self, key: tuple[int, ...], knobs: dict[str, Any]) -> None:
-        """Predict a plan, if it may run and fits; keep it, if it is the best of its degrees."""
+        """Predict a plan if it is legal and fits, and keep the best. The best is kept for each set of degrees."""
         row, schedule, remat, sequence, fsdp, zero = key
         values: dict[str, Any] = {name: int(self.space.rows[name][row]) for name in ("tp", "cp", "ep", "pp", "microbatches")}
         values |= {"dp": int(self.space.rows["shared"][row]) // fsdp, "fsdp": fsdp, "zero": zero}
@@ -274,7 +290,10 @@ class Hunt:
         self._limit()
 
     def _limit(self) -> None:
-        """Time is spent on the list of the best as long as that needs few predictions, and on what is little slower."""
+        """Update the time limit of interesting plans.
+
+        The list of the best is searched as long as that needs few predictions, and only for little slower plans.
+        """
         times = sorted(one.prediction.step_time_s for one in self.found.values())
         self._last_s = times[self.top - 1] if len(times) >= self.top else float("inf")
         if self._filling or not times:
@@ -283,7 +302,7 @@ class Hunt:
             self.limit = min(self._last_s, times[0] * _LISTED) if self.evaluated < _LIST_EVALUATIONS else times[0]
 
     def _passes(self, rows: Ints, works: NDArray[np.bool_], schedule: str) -> tuple[Floats, Floats]:
-        """How often a microbatch's work and a hop are on the critical path, for those rows that the schedule works with."""
+        """Critical-path microbatches and hops of the rows that a schedule can run."""
         keys, place = self._pipelines
         known = self._known_passes.setdefault(schedule, np.full((len(keys), 2), np.nan))
         places = place[rows]
@@ -298,12 +317,12 @@ class Hunt:
 
     @cached_property
     def _likeness(self) -> Ints:
-        """A number for each row, equal for those whose ranks do the same with a microbatch."""
+        """A number for each row, equal if ranks do the same with a microbatch."""
         table = self.space.rows
         return numbered(*(table[key] for key in ("tp", "cp", "ep", "threads", "size")))[1]
 
     def _wholes_of(self, rows: Ints, sequence: bool, remat: str) -> Ints:
-        """For each row the number of what its ranks do with a microbatch."""
+        """Index of each row's rank cost."""
         first, place = np.unique(self._likeness[rows], return_index=True, return_inverse=True)[1:]
         return np.array([self._whole(sequence, remat, int(row)) for row in rows[first]], np.int64)[place]
 
@@ -317,6 +336,6 @@ class Hunt:
         return place
 
     def _of(self, wholes: Ints, names: str) -> list[Floats]:
-        """Attributes of the wholes at these places."""
+        """Attributes of the rank costs at these indices."""
         several, place = np.unique(wholes, return_inverse=True)
         return [np.array([getattr(self._wholes[i], name) for i in several], np.float64)[place] for name in names.split()]

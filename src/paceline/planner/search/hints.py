@@ -1,4 +1,7 @@
-"""What would be faster than the best plan but changes the training, or is not the plan's to choose: told, never chosen."""
+"""Hints: faster choices that alter the training, or are not the plan's.
+
+They are reported, never chosen.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ _INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 def hints(job: Job, cluster: Cluster, layouts: Layouts, best: Candidate) -> tuple[Hint, ...]:
-    """Those that save enough to be worth a word, the most first."""
+    """Hints that save enough to be reported, largest gain first."""
     found = [*_other_rules(job, cluster, layouts, best), *_other_precision(job, cluster, layouts, best), *_other_orders(best)]
     return tuple(sorted((hint for hint in found if hint.gain >= _LEAST_GAIN), key=lambda hint: -hint.gain))
 
 
 def _other_rules(job: Job, cluster: Cluster, layouts: Layouts, best: Candidate) -> Iterator[Hint]:
-    """How replicas come to agree. Exact rules differ in how they sum, which `allreduce` chooses by itself."""
+    """Hints of other sync rules. Exact rules differ in how they sum, which `allreduce` chooses by itself."""
     if best.plan.dp == 1 or (best.plan.sync, best.plan.compress) != ("allreduce", "none"):
         return
     for changes, but in _INEXACT:
@@ -52,7 +55,7 @@ def _other_precision(job: Job, cluster: Cluster, layouts: Layouts, best: Candida
 
 
 def _other_orders(best: Candidate) -> Iterator[Hint]:
-    """Another axis between neighbours. A run's mesh has one order, in which those that talk most are nearest."""
+    """Hints of another axis between neighbours. A run's mesh has one order, in which the ranks that communicate most are nearest."""
     layout = best.layout
     if layout.machines.hosts == 1:
         return

@@ -1,4 +1,4 @@
-"""`Plan.check` for very many plans: each of its questions is asked once for each combination of the keys that its answer depends on."""
+"""Checks of very many plans, evaluated once per combination of the relevant keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 from paceline.plans.plan import Plan
 
-Refusal = tuple[tuple[str, ...], str]  # the keys that the reason depends on, and the reason
-_FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")  # a value that is refused with the others at 1 is refused with all
+# (keys that the reason depends on, reason)
+Refusal = tuple[tuple[str, ...], str]
+# degrees of which a value that is refused with the others at 1 is refused with all
+_FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")
 
 
 class Legality:
-    """What keeps plans from running a job on a cluster, that differ from one plan in some keys."""
+    """Legality of plans that differ from a base plan in some keys."""
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan) -> None:
         self.case = Case(base, job, cluster, weighed=True)
@@ -26,7 +28,9 @@ class Legality:
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
 
     def refusal(self, values: dict[str, Any], among: Iterable[str] | None = None) -> Refusal | None:
-        """The first reason why the base plan with these values cannot run; None where it can. But for memory: see `crowded`.
+        """First reason why the base plan with these values cannot run; None if it can.
+
+        Memory is not checked here: see `out_of_memory`.
 
         Args:
             among: only reasons that depend on no other keys.
@@ -45,12 +49,12 @@ class Legality:
         return None
 
     def crowded(self, plan: Plan) -> Refusal | None:
-        """Why the state of a plan is beyond the memory."""
+        """Reason why the state of a plan exceeds the memory, or None."""
         reason = self._memory.reason(replace(self.case, plan=plan))
         return (("memory",), reason.removeprefix(f"plan {plan} ")) if reason else None
 
     def refusal_of_value(self, key: str, value: int) -> Refusal | None:
-        """Why a degree cannot have this value, whatever the others are."""
+        """Reason why a degree cannot have this value, whatever the others are; or None."""
         together = next(keys for keys in _FIXED if key in keys)
         return self.refusal({key: value}, together) or (self._too_many_stages(value) if key == "pp" else None)
 
@@ -59,17 +63,17 @@ class Legality:
         return next(iter(one_a_rank)) if all(one_a_rank) else None
 
     def divides_sequence(self, tp: int, cp: int) -> bool:
-        """Whether sequence parallelism may go with these degrees."""
+        """True if sequence parallelism is legal with these degrees."""
         return tp > 1 and self.refusal({"tp": tp, "cp": cp, "sequence": True}, ("sequence", "tp", "cp")) is None
 
     def schedule_fits(self, schedule: str, pp: int) -> bool:
-        """Whether the model has blocks for the schedule's stages."""
+        """True if the model has blocks for the schedule's stages."""
         return self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
 
     def sharing_refusal(self, schedule: str, pp: int) -> Refusal | None:
-        """Why fsdp cannot share out what a rank of such a pipeline has."""
+        """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""
         return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
 
     def allows_microbatches(self) -> bool:
-        """Whether a share may be computed in parts."""
+        """True if a rank's part of the batch may be computed in microbatches."""
         return self.refusal({"microbatches": 2}, ("microbatches",)) is None

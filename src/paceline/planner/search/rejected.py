@@ -1,4 +1,4 @@
-"""Why plans win, lose, or cannot run: in words that a user reads."""
+"""Reasons, for users, why plans win, lose, or cannot run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from paceline.plans.plan import Plan
 from paceline.units import count, percent, size
 
 _MOST_REASONS = 12
-_SMALL = 0.005  # of a step: less is not worth a word
+# of a step: less is not worth a word
+_SMALL = 0.005
 _WORDS = {
     "compute": "computing",
     "recompute": "computing again",
@@ -29,15 +30,16 @@ _WORDS = {
     "bubble": "bubble",
     "dp": "sums of gradients",
     "optimizer": "optimizer",
-    "other": "the rest",
+    "other": "the remainder",
 }
 
 
 @dataclass
 class Tally:
-    """What a search excluded: by memory, and by the checks of a plan."""
+    """Rejection counts of a search: by memory, and by the checks of a plan."""
 
-    room: float = 0.0  # bytes of a device
+    # bytes of a device
+    room: float = 0.0
     crowded: int = 0
     least_bytes: float = float("inf")
     most_bytes: float = 0.0
@@ -45,24 +47,24 @@ class Tally:
 
     @property
     def plans(self) -> int:
-        """All of them."""
+        """Number of all excluded plans."""
         return self.crowded + sum(count for _, count in self.refused.values())
 
     def crowd(self, needed: NDArray[np.float64], plans: NDArray[np.int64]) -> None:
-        """Plans that need more memory than there is."""
+        """Count plans that need more memory than there is."""
         if len(needed):
             self.crowded += int(plans.sum())
             self.least_bytes = min(self.least_bytes, float(needed.min()))
             self.most_bytes = max(self.most_bytes, float(needed.max()))
 
     def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
-        """Plans that a check refused."""
+        """Count plans that a check refused."""
         text, count = self.refused.get(keys, (reason, 0))
         if count + plans:
             self.refused[keys] = text, count + plans
 
     def excluded(self, space: Space) -> tuple[Excluded, ...]:
-        """The reasons, those of the most plans first; of values of degrees, which were never combined with others, before them."""
+        """Exclusions, most plans first. Before them come values of degrees that were never combined with others."""
         values = [Excluded(_values(refused.key, refused.values), refused.reason) for refused in space.refused]
         if (batch := _uneven_batch(space)) is not None:
             values.append(batch)
@@ -78,14 +80,14 @@ class Tally:
 
 
 def why_it_wins(winner: Candidate) -> str:
-    """What its step consists of, the largest parts first."""
+    """Parts of the winner's step, the largest first."""
     step = winner.prediction.step_time_s
     parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
     return ", ".join(f"{percent(seconds / step, 0)} {_WORDS.get(part, part)}" for part, seconds in parts if seconds >= 2 * _SMALL * step)
 
 
 def why_it_loses(other: Candidate, winner: Candidate) -> str:
-    """The parts in which it takes longer than the winner, as parts of the winner's step, and what makes them so."""
+    """Parts in which a plan takes longer than the winner, with causes. They are fractions of the winner's step."""
     step = winner.prediction.step_time_s
     more = {part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()}
     worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
@@ -111,7 +113,7 @@ def _cause(part: str, other: Candidate, winner: Candidate) -> str:
 
 
 def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> str:
-    """Why products of matrices are slower."""
+    """Cause of slower matrix products."""
     if plan.tp > winner.tp:
         return f": tp={plan.tp} makes matrices narrower, or divides only a part of them"
     if samples < best_samples:
@@ -131,7 +133,7 @@ def nothing_fits(space: Space, tally: Tally, layout: Layout) -> PlanError:
 
 
 def _uneven_batch(space: Space) -> Excluded | None:
-    """Numbers of data-parallel ranks that leave a remainder of the batch, for which all wait."""
+    """Exclusion of numbers of data-parallel ranks that do not divide the batch. All ranks would wait for the fullest."""
     batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
     even = [n for n in range(1, most + 1) if batch % n == 0]
     if space.job.partition.weights is not None or len(even) == most:

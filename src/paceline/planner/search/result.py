@@ -1,4 +1,4 @@
-"""What a search for the best plan found: the candidates, what was excluded and why, and how far from the best the answer can be."""
+"""Result of a search: candidates, exclusions, and the gap to the optimum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.plans.plan import Plan
 
 # Mean error of a predicted step time: over 868 published runs, nearly all on A100s, and over 53 plans measured on two cores.
 ERROR = 0.05
-# The same over 37 runs of other hardware and software (`mean_error_elsewhere` of benchmarks/published.py); of these only TensorFlow's
+# Mean error over 37 runs of other hardware and software (`mean_error_elsewhere` of benchmarks/published.py); of these only TensorFlow's
 # derating was fitted, to 3 more rows.
 ERROR_ELSEWHERE = 0.28
 _MOVING = {
@@ -30,13 +30,13 @@ _MOVING = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that may run and fits, with what it is predicted to cost.
+    """A legal plan that fits, with its prediction.
 
     Attributes:
-        plan: passes `Plan.check` on the job and the cluster.
-        layout: the same as numbers.
+        plan: passes `check_plan` on the job and the cluster.
+        layout: the plan as numbers.
         prediction: of one step.
-        why: for the winner, what its step consists of; for the others, which part of theirs makes them slower.
+        why: for the winner, the parts of its step; for the others, the parts that make them slower.
     """
 
     plan: Plan
@@ -47,12 +47,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Excluded:
-    """Plans that cannot run, taken together by their reason.
+    """Plans that cannot run, grouped by reason.
 
     Attributes:
         what: in the words of a plan, such as `tp=16`, or `memory`.
         reason: why, and what would work.
-        plans: how many of those considered; 0 where they were not counted.
+        plans: number of such plans among those considered; 0 if they were not counted.
     """
 
     what: str
@@ -62,11 +62,11 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Hint:
-    """What would be faster and is not chosen, since it changes the result or is not the plan's to choose.
+    """A faster choice that is not taken. It changes the result, or is not the plan's to choose.
 
     Attributes:
         change: in the words of a plan or of a job, such as `sync=local:8`, `precision=bf16`.
-        gain: the part of the step's time that it saves, as predicted: 0.25 is a quarter.
+        gain: the predicted fraction of the step's time that it saves: 0.25 is a quarter.
         but: what it changes.
         prediction: with it.
     """
@@ -79,22 +79,22 @@ class Hint:
 
 @dataclass(frozen=True)
 class Found:
-    """The answer of a search.
+    """Result of a search.
 
     Attributes:
         best: the fastest first; of each set of degrees only its best variant.
         excluded: the reasons, the most plans first.
-        considered: plans in the space: all combinations of degrees, microbatches and variants, those that cannot run included.
-        gap: by what part of its time the best may miss the optimum as the model predicts it: 0 when all else was evaluated or bounded away,
-            1 where nothing is known of what was not looked at.
-        seconds: that the search took.
-        evaluated: plans predicted in full.
-        pruned: plans that a lower bound of their time, or dominance, set aside without predicting them.
-        weights: shares of the batch by speed (`job.partition.weights`, one per data-parallel rank of the best plan); None: equal shares.
-        weights_gain: the part of the step's time that they save.
-        cut: the blocks with which the stages after the first begin (`Plan.cut`); () where the even cut is as good.
-        cut_gain: the part of the step's time that it saves.
-        hints: what would be faster at a price that the user decides on.
+        considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
+        gap: relative time by which the best may miss the predicted optimum: 0 when all other plans were evaluated or bounded away,
+            1 if nothing is known of the untried ones.
+        seconds: duration of the search.
+        evaluated: number of plans predicted in full.
+        pruned: number of plans that a lower bound, or dominance, excluded without a prediction.
+        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the best plan); None: equal parts.
+        weights_gain: the fraction of the step's time that they save.
+        cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
+        cut_gain: the fraction of the step's time that it saves.
+        hints: faster choices at a price that the user decides on.
     """
 
     best: tuple[Candidate, ...]
@@ -112,15 +112,15 @@ class Found:
 
 
 def error_of(candidate: Candidate) -> float:
-    """Mean error of such a prediction, as a share of its step time, by what predictions were held against."""
+    """Mean relative error of such a prediction, by the measurements for its hardware."""
     device = candidate.layout.machines.device
     return ERROR if device.kind == "cpu" or device.name.startswith("A100") else ERROR_ELSEWHERE
 
 
 def equals(best: Sequence[Candidate]) -> list[Candidate]:
-    """Plans that predictions cannot tell from the fastest one: nearer to it than predictions err.
+    """Plans that predictions cannot tell from the fastest one, given their error.
 
-    Always by `ERROR`: what is not known of other hardware shifts all plans for it alike, more than one against another.
+    Always by `ERROR`: errors on other hardware shift all plans alike, more than one against another.
     """
     fastest = min(candidate.prediction.step_time_s for candidate in best)
     return [c for c in best if c.prediction.step_time_s * (1 - ERROR) <= fastest * (1 + ERROR)]
@@ -135,5 +135,5 @@ def preferred(best: Sequence[Candidate]) -> Candidate:
 
 
 def moving_parts(plan: Plan) -> int:
-    """How many kinds of division, rematerialisation and offloading a plan makes use of."""
+    """Number of kinds of division, rematerialisation and offloading that a plan uses."""
     return sum(getattr(plan, key) != default for key, default in _MOVING.items())

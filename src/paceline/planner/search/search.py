@@ -1,8 +1,8 @@
-"""The fastest plans of a job on a cluster, out of every legal one: branch and bound over degrees, microbatches and variants.
+"""Search of the fastest legal plans of a job on a cluster.
 
 Rows (degrees and microbatches) are taken in the order of their lower bounds; each is expanded to its variants, and these to the
-factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best found. So what is left out is
-slower, and the answer is that of looking at all of them. It depends on nothing but its arguments: no clock ends it.
+factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best found. So all omitted plans are
+slower, and the result is that of trying all of them. It depends on nothing but its arguments: no clock ends it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def search(
     calibration: Calibration | None = None,
     base: Plan | None = None,
 ) -> Found:
-    """The plans that are predicted to be fastest, of all that pass `Plan.check` and fit the memory.
+    """The plans predicted to be fastest, of all that pass `check_plan` and fit the memory.
 
     Args:
-        top: how many to list, each with other degrees.
-        calibration: what was measured on the cluster; without, the catalogue stands for it.
-        base: what does not vary: precision, sync, compress and the knobs stay as in it; `Plan()` where not given.
+        top: number of plans to list, each with other degrees.
+        calibration: measurements of the cluster; without, the catalogue is used.
+        base: values of keys that do not vary: precision, sync, compress and the knobs; `Plan()` by default.
 
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue, and nothing was measured.
-        PlanError: no plan works; says what is missing.
+        PlanError: no plan works; the message says what is missing.
     """
     started = time.perf_counter()
     base = base or Plan()
@@ -53,7 +53,8 @@ def search(
     space = Space(job, cluster, base, layouts.trace)
     hunt = Hunt(space, layouts, top)
     gap = hunt.run()
-    if not hunt.found and cluster.kind == "cuda" and not base.offload:  # the slowest of all ways to save memory: only where no other does
+    # offload is the slowest way to save memory, so it is tried only if no other works
+    if not hunt.found and cluster.kind == "cuda" and not base.offload:
         offloaded = Space(job, cluster, replace(base, offload=True), layouts.trace)
         again = Hunt(offloaded, layouts, top)
         gap = again.run()

@@ -1,4 +1,4 @@
-"""The space that a search goes through: every combination of degrees and microbatches that may run, as columns of numbers."""
+"""Space of a search: every legal combination of degrees and microbatches, as columns of numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Ints = NDArray[np.int64]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 REMATS = ("none", "selective", "block")
 COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
-_TRANSPORTS = ("auto", "gloo")  # shm and tcp are what auto takes within a host and between hosts
+# shm and tcp are what auto takes within a host and between hosts
+_TRANSPORTS = ("auto", "gloo")
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Refused:
 
 
 class Space:
-    """All plans of a job on a cluster that differ in what a search varies.
+    """All plans of a job on a cluster that a search may choose.
 
     Attributes:
-        devices: there are so many; no plan has more ranks, for ranks that share a core are slower than fewer ranks with one each.
-        degrees: of tp, cp, ep and pp, the values that may work.
-        refused: those that cannot, with the reason.
+        devices: upper limit on ranks; oversubscribed cores never win.
+        degrees: values of tp, cp, ep and pp that may work.
+        refused: values that cannot, with the reason.
     """
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: Trace) -> None:
@@ -51,9 +52,9 @@ class Space:
 
     @cached_property
     def rows(self) -> dict[str, NDArray[Any]]:
-        """A row for each tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches that the devices and the batch allow.
+        """Table with a row for each legal tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches.
 
-        With the samples of a microbatch (`size` is equal where they are), and the threads of a rank on CPUs.
+        Further columns are the samples of a microbatch (`size` is equal if they are), and the threads of a rank on CPUs.
         """
         pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
@@ -71,21 +72,21 @@ class Space:
 
     @cached_property
     def sharings(self) -> Ints:
-        """The number of each row's variants: factorisations into dp × fsdp, each with its `zero` stages and knobs."""
+        """Number of variants of each row. They are factorisations into dp × fsdp, each with its `zero` stages and knobs."""
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
         return np.asarray((ways + np.where(self.rows["pp"] == 1, 2 * (ways - 1), 0)) * self.rows["knobs"])
 
     @cached_property
     def plans_per_row(self) -> Ints:
-        """How many plans each row stands for."""
+        """Number of plans of each row."""
         every = np.arange(len(self.rows["tp"]))
         schedules = sum(self.runs(every, schedule).astype(np.int64) for schedule in SCHEDULES)
         variants = sum(self.allows(every, sequence, remat).astype(np.int64) for sequence in (False, True) for remat in REMATS)
         return np.asarray(schedules * variants * self.sharings)
 
     def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
-        """Which of these rows may go with sequence parallelism and remat."""
+        """Mask of the rows that are legal with sequence parallelism and remat."""
         allowed = self._divides_sequence[rows] if sequence else np.ones(len(rows), np.bool_)
         return allowed & (self.rows["pp"][rows] > 1) if remat != "none" and not self.recomputes else allowed
 
@@ -95,7 +96,7 @@ class Space:
         return np.array([self.legality.divides_sequence(*key) for key in both], np.bool_)[place]
 
     def runs(self, rows: Ints, schedule: str) -> NDArray[np.bool_]:
-        """Which of these rows a schedule can run: 1f1b stands for all where there is no pipeline."""
+        """Mask of the rows that a schedule can run; without a pipeline only 1f1b."""
         return self._schedules[schedule][rows]
 
     @cached_property
@@ -106,14 +107,14 @@ class Space:
         return {name: np.array(works[name], np.bool_)[place] for name in SCHEDULES}
 
     def shares(self, rows: Ints, fsdp: Ints, schedules: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
-        """A mask of the rows that this `fsdp` and these schedules (of `SCHEDULES`) rule out, for each reason."""
+        """Masks of the rows that this `fsdp` and these schedules (of `SCHEDULES`) rule out, with reasons."""
         keys, place = numbered(self.rows["pp"][rows], schedules)
         for i, (pp, schedule) in enumerate(keys):
             if refusal := self.legality.sharing_refusal(SCHEDULES[schedule], pp):
                 yield (place == i) & (fsdp > 1), refusal
 
     def knobs(self, row: int) -> list[dict[str, Any]]:
-        """What else may differ: on CPUs, the transport and fewer threads than there are cores; those that are tried first come first."""
+        """Knobs of a row: on CPUs, transports and numbers of threads, in trying order."""
         return self._knobs(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
 
     def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
@@ -124,14 +125,14 @@ class Space:
         return [{"threads": n, **transport} for transport in transports for n in threads]
 
     def _threads(self, ranks: int) -> int:
-        """Of each rank on a host that has the most of so many; on GPUs they do not matter."""
+        """Threads of each rank on the host with the most of `ranks`; 1 on GPUs."""
         if self.cluster.kind == "cuda":
             return 1
         return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legality.case.per_host)))
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether the model has blocks that can be computed again."""
+        """True if the model has blocks that can be recomputed."""
         return bool(self.legality.case.anatomy.blocks)
 
     def _fitting(self, key: str) -> list[int]:
@@ -140,7 +141,7 @@ class Space:
         return fitting
 
     def _worth_asking(self, key: str) -> list[int]:
-        """Values of a degree without those that cannot divide what it divides."""
+        """Values of a degree that divide what it divides."""
         case = self.legality.case
         most = self.devices
         if key == "pp":
@@ -153,12 +154,13 @@ class Space:
             "cp": (case.tokens or self.trace.tokens,),
             "ep": case.anatomy.experts or (1,),
         }[key]
-        if not numbers:  # a model without heads: nothing says what does not divide
+        # a model without heads: every power of two may divide
+        if not numbers:
             return [1, *(2**n for n in range(1, most.bit_length()) if 2**n <= most)]
         return [n for n in range(1, min(most, min(numbers)) + 1) if not any(number % n for number in numbers)]
 
     def _note_refused(self, key: str, fitting: list[int]) -> None:
-        """One reason for all values of a degree that cannot work: that of the first power of two among them."""
+        """Add one refusal for all values of a degree that cannot work. Its reason is that of the first power of two."""
         powers = [2**n for n in range(1, self.devices.bit_length()) if 2**n <= self.devices]
         wrong = [value for value in (*powers, *range(2, min(self.devices, 16) + 1)) if value not in fitting]
         for value in wrong:
@@ -173,7 +175,7 @@ class Space:
                     yield from ((tp, cp, ep, pp) for pp in self.degrees["pp"] if tp * cp * ep * pp <= self.devices)
 
     def _with_data_ranks(self, tp: int, cp: int, ep: int, pp: int) -> Ints:
-        """The rows of these degrees."""
+        """Rows of these degrees with all dp × fsdp and microbatches."""
         shared = self._shared(ep, self.devices // (tp * cp * ep * pp), pp > 1)
         if not shared:
             return np.empty((0, len(COLUMNS)), np.int64)
@@ -183,9 +185,9 @@ class Space:
         return np.concatenate([head, table], axis=1)
 
     def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
-        """The values of dp × fsdp: numbers of data-parallel ranks that deal the batch evenly.
+        """Values of dp × fsdp: numbers of data-parallel ranks that divide the batch evenly.
 
-        Without a pipeline also those with uneven shares that no smaller number matches: the fullest data-parallel rank sets the pace, so of
+        Without a pipeline also numbers with uneven parts that no smaller one matches: the fullest data-parallel rank sets the pace, so of
         equally full ones the fewest data-parallel ranks win.
         """
         weights = self.job.partition.weights
@@ -209,9 +211,10 @@ def _useful_data_ranks(batch: int, equal: bool) -> tuple[int, ...]:
 
 @cache
 def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
-    """Rows of (data-parallel ranks, microbatches) whose microbatches divide a share evenly; uneven shares as evenly as can be.
+    """Rows of (data-parallel ranks, microbatches) whose microbatches divide a rank's samples evenly.
 
-    Ranks without a pipeline compute one after the other, so of numbers with equally large parts only the least is there.
+    Uneven parts are divided as evenly as possible. Ranks without a pipeline compute one microbatch after the other, so of numbers
+    with equally large microbatches only the least is listed.
     """
     share, smallest = -(-batch // data_ranks), batch // data_ranks
     if equal:
@@ -223,7 +226,7 @@ def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
+    """Divisors of a number, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
@@ -232,7 +235,7 @@ def _runs(schedule: str, pp: int, microbatches: int) -> bool:
 
 
 def numbered(*columns: Ints) -> tuple[list[tuple[int, ...]], Ints]:
-    """The different rows of some columns, and for each row which of them it is."""
+    """The distinct rows of some columns, and each row's index among them."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         key = key * (int(column.max(initial=0)) + 1) + column

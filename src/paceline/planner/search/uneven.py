@@ -1,4 +1,4 @@
-"""Machines that are not equally fast: shares of the batch, and stages of layers, by speed."""
+"""Machines of unequal speed: parts of the batch, and stages of layers, by speed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from paceline.planner.cost.stages import stages
 from paceline.planner.search.legal import Legality
 from paceline.planner.search.result import Candidate
 
-_LEAST_GAIN = 0.01  # of the step: less is not worth a word
-_MESH = ("dp", "pp", "fsdp", "cp", "ep", "tp")  # of a run, its last axis between neighbours
+# fraction of the step below which a gain is not reported
+_LEAST_GAIN = 0.01
+# axes of a run's mesh; ranks along the last one are neighbours
+_MESH = ("dp", "pp", "fsdp", "cp", "ep", "tp")
 _DATA_AXES = ("dp", "fsdp", "ep")
 Floats = NDArray[np.float64]
 
 
 def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
-    """Shares of the batch for a plan's data-parallel ranks, by the speed of the slowest rank of each, and the part of the step saved.
+    """Weights of a plan's data-parallel ranks by their slowest rank's speed, and the saved fraction.
 
-    None where all are equally fast, where the job has weights already, where stages of a pipeline need equal shares, or where the batch
-    is too small to be dealt out otherwise.
+    None if all are equally fast, if the job has weights already, if stages of a pipeline need equal parts, or if the batch
+    is too small for other parts.
     """
     layout = best.layout
     if not layout.machines.speeds or job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
@@ -36,16 +38,17 @@ def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | Non
     shares = _shares(job, weights)
     if shares.min() < layout.microbatches:
         return None, 0.0
-    slowest = float((shares / speeds).max())  # samples that take the slowest device as long as the data-parallel rank that is last
+    # samples that take the slowest device as long as the last data-parallel rank
+    slowest = float((shares / speeds).max())
     then = estimate(replace(layout, samples=slowest / layout.microbatches)).step_time_s
     gain = 1 - then / best.prediction.step_time_s
     return (weights, gain) if gain >= _LEAST_GAIN else (None, 0.0)
 
 
 def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], float]:
-    """The blocks with which later stages of a pipeline begin, so that slow hosts have fewer, and what part of the step they save.
+    """Blocks that begin later pipeline stages, with fewer for slow hosts, and the saved fraction.
 
-    () where the usual cut, which makes all stages equal, is as good.
+    () if the usual cut, which makes all stages equal, is as good.
     """
     layout = best.layout
     if layout.pp == 1 or layout.chunks > 1 or not layout.machines.speeds:
@@ -68,11 +71,13 @@ def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], 
 
 
 def cut_for_speeds(seconds: list[float], speeds: list[float]) -> list[int]:
-    """How many blocks each stage has, at least one, so that the slowest stage is as fast as can be: by dynamic programming.
+    """Number of blocks of each stage, so that the slowest is fastest, by dynamic programming.
+
+    Each has at least one.
 
     Args:
-        seconds: of each block, in order, on a device of speed 1.
-        speeds: of the stages' devices.
+        seconds: time of each block, in order, on a device of speed 1.
+        speeds: speeds of the stages' devices.
     """
     until = np.concatenate(([0.0], np.cumsum(seconds)))
     count = len(seconds)
@@ -95,7 +100,7 @@ def cut_for_speeds(seconds: list[float], speeds: list[float]) -> list[int]:
 
 
 def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
-    """Of each place along some axes: the speed of the slowest of its ranks, which the others wait for."""
+    """Speed of each position along some axes: that of its slowest rank."""
     ranks = np.arange(layout.ranks).reshape([getattr(layout, axis) for axis in _MESH])
     hosts = np.minimum(ranks // layout.machines.per_host, len(layout.machines.speeds) - 1)
     of_ranks = np.asarray(layout.machines.speeds, np.float64)[hosts]
