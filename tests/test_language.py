@@ -16,6 +16,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 CLEAN = (
+    "comm",
     "job",
     "planner",
     "plans",

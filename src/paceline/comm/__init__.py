@@ -1,4 +1,4 @@
-"""Bytes between processes: the groups of ranks that collectives run over, and how ranks find each other."""
+"""Communication between processes: groups of ranks, their collectives, and the rendezvous."""
 
 from paceline.comm.group import Group
 

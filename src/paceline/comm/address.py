@@ -1,4 +1,4 @@
-"""Which address of this host the other ranks reach: the only one that anything of ours listens on."""
+"""The address of this host that other ranks reach, the only one paceline listens on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.rank_environment import MASTER_ADDR, MASTER_PORT, HostEntry, named
 
 
 def own_address() -> str:
-    """The address named by PACELINE_ADDRESS, else the one from which this host reaches the rendezvous (MASTER_ADDR); else loopback."""
+    """PACELINE_ADDRESS, else the address that reaches the rendezvous (MASTER_ADDR), else loopback."""
     if named := named_address():
         return named
     master = os.environ.get(MASTER_ADDR)
@@ -32,13 +32,16 @@ def own_interface() -> str | None:
 
 
 def own_host() -> str:
-    """The name of this host, as errors and reports call it; an emulated host has one of its own."""
+    """The name of this host in errors and reports; an emulated host has its own."""
     host = HostEntry.from_env()
     return host.name if host else socket.gethostname()
 
 
 def host_identity() -> str:
-    """Equal for processes that share a kernel and a network namespace, which an emulated host has of its own."""
+    """An identity that is equal for processes with the same kernel and network namespace.
+
+    An emulated host has a namespace of its own.
+    """
     namespace = "/proc/self/ns/net"
     boot = _first_line("/proc/sys/kernel/random/boot_id")
     return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot}@{socket.gethostname()}"

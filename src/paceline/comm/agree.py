@@ -1,4 +1,4 @@
-"""Whether all ranks of a group hold the same things, found out before a collective that would hang or mix them up."""
+"""Check that all ranks hold the same things, before a collective that would otherwise hang."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.errors import SyncError
 
 
 def agree_on(group: Group, what: Sequence[str]) -> None:
-    """Make sure that all ranks bring the same lines, such as name, shape and dtype of every parameter. Every rank calls it.
+    """Check that all ranks bring the same lines, e.g. name, shape and dtype of parameters.
 
-    Costs one collective of 16 bytes where they do.
+    Every rank calls it. It costs one collective of 16 bytes if they agree.
 
     Raises:
         SyncError: on every rank; names the first line that differs, and what two ranks have there.

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: under our own launcher, under torchrun, or alone."""
+"""Rendezvous of a run's ranks: under paceline's launcher, under torchrun, or alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def _device() -> torch.device:
 
 
 def _store(environment: RankEnvironment, deadline_s: float) -> Store:
-    """The rendezvous' store, scoped by attempt so that a restarted run never reads the keys of the one before."""
+    """The rendezvous' store, scoped by attempt.
+
+    So a restarted run never reads the keys of the one before.
+    """
     rank, world = environment.rank, environment.world_size
     address, port = environment.master_address, environment.master_port
     timeout = timedelta(seconds=deadline_s)
@@ -118,7 +121,7 @@ def _store(environment: RankEnvironment, deadline_s: float) -> Store:
 
 
 def _listen(address: str, port: int) -> int:
-    """A socket that listens on the address that the cluster uses; TCPStore alone would listen on every interface."""
+    """A socket that listens on the cluster's address only; TCPStore alone would use every interface."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,7 +131,10 @@ def _listen(address: str, port: int) -> int:
 
 
 def _keep_gloo_to_the_interface() -> None:
-    """gloo, also of groups that are made later, listens on the address that the host's name stands for, unless it is told an interface."""
+    """Make gloo listen on the cluster's interface.
+
+    Without it gloo listens on the address of the host's name, also for groups that are made later.
+    """
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := own_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 

@@ -1,4 +1,4 @@
-"""Gradients of many parameters in one flat buffer, so that one collective sums them all over a group of ranks."""
+"""Buckets: gradients of many parameters in one flat buffer, summed by one collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.comm.group import Group, Pending
 
 
 class Memory(Protocol):
-    """What makes flat tensors: a group, or an algorithm."""
+    """An allocator of flat tensors: a group or an all-reduce algorithm."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros."""
@@ -21,7 +21,7 @@ class Memory(Protocol):
 
 @dataclass
 class Bucket:
-    """A flat buffer: gradients, then (in the last bucket) the notes, then one number per parameter that says who used it."""
+    """A flat buffer of gradients, notes (in the last bucket) and one usage count per parameter."""
 
     flat: Tensor
     parameters: list[nn.Parameter]
@@ -38,7 +38,10 @@ class Bucket:
 
     @classmethod
     def of(cls, parameters: list[nn.Parameter], memory: Memory, notes: Tensor | None = None) -> Bucket:
-        """A bucket for the gradients of `parameters` (of one dtype), in memory that suits who sums it, who also takes it back."""
+        """A bucket for the gradients of `parameters` (of one dtype).
+
+        Its buffer is allocated by `memory` (shared memory if the transport has it), which must also release it.
+        """
         gradient_size = sum(p.numel() for p in parameters)
         notes_size = 0 if notes is None else len(notes)
         like = parameters[0] if parameters else notes
@@ -51,7 +54,10 @@ class Bucket:
         return cls(flat, parameters, views, flat[gradient_size + notes_size :], gradient_size)
 
     def take(self, i: int, parameter: Tensor) -> None:
-        """Move the gradient of parameter `i` here: the first of a step overwrites, those of further microbatches add."""
+        """Move the gradient of parameter `i` into the bucket.
+
+        The first of a step overwrites, those of further microbatches add.
+        """
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
@@ -99,5 +105,5 @@ class Bucket:
 
 
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A view of `piece` with the shape and strides of `parameter`, so that a channels-last weight gets a channels-last gradient."""
+    """A view of `piece` with the shape and strides of `parameter`, e.g. channels-last."""
     return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())  # the same order, without gaps

@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call: found out before it starts, where a difference would be a hang or a wrong sum."""
+"""Check that all ranks make the same call, before a difference causes a hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def same_call(group: Group, call: str) -> None:
 
 
 def same_messages(group: Group, send: Sequence[tuple[int, str]], receive: Sequence[tuple[int, str]]) -> None:
-    """Make sure that what this rank sends is what the receivers wait for, and the other way round; each entry is (rank, description).
+    """Check that messages to send and to receive match between ranks.
+
+    Each entry is (rank, description).
 
     Raises:
         SyncError: on both ranks of a pair that differs.

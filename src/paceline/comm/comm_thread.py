@@ -1,4 +1,4 @@
-"""A thread that communicates beside the computation: what is handed to it runs in that order, one after the other."""
+"""A thread for communication that overlaps with computation; it runs its tasks in order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from queue import SimpleQueue
 
 
 class CommThread:
-    """Runs collectives in one thread, in the order of `start`, which must be the same on every rank.
+    """Runs collectives in one thread, in the order of `start`, the same on every rank.
 
-    Where the main thread uses the same group meanwhile, it needs a copy of it (`Group.copy`).
+    Where the main thread uses the same group meanwhile, the thread needs a copy of it (`Group.copy`).
     """
 
     def __init__(self, name: str = "paceline-sync") -> None:
@@ -20,13 +20,13 @@ class CommThread:
         self._thread.start()
 
     def start(self, work: Callable[[], None]) -> Task:
-        """Have `work` run when all that was handed over before has."""
+        """Run `work` after all that was handed over before."""
         task = Task()
         self._queue.put((work, task))
         return task
 
     def close(self) -> None:
-        """End the thread when it has done all that was handed to it."""
+        """End the thread after all its work."""
         self._queue.put(None)
         self._thread.join()
 
@@ -43,7 +43,7 @@ class CommThread:
 
 @dataclass
 class Task:
-    """Something that a worker was given."""
+    """Work that was given to a `CommThread`."""
 
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""What is said when a wait for other ranks failed: in what, for how long, and who did not come."""
+"""Errors of failed waits: the call, the waiting time, and the ranks that are missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from paceline.errors import SyncError
 
 
 def failed_wait(what: str, rank: int, waited_s: float, deadline_s: float, missing: list[int] | None, error: RuntimeError) -> SyncError:
-    """The error of rank `rank`, whose wait in `what` ended with torch's `error`; `missing` is from `missing_ranks`."""
+    """The error of rank `rank`, whose wait in `what` ended with torch's `error`.
+
+    `missing` is from `missing_ranks`.
+    """
     if missing is None:
         who = "some rank did not come, or a connection failed"
     else:
@@ -27,20 +30,24 @@ def failed_wait(what: str, rank: int, waited_s: float, deadline_s: float, missin
 
 
 def register(store: Store | None, rank: int) -> None:
-    """Tell the others which process this rank is, so that they can see later whether it has died."""
+    """Publish this rank's process id, so that others can see later whether it has died."""
     if store is not None:
         store.set(f"process/{rank}", f"{_processes()} {os.getpid()}")
 
 
 def _processes() -> str:
-    """Equal for processes that see one another by their numbers: containers of a host may each count their own."""
+    """An identity that is equal for processes that see each other's process ids.
+
+    Containers of a host may each count their own.
+    """
     return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
 
 
 def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
-    """The ranks that do not report their failure number `failure`; None where there is no store to ask, or it does not answer.
+    """The ranks that do not report their failure number `failure`.
 
-    Those of this host that have ended are not waited for, the others for `patience_s`.
+    None if there is no store to ask, or it does not answer. Ranks of this host that have ended are not waited for, the
+    others for `patience_s`.
     """
     if store is None:
         return None
@@ -68,7 +75,7 @@ def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) ->
 
 
 def _has_ended(store: Store, rank: int) -> bool:
-    """Whether a rank is known to be a process of this host that is no more."""
+    """True if a rank is known as a process of this host that has ended."""
     if not store.check([f"process/{rank}"]):
         return False
     host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")

@@ -1,4 +1,4 @@
-"""A group of ranks and its collectives: every wait has a deadline, and a failed one names the ranks that are missing."""
+"""A group of ranks and its collectives, with deadlines and errors that name missing ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class Counts:
-    """What one rank did so far over a group."""
+    """Bytes that one rank has reduced and sent over a group."""
 
     reduced_bytes: int = 0
     sent_bytes: int = 0
@@ -68,19 +68,19 @@ class Group:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether the ranks sit on more than one host."""
+        """True if the ranks are on more than one host."""
         return len(set(self.hosts)) > 1
 
     @property
     def transport(self) -> str:
-        """What the bytes go over: `shm`, `tcp`, `gloo`, `nccl`, …; `none` in a group of one."""
+        """The transport: `shm`, `tcp`, `gloo`, `nccl`, …; `none` in a group of one."""
         if self.size == 1:
             return "none"
         return "shm" if isinstance(self.backend, ShmProcessGroup) else dist.get_backend(self.backend)
 
     @property
     def rehearsed(self) -> bool:
-        """Whether there are no other ranks: one process plays its part without them, to see what it would do (`paceline check --dry`)."""
+        """True in a dry run, where one process plays a rank without others (`paceline check --dry`)."""
         return self.transport == "fake"
 
     @property
@@ -90,23 +90,29 @@ class Group:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank gave to others so far; for a collective of the backend, its share of what the algorithm moves at least."""
+        """Bytes that this rank has sent so far.
+
+        For a collective of the backend, its share of the least that the algorithm moves.
+        """
         return self.counts.sent_bytes
 
     # Other groups of the same ranks, or of some of them
 
     @property
     def host(self) -> Group:
-        """The ranks of this group on this rank's host, which share memory where they may. They ask for it the first time together."""
+        """The ranks of this group on this rank's host, over shared memory if possible.
+
+        They ask for it the first time together.
+        """
         if self._host is None:
             own = [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]] if self.spans_hosts else range(self.size)
             self._host = self if len(own) == self.size else self.subgroup(own)
         return self._host
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """A group of some ranks of this one (ascending), which these ranks make together, the others do not take part in.
+        """A group of some ranks of this one (ascending), made by these ranks only.
 
-        Where this group spans hosts and the new one does not, it goes over shared memory if the host allows it.
+        Where this group spans hosts and the new one does not, it uses shared memory if the host allows it.
         """
         ranks = list(ranks)
         if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
@@ -124,11 +130,17 @@ class Group:
         return made
 
     def copy(self) -> Group:
-        """The same ranks over connections of their own, for work beside the main thread. Every rank calls it; `close` it at the end."""
+        """A group of the same ranks over its own connections, e.g. for a second thread.
+
+        Every rank calls it; `close` it at the end.
+        """
         return self.subgroup(range(self.size))
 
     def close(self) -> None:
-        """End a group that `subgroup` or `copy` made. The ranks need not call it at the same time, but use it no more."""
+        """End a group made by `subgroup` or `copy`.
+
+        The ranks need not call it at the same time, but must not use it afterwards.
+        """
         if self._host is not None and self._host is not self:
             self._host.close()
         backend, self.backend, self.store = self.backend, None, None
@@ -136,18 +148,20 @@ class Group:
             dist.destroy_process_group(backend)
 
     def checked(self) -> Group:
-        """The same group, whose every call is first compared over the ranks: for code of which nobody knows that all ranks do the same.
+        """A view of this group that compares every call over the ranks before it starts.
 
-        A call that differs (another collective, dtype or shape) raises SyncError on all ranks and names two of them, before it starts.
+        It is for code that may differ between ranks. A call that differs (another collective, dtype or shape) raises
+        SyncError on all ranks and names two of them, before it starts.
         """
         return replace(self, _unchecked=self)
 
     # Memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros on the group's device, which all ranks must ask for at the same time.
+        """A flat tensor of zeros on the group's device; all ranks ask for it together.
 
-        Where the transport is shared memory it lies there, so that an all-reduce of it moves each byte once; it lives until `release`.
+        With the shared-memory transport it lies there, so that an all-reduce of it moves each byte once; it lives until
+        `release`.
         """
         if isinstance(self.backend, ShmProcessGroup) and self.size > 1:
             with self._named("the start of a shared tensor"):
@@ -160,14 +174,16 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def release(self, tensor: Tensor) -> None:
-        """Let go of a tensor from `empty`."""
+        """Free a tensor from `empty`."""
         if isinstance(self.backend, ShmProcessGroup):
             self.backend.release(tensor)
 
     # Collectives
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """Replace `tensor` on every rank by the sum, mean or maximum over the ranks, the same bits everywhere.
+        """Replace `tensor` on every rank by the sum, mean or maximum over the ranks.
+
+        The bits are the same everywhere.
 
         Raises:
             SyncError: a rank is gone, or did not come within the deadline.
@@ -194,7 +210,7 @@ class Group:
         return Pending(self, "all-reduce", [self._reduce(tensor, op, waits=False)])
 
     def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
-        """As `dist.all_reduce`, without the checks and the log around it: once a step, with cold caches, they cost as much as the sum."""
+        """`dist.all_reduce` without its checks and log, which can cost as much as the sum."""
         assert self.backend is not None
         return self.backend.allreduce([tensor], _options(op, waits))
 
@@ -217,7 +233,10 @@ class Group:
             _all_gather(gathered, own, group=self.backend)
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Op = "sum") -> None:
-        """Fill `own` with this rank's part (of `size` equal ones) of the sum, mean or maximum of every rank's `whole`, which is flat."""
+        """Fill `own` with this rank's part of the reduction of every rank's `whole`.
+
+        `whole` is flat and has `size` equal parts; the reduction is a sum, mean or maximum.
+        """
         if self.size == 1:
             own.copy_(whole.view_as(own))
             return
@@ -247,9 +266,10 @@ class Group:
         return gathered
 
     def all_to_all(self, received: Tensor, rows: Tensor, receives: Sequence[int] | None = None, sends: Sequence[int] | None = None) -> None:
-        """Rank r gets the next `sends[r]` of this rank's `rows`; what comes from it are the next `receives[r]` of `received`.
+        """Send the next `sends[r]` of `rows` to each rank r, and receive `receives[r]`.
 
-        Without numbers, equal shares. Raises SyncError as `all_reduce`.
+        Received rows are put into `received` in rank order. Without numbers, equal shares. Raises SyncError as
+        `all_reduce`.
         """
         if self.size == 1:
             received.copy_(rows)
@@ -295,7 +315,10 @@ class Group:
         self.start_exchange(send, receive).wait()
 
     def start_exchange(self, send: Messages, receive: Messages) -> Pending:
-        """Begin an exchange and return at once; `wait()` on the result before what is received is read and what is sent is changed."""
+        """Begin an exchange and return at once.
+
+        `wait()` on the result before received tensors are read or sent ones are changed.
+        """
         if self._unchecked is not None:
             same_messages(self._unchecked, [(r, _described(t)) for r, t in send], [(r, _described(t)) for r, t in receive])
         self.counts.sent_bytes += sum(tensor.nbytes for _, tensor in send)
@@ -342,7 +365,7 @@ def _options(op: Op, waits: bool) -> dist.AllreduceOptions:
 
 @dataclass
 class Pending:
-    """A collective or messages under way."""
+    """A collective or messages in progress."""
 
     group: Group
     what: str

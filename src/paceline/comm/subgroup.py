@@ -51,7 +51,10 @@ def make_process_group(
 
 @contextmanager
 def _not_split_from_the_default_group() -> Iterator[None]:
-    """NCCL would split the communicator of a default group that is bound to a device, in which every rank of it would have to take part."""
+    """Prevent NCCL from splitting the default group's communicator.
+
+    With a default group that is bound to a device it would, and every rank of that would have to take part.
+    """
     default = distributed_c10d._get_default_group()
     device = default.bound_device_id
     if device is None:

@@ -1,4 +1,4 @@
-"""Which transport the ranks of a run talk over: chosen by all of them together, before there is a group."""
+"""Choice of a run's transport, made by all ranks together before there is a group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def choose(store: Store, rank: int, size: int, wanted: Transport, timeout_s: flo
 
 
 def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str | None:
-    """What keeps some rank from sharing memory with all others; found out by doing it, and told to all."""
+    """The reason why some rank cannot share memory with all others, or None.
+
+    It is found out by trying, and told to all.
+    """
     own, reason = None, futex.unsupported()
     try:
         if reason is None:
@@ -61,7 +64,7 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
         verdicts = _tell_all(store, "verdict", rank, size, timeout_s, reason)
     finally:
         if own is not None:
-            own.close_door()
+            own.close_descriptor()
     return next((f"{verdict} (rank {r})" for r, verdict in enumerate(verdicts) if verdict), None)
 
 

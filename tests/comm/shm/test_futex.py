@@ -15,7 +15,7 @@ def test_a_word_that_has_changed_already_is_not_waited_for() -> None:
         own.segment.words()[0] = 7
         futex.wait(own.segment.address, 6, timeout_s=60)  # else pytest's own deadline ends it
     finally:
-        own.close_door()
+        own.close_descriptor()
 
 
 def test_a_sleep_ends_with_its_time() -> None:
@@ -23,7 +23,7 @@ def test_a_sleep_ends_with_its_time() -> None:
     try:
         futex.wait(own.segment.address, 0, timeout_s=0.01)
     finally:
-        own.close_door()
+        own.close_descriptor()
 
 
 def test_another_process_wakes_a_sleeper() -> None:
@@ -46,4 +46,4 @@ def test_another_process_wakes_a_sleeper() -> None:
         os.waitpid(child, 0)
         assert woken
     finally:
-        own.close_door()
+        own.close_descriptor()

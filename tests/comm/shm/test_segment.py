@@ -32,7 +32,7 @@ def make() -> Iterator[Make]:
 
     yield one
     while made:
-        made.pop().close_door()
+        made.pop().close_descriptor()
 
 
 def test_what_one_process_writes_another_reads(make: Make) -> None:
@@ -48,7 +48,7 @@ def test_a_new_segment_is_zero_and_as_large_as_asked_for() -> None:
         made = create(size, "test")
         assert made.segment.bytes.shape == (size,)
         assert not made.segment.bytes.any()
-        made.close_door()
+        made.close_descriptor()
 
 
 def test_it_has_no_name_in_the_file_system_and_belongs_to_this_user_alone(make: Make) -> None:
@@ -68,8 +68,8 @@ def test_its_descriptor_is_not_handed_to_programs_that_are_started(make: Make) -
 def test_behind_a_closed_door_only_those_who_have_mapped_it_see_it(make: Make) -> None:
     own = make()
     there, handle = attach(own.handle), own.handle
-    own.close_door()
-    own.close_door()  # a second time is nothing
+    own.close_descriptor()
+    own.close_descriptor()  # a second time is nothing
     with pytest.raises(ClusterError, match=f"shared memory of process {os.getpid()} cannot be opened"):
         attach(handle)
     there.bytes[0] = 5
@@ -79,7 +79,7 @@ def test_behind_a_closed_door_only_those_who_have_mapped_it_see_it(make: Make) -
 def test_after_the_last_reference_nothing_is_mapped() -> None:
     made = create(4096, "test")
     view = made.segment.bytes[10:20].view(torch.int16)
-    made.close_door()
+    made.close_descriptor()
     del made
     gc.collect()
     assert of_the_transport(), "a tensor in the segment keeps it"

@@ -1,4 +1,4 @@
-"""The ways to add tensors up over a group, by the word that a plan uses: flat, ring, tree, hierarchical, auto."""
+"""All-reduce algorithms by the word that a plan uses: flat, ring, tree, hierarchical, auto."""
 
 from __future__ import annotations
 
@@ -26,29 +26,23 @@ _EXAMPLE = 2**24  # bytes; for which it shows its reckoning
 
 
 class Algorithm(Protocol):
-    """A way to add tensors up over a group. The result has the same bits on every rank.
-
-    Attributes:
-        name: the word for it.
-        why: in words, for the log, why it is this one.
-        group: whose ranks add up.
-    """
+    """An all-reduce algorithm over a group. The result has the same bits on every rank."""
 
     name: str
     why: str
     group: Group
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As `Group.empty`, in memory that suits the algorithm, such as the memory that a host's ranks share."""
+        """A flat tensor of zeros in memory that suits the algorithm; see `Group.empty`."""
 
     def release(self, tensor: Tensor) -> None:
         """Let go of a tensor from `empty`."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """As `Group.all_reduce`."""
+        """Replace `tensor` on every rank by the sum, mean or maximum over the ranks."""
 
     def predicted_s(self, nbytes: int) -> float | None:
-        """How long that takes by the formula (see `cluster.link_speed`); None where nothing was measured."""
+        """Predicted seconds by the formula (see `cluster.doctor.link_speed`); None if nothing was measured."""
 
     def close(self) -> None:
         """End the groups that the algorithm made for itself."""
@@ -99,7 +93,10 @@ class BackendAllReduce:
 
 
 class PointToPointAllReduce(BackendAllReduce):
-    """One of ours: `reduce` replaces a flat contiguous tensor by the sum or maximum over the ranks."""
+    """An all-reduce of paceline's own, made of messages between ranks.
+
+    `reduce` replaces a flat contiguous tensor by the sum or maximum over the ranks.
+    """
 
     def __init__(
         self, group: Group, name: str, why: str, reduce: Callable[[Tensor, Op], None], cost: Callable[[int], float] | None
@@ -123,7 +120,7 @@ class PointToPointAllReduce(BackendAllReduce):
 
 
 class HierarchicalAllReduce(PointToPointAllReduce):
-    """The hierarchical one, whose tensors lie in the memory that a host's ranks share."""
+    """The hierarchical all-reduce, whose tensors lie in memory that a host's ranks share."""
 
     def __init__(self, group: Group, name: str, why: str, links: Links | None = None) -> None:
         self.hierarchical = Hierarchical(group)
@@ -140,7 +137,7 @@ class HierarchicalAllReduce(PointToPointAllReduce):
 
 
 class Auto(BackendAllReduce):
-    """For each size the one that is fastest by its formula, from what the ranks measured together."""
+    """Chooses for each size the algorithm with the lowest predicted time, from measured links."""
 
     def __init__(self, group: Group, links: Links | None = None) -> None:
         self.links = links or measure_links(group)
@@ -150,7 +147,7 @@ class Auto(BackendAllReduce):
         super().__init__(group, "auto", self._reasons(group))
 
     def best(self, nbytes: int) -> Algorithm:
-        """The one for a size. All ranks come to the same, since they reckon with the same numbers."""
+        """The algorithm for a size; equal on all ranks, as all use the same numbers."""
         flat, *others = self.choices
         best = min(others, key=lambda choice: choice.predicted_s(nbytes) or 0.0)
         return best if (best.predicted_s(nbytes) or 0.0) < _CLEARLY * (flat.predicted_s(nbytes) or 0.0) else flat
@@ -172,7 +169,7 @@ class Auto(BackendAllReduce):
             choice.close()
 
     def _reasons(self, group: Group) -> str:
-        """Which one from which size on, and what it was reckoned from."""
+        """The chosen algorithm from each size on, and the measurements behind the choice, as text."""
         best = [(nbytes, self.best(nbytes).name) for nbytes in _SIZES]
         starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
         ranges = ", ".join(name if i == 0 else f"{name} from {size(nbytes)}" for i, (nbytes, name) in enumerate(starts))

@@ -1,8 +1,8 @@
-"""Hierarchical all-reduce: ranks of a host add up in the memory that they share, and only sums travel between hosts.
+"""Hierarchical all-reduce: ranks of a host sum in shared memory; only sums travel between hosts.
 
-With L ranks a host, each takes one L-th of the tensor: it adds up the L contributions, carries the sum around a ring of its counterparts on
+With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring of its counterparts on
 the other hosts, and writes the result into the memory of all L. So a link between hosts carries 2 (h - 1) / h of the tensor for h hosts,
-whatever L is, all ranks work, and what is done in memory hides behind what travels: both go piece by piece (see `ring`).
+whatever L is, all ranks work, and work in memory overlaps with messages: both go piece by piece (see `ring`).
 The division of the work is that of Cho et al., 2019, "BlueConnect".
 """
 
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor 
 
 
 class Hierarchical:
-    """The ranks of a group that spans hosts, as a group for each host, and rings between the hosts."""
+    """The ranks of a group that spans hosts: one group per host, rings between hosts."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.host = group, group.host
@@ -34,7 +34,7 @@ class Hierarchical:
         self._scratch: Tensor | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros in the memory that the host's ranks share, which all must ask for at the same time."""
+        """A flat tensor of zeros in the host's shared memory; all ranks ask together."""
         return self.host.empty(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
@@ -49,7 +49,7 @@ class Hierarchical:
             self.across.close()
 
     def all_reduce(self, flat: Tensor, op: Op = "sum") -> None:
-        """Replace a flat contiguous tensor on every rank by the sum or maximum over the ranks, the same bits everywhere.
+        """Replace a flat contiguous tensor by the sum or maximum over the ranks, bit-identical everywhere.
 
         Raises:
             SyncError: a rank is gone, did not come within the deadline, or brought a tensor of another size.
@@ -89,7 +89,10 @@ class Hierarchical:
         return arena != 0 and torch.equal(most, least)
 
     def _in_memory(self, backend: ShmProcessGroup, flat: Tensor, op: Op) -> None:
-        """No two ranks of a host read or write the same elements of anyone's memory, so they meet only before and after."""
+        """Reduce in shared memory.
+
+        No two ranks of a host read or write the same elements of anyone's memory, so they meet only before and after.
+        """
         part = self._part(flat)
         if self.across is not None and len(part):
             others = [theirs for r, theirs in enumerate(backend.everywhere(part)) if r != self.host.rank]
@@ -107,7 +110,10 @@ class Hierarchical:
         self.host.barrier()
 
     def _over_messages(self, flat: Tensor, op: Op) -> None:
-        """Without shared memory: sums of the host's own transport, and then each part from the rank that carried it."""
+        """Reduce without shared memory, over the host's own transport.
+
+        Each part is then sent by the rank that carried it.
+        """
         self.host.all_reduce(flat, op)
         if self.across is not None:
             self._carry(self.across, self._part(flat), op)
@@ -121,7 +127,7 @@ class Hierarchical:
         self.group.counts.sent_bytes += across.sent_bytes - before
 
     def _part(self, flat: Tensor) -> Tensor:
-        """What this rank carries; nothing where it carries none."""
+        """The part that this rank carries; empty if it carries none."""
         return self._parts(flat)[self.host.rank] if self.across is not None else flat[:0]
 
     def _parts(self, flat: Tensor) -> list[Tensor]:

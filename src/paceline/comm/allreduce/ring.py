@@ -1,8 +1,8 @@
-"""Ring all-reduce: a reduce-scatter and an all-gather around a ring of ranks, in pieces that follow each other.
+"""Ring all-reduce: a pipelined reduce-scatter and all-gather around a ring of ranks.
 
 Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal All-reduce Algorithms
 for Clusters of Workstations". A piece goes on as soon as it has arrived and was added, while others are still on their way. Every
-element is summed up along the ring by one chain of ranks and then copied, so that it has the same bits everywhere.
+element is summed along the ring by one chain of ranks and then copied, so that it has the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Wait(Protocol):
 
 
 class Wires(Protocol):
-    """What a ring needs of a group: messages between ranks."""
+    """The part of a group that a ring needs: messages between ranks."""
 
     rank: int
     size: int
@@ -42,7 +42,10 @@ class Wires(Protocol):
 
 
 class OnPiece(Protocol):
-    """What is done with some consecutive elements of the tensor: prepared before the ring reads them, or handed on when they are final."""
+    """A callback for consecutive elements of the tensor.
+
+    They are prepared before the ring reads them, or handed on when they are final.
+    """
 
     def __call__(self, start: int, end: int, /) -> None: ...
 
@@ -57,7 +60,7 @@ def ring_all_reduce(
     finish: OnPiece | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Replace a flat contiguous tensor on every rank by the sum or maximum over the ranks.
+    """Replace a flat contiguous tensor by the sum or maximum over the ranks.
 
     Args:
         order: the ranks around the ring; ascending by default. Neighbours should be near each other.
@@ -121,7 +124,10 @@ def _end(under_way: _UnderWay, tensor: Tensor, reduction: Reduction, prepare: On
 
 
 class _Ring:
-    """Who sends which elements in which step. Segment s is summed up on its way from the rank at place s to the one before that."""
+    """The schedule of a ring: which rank sends which elements in which step.
+
+    Segment s is summed on its way from the rank at place s to the one before that.
+    """
 
     def __init__(self, wires: Wires, tensor: Tensor, ranks: Sequence[int], longest: int) -> None:
         self.wires, self.size, self.numel, self.itemsize = wires, len(ranks), tensor.numel(), tensor.element_size()
@@ -154,14 +160,14 @@ class _Ring:
         return self.wires.start_exchange(send, receive) if send or receive else None
 
     def title(self, step: int) -> str:
-        """What happens in a step, for the trace."""
+        """The name of a step in the profiler's trace."""
         phase, steps = ("reduce-scatter", step) if step < self.size - 1 else ("all-gather", step - self.size + 1)
         megabytes = self.segment * self.itemsize / 1e6
         return f"ring {phase} step {steps + 1} of {self.size - 1}: {self.wires.rank} → {self.following}, {megabytes:.3g} MB"
 
 
 class _Spans:
-    """The steps in the profiler's trace, if there is one: each lasts until its last piece is in."""
+    """The ring's steps in the profiler's trace; each lasts until its last piece is in."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring, self.step = ring, -1

@@ -1,6 +1,7 @@
-"""Tree all-reduce for small tensors: up a binomial tree of ranks and down again, 2 log2 n messages one after the other.
+"""Tree all-reduce for small tensors: up a binomial tree of ranks and down again.
 
-As in Thakur, Rabenseifner & Gropp, 2005, "Optimization of Collective Communication Operations in MPICH". A ring needs 2 (n - 1).
+It takes 2 log2 n messages one after the other; a ring needs 2 (n - 1). As in Thakur, Rabenseifner & Gropp, 2005,
+"Optimization of Collective Communication Operations in MPICH".
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from paceline.comm.c10d.reduction import Reduction
 
 
 def tree_all_reduce(wires: Wires, tensor: Tensor, op: Literal["sum", "max"] = "sum", *, order: Sequence[int] | None = None) -> None:
-    """Replace a flat contiguous tensor on every rank by the sum or maximum over the ranks: the same bits, as only the root adds the last.
+    """Replace a flat contiguous tensor by the sum or maximum over the ranks.
+
+    The bits are the same everywhere, as only the root adds the last parts.
 
     Args:
         order: the ranks from the root on; ascending by default. Those of one host should be neighbours: near ones meet first.

@@ -1,1 +1,1 @@
-"""What the process groups of our own share: c10d's calls, the operations behind them, and how they are seen by PyTorch."""
+"""Common base of paceline's process groups: c10d's calls, operations behind them, and profiling."""

@@ -1,4 +1,7 @@
-"""What a transport offers to c10d's calls: collectives over flat, contiguous tensors, as generators that yield while they wait."""
+"""Collectives that a transport offers to c10d's calls, over flat, contiguous tensors.
+
+Each is a generator that yields while it waits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Collectives(Protocol):
         """Ranks of the group."""
 
     def waits_for(self) -> Sequence[Any]:
-        """The peers that the collective under way cannot go on without, in the transport's own terms."""
+        """The peers that the current collective waits for, in the transport's own terms."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """Replace `tensor` by the combination of all ranks'."""
@@ -41,10 +44,10 @@ class Collectives(Protocol):
         """Give rank `root` the tensors of all; the others have no outputs."""
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        """Give every rank its own of the tensors that rank `root` has; the others have none."""
+        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """Give rank r the combination of all ranks' `inputs[r]`, which all have the size of `output`."""
+        """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""

@@ -1,4 +1,4 @@
-"""A collective or message under way: a generator that yields while it must wait for others, and the queues that order them."""
+"""Operations (collectives and messages) as generators that yield while they wait, and their queues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Steps = Generator[None, None, Any]
 
 
 class Operation:
-    """One collective or message under way. `waits_for` tells the peers that it cannot go on without, in the transport's own terms."""
+    """One collective or message in progress.
+
+    `waits_for` returns the peers that it waits for, in the transport's own terms.
+    """
 
     def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Any]]) -> None:
         self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
@@ -25,7 +28,7 @@ class Operation:
         self._steps = steps
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; whether it is done."""
+        """Continue as far as possible without waiting; returns True when done."""
         if not self.done:
             try:
                 next(self._steps)
@@ -45,14 +48,17 @@ class Operation:
 
 
 class OperationQueue:
-    """Operations that happen one after the other, such as the collectives of a group. A failed one takes those behind it along."""
+    """Operations that run one after the other, such as a group's collectives.
+
+    A failed one fails those behind it.
+    """
 
     def __init__(self) -> None:
         self.operations: deque[Operation] = deque()
         self.broken: Exception | None = None
 
     def advance(self) -> list[Operation]:
-        """Go on with the first, with the next where it is done, …; returns those that are done."""
+        """Continue with the first operations as far as possible; returns those that are done."""
         done = []
         while self.operations and self.operations[0].advance():
             first = self.operations.popleft()
@@ -65,24 +71,24 @@ class OperationQueue:
 
 
 class Driver(Protocol):
-    """What has the operations of a process go on: whoever waits, or a thread while nobody does."""
+    """Drives a process' operations: the thread that waits, or else a background thread."""
 
     def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Put an operation behind those of its queue, and go on with all as far as that is possible at once."""
+        """Append an operation to its queue, and continue with all as far as possible."""
 
     def in_background(self, operation: Operation) -> None:
-        """Have an operation go on while nobody waits for it."""
+        """Drive an operation while nobody waits for it."""
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call back from whichever thread drives it to its end; at once where it is done."""
+        """Call back from the thread that finishes the operation; at once if it is done."""
 
     def is_done(self, operation: Operation) -> bool:
-        """Whether it is done, after going on as far as possible."""
+        """True if it is done, after continuing as far as possible."""
 
     def wait(self, operation: Operation) -> None:
         """Drive everything until `operation` is done; raises its error."""
 
 
 def follow_up_error(error: Exception) -> DistBackendError:
-    """The error of whatever comes to a queue that has failed."""
+    """The error of operations in a queue that has failed."""
     return DistBackendError(f"this group cannot be used any more, since: {error}")

@@ -1,4 +1,4 @@
-"""c10d's calls, each mapped to a collective of a transport: what `torch.distributed` sees of every process group of our own."""
+"""Base of paceline's process groups: maps each c10d call to a transport's collective."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
 
 
 def abort_all() -> None:
-    """End all groups of this process within a second, for a rank that has failed: the others may be gone, and are not waited for."""
+    """End all groups of this process within a second, after this rank has failed.
+
+    The others may be gone, and are not waited for.
+    """
     until = time.monotonic() + _LAST_WORD_S
     for group in list(_open):
         group.end_within(max(0.0, until - time.monotonic()))
@@ -221,7 +224,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return DrivenWork(self._progress, operation, result)
 
     def end_within(self, seconds: float) -> None:
-        """End the group of a rank that has failed; what still goes out to the others has so long."""
+        """End the group of a failed rank; pending messages to the others get `seconds`."""
         self.abort()
 
     def _check_open(self) -> None:
@@ -251,7 +254,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """All of it in one dimension: the tensor's own memory where that is contiguous, else a copy."""
+    """The tensor in one dimension: its own memory if contiguous, else a copy."""
     if tensor.device.type != "cpu":
         raise ValueError(f"this backend moves tensors of the CPU; this one is on {tensor.device}. For GPUs there is nccl.")
     flat = tensor.detach().contiguous()
@@ -270,7 +273,7 @@ def _put_all_back(flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> list[Tensor]:
-    """A flat tensor cut by rows of dim 0 for each rank; equally where no counts are given."""
+    """A flat tensor divided by rows of dim 0 for each rank; equally without counts."""
     if not counts:
         _check_divides(tensor, ranks)
         return list(flat.chunk(ranks)) if flat.numel() else [flat] * ranks

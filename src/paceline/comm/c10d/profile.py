@@ -1,4 +1,4 @@
-"""What torch's profilers see of collectives and messages: an event each, from its start to its end."""
+"""Profiler events of collectives and messages, from their start to their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from paceline.comm.c10d.operation import Driver, Operation, OperationQueue
 
 
 def start(progress: Driver, queue: OperationQueue, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
-    """Start an operation; where a profiler runs in this thread, as an event `backend:what` with the tensors' shapes."""
+    """Start an operation, as a profiler event `backend:what` with the tensors' shapes.
+
+    There is an event only if a profiler runs in this thread.
+    """
     if not _profiler_enabled():
         progress.start(queue, operation)
         return

@@ -47,7 +47,10 @@ class Reduction:
         self._through = torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else None
 
     def into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Combine `parts`, of all ranks and in their order, into `out`, which may be the first of them."""
+        """Reduce `parts`, of all ranks and in their order, into `out`.
+
+        `out` may be the first of them.
+        """
         if self._through is not None:
             out.copy_(self._scaled(self._wide(parts)))
         else:
@@ -55,7 +58,7 @@ class Reduction:
             self._scaled(out)
 
     def add(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Combine the parts of some ranks, as `into` does; a mean is a sum until `scale`."""
+        """Reduce the parts of some ranks into `out`; a mean is a sum until `scale`."""
         if self._through is not None:
             out.copy_(self._wide(parts))
         elif len(parts) == 1:

@@ -12,7 +12,10 @@ from paceline.comm.c10d.operation import Driver, Operation
 
 
 class DrivenWork(dist.Work):
-    """Who waits on it drives the collective; who takes its future has the background thread drive it."""
+    """torch's handle on an operation.
+
+    The thread that waits on it drives the operation; for its future the background thread does.
+    """
 
     def __init__(self, progress: Driver, operation: Operation, result: list[Any]) -> None:
         super().__init__()
@@ -33,15 +36,15 @@ class DrivenWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once it has ended, with or without an error."""
         return self._progress.is_done(self._operation)
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """True if it has ended without an error."""
         return self.is_completed() and self._operation.error is None
 
     def exception(self) -> Exception | None:
-        """What made it fail."""
+        """The error that it failed with, or None."""
         return self._operation.error
 
     def result(self) -> list[Any]:
@@ -56,7 +59,7 @@ class DrivenWork(dist.Work):
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """The same as `wait`: there is no stream to be ordered."""
+        """Wait; a CPU has no stream to be ordered."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -1,4 +1,4 @@
-"""Each collective as a call on buffers whose right result is known to the last bit, to be timed and checked."""
+"""Collectives as calls on buffers with known exact results, to be timed and checked."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
 
 
 def pair(hosts: Sequence[int]) -> tuple[int, int]:
-    """The two ranks that send each other messages: rank 0, and the first rank of another host; on one host, the next rank."""
+    """Two ranks that exchange messages: rank 0, and the first rank of another host.
+
+    On one host the second is the next rank.
+    """
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 

@@ -1,4 +1,4 @@
-"""How long the collectives of training take over each transport that the ranks have, at a few sizes; about two seconds in all."""
+"""Times of training's collectives over each transport, at a few sizes, in about two seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_rank(arguments: list[str]) -> None:
 
 
 def read(file: Path) -> tuple[Collective, ...]:
-    """What `run_rank` wrote."""
+    """Read the file that `run_rank` wrote."""
     return tuple(Collective(**as_tuples(one)) for one in json.loads(file.read_text()))
 
 
@@ -47,7 +47,7 @@ def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collect
 
 @contextmanager
 def _over(group: Group, transport: str) -> Iterator[Group]:
-    """The same ranks over another transport."""
+    """A group of the same ranks over another transport."""
     if transport == group.transport:
         yield group
         return
@@ -65,7 +65,7 @@ def _measured(group: Group, transport: str, name: str) -> Collective:
 
 
 def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
-    """Seconds of a call and of the cores' time in it, of the slowest and of the mean rank."""
+    """Wall-clock seconds of a call on the slowest rank, and mean CPU seconds."""
     call, per_call = _call(group, name, size_bytes // 4)
     for _ in range(2):
         one_s = _timed(call)
@@ -78,7 +78,7 @@ def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
 
 
 def _call(group: Group, name: str, numel: int) -> tuple[Callable[[], None], int]:
-    """What to call, and how many times it goes over the way."""
+    """The call to time, and how many messages it makes one after the other."""
     whole, part = torch.zeros(numel), torch.zeros(numel // group.size)
     if name == "all_reduce":
         return lambda: group.all_reduce(whole), 1

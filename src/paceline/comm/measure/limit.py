@@ -1,4 +1,4 @@
-"""What the hardware allows collectives at most, measured: copies of memory between processes of a host, TCP streams between hosts."""
+"""Hardware limits of collectives, measured: memory copies within a host, TCP streams between hosts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Limit:
-    """What can be had at most.
+    """Upper limits of the hardware for the collectives of some ranks.
 
     Attributes:
         hosts: the host index of each rank.
-        copies: bytes per second that a rank copies what another process of its host has just written, by the size of the copy in bytes:
-            while all ranks of all hosts do, and alone. None: not measured, and then `why_not` says why.
+        copies: bytes per second at which a rank copies what another process of its host has just written, by the size of the copy in bytes:
+            (while all ranks of all hosts do, alone). None: not measured; `why_not` says why.
         stream: bytes per second of one TCP stream from each host to the next, in a ring, all at once; the slowest. None on one host.
-        latency_s: of one byte between two hosts over TCP, half of the time for there and back; the largest. None on one host.
+        latency_s: one-way time of one byte between two hosts over TCP; the largest. None on one host.
     """
 
     hosts: tuple[int, ...]
@@ -46,15 +46,15 @@ class Limit:
     why_not: list[str] = field(default_factory=list)
 
     def least_s(self, collective: str, size_bytes: int) -> float | None:
-        """The time that no algorithm can beat, from bandwidth alone: the longer one of that within a host and that between hosts.
+        """Lower bound on a collective's time in seconds, from bandwidth alone.
 
-        Between hosts, each host's link has to carry, each way, with H hosts that hold R ranks each (Patarasu & Yuan, 2009,
+        It is the longer of the times within a host and between hosts; None if neither was measured.
+
+        Between hosts, each host's link has to carry, each way, with H hosts that hold R ranks each (Patarasuk & Yuan, 2009,
         doi:10.1016/j.jpdc.2008.09.002, with a host in the place of a rank): 2 (H - 1)/H × size for an all-reduce, (H - 1)/H for an
         all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast and a message. Within a host,
         each rank has to read and write as many bytes as a copy of the size (all-reduce, broadcast, message), of (n - 1)/n of it
         (all-gather, all-to-all) or of (1 + 1/n)/2 of it (reduce-scatter: it reads all and writes its part).
-
-        None where neither was measured.
         """
         n = len(self.hosts)
         number = len(set(self.hosts))
@@ -77,7 +77,7 @@ class Limit:
 
     @classmethod
     def best(cls, limits: Sequence[Limit]) -> Limit:
-        """The limit of the same ranks from several measurements: the most of each, since other work on the machine only ever takes away."""
+        """The highest of several measurements of the same ranks, as other work only slows them."""
         first = limits[0]
         copies = [limit.copies for limit in limits if limit.copies is not None]
         streams = [limit.stream for limit in limits if limit.stream is not None]
@@ -110,7 +110,10 @@ def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
 
 
 def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, float]] | None, str | None]:
-    """By size, bytes per second of all ranks' copies at once (the slowest rank's) and of one alone; or None, and why."""
+    """Bytes per second by size: (all ranks at once, one alone); or None, and why.
+
+    With all at once it is the slowest rank's.
+    """
     largest = max(sizes)
     own, reason = None, None
     try:
@@ -120,7 +123,7 @@ def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, 
     with ExitStack() as made:
         if own is not None:
             own.segment.bytes.fill_(1)
-            made.callback(own.close_door)
+            made.callback(own.close_descriptor)
         theirs, reasons = _neighbours(group, own, reason)
         if theirs is None or own is None:
             return None, next(reason for reason in reasons if reason)
@@ -135,7 +138,10 @@ def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, 
 
 
 def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> tuple[Tensor | None, list[str | None]]:
-    """The memory of the next rank on this host; None on every rank where any has none, and the reasons by rank."""
+    """Memory of the next rank on this host, and reasons by rank for its absence.
+
+    If any rank has none, all get None.
+    """
     handles = group.gather_json(own and asdict(own.handle))
     on_host = [rank for rank, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
     neighbour = handles[on_host[(on_host.index(group.rank) + 1) % len(on_host)]]
@@ -149,7 +155,7 @@ def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> t
 
 
 def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only: int | None) -> float:
-    """Seconds of a copy of what the other process has just written, on all ranks or on one of them."""
+    """Seconds to copy what another process has just written, on all ranks or one."""
 
     def copy() -> None:
         if only in (None, group.rank):
@@ -187,7 +193,10 @@ def _between_hosts(group: Group) -> tuple[float, float]:
 
 @contextmanager
 def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket, socket.socket] | None]:
-    """On the first rank of each host, the connections to that of the next host and from that of the host before; None on the others."""
+    """Connections to the next host's first rank and from the previous host's.
+
+    None on ranks that are not the first of their host.
+    """
     with ExitStack() as made:
         listener = None
         if group.rank in leaders:
@@ -250,7 +259,10 @@ def _echo(connection: socket.socket) -> None:
 
 
 def _stream(onward: socket.socket, back: socket.socket) -> float:
-    """Send as much as goes to the next host, and return how many bytes per second come from the one before, in the best stretch."""
+    """Send to the next host as fast as possible, and measure the receive rate.
+
+    Returns bytes per second from the host before, in the best stretch.
+    """
     fill_s, stretch_s, margin_s = _STREAM_S
     sender = threading.Thread(target=_send_for, args=(onward, fill_s + _STRETCHES * stretch_s + margin_s), name="stream")
     sender.start()

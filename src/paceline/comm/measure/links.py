@@ -1,4 +1,4 @@
-"""What the links between the ranks of a launch carry: every collective at every size, against what the hardware allows."""
+"""Measurement of a launch's links: every collective at every size, against the hardware's limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one launch measured over one transport. `note` says why a faster transport was not taken, None where there is none."""
+    """One launch's measurements over one transport.
+
+    `note` says why a faster transport was not used; None if there is none.
+    """
 
     transport: str
     limit: Limit
@@ -64,7 +67,10 @@ class Measured:
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Measure as `arguments[0]` says, the JSON of a transport and of the arguments of `measure`; rank 0 writes the file `arguments[1]`."""
+    """Measure on one rank; rank 0 writes the result to the file `arguments[1]`.
+
+    `arguments[0]` is JSON: a transport and the arguments of `measure`.
+    """
     wanted = json.loads(arguments[0])
     with joined(deadline_s=60, transport=wanted.pop("transport")) as group:
         measured = measure(group, **wanted)
@@ -85,7 +91,7 @@ def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[st
 
 
 def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]) -> Iterator[Speed | LeftOut]:
-    """From the smallest size to the largest; what is foreseen to take too long is left out."""
+    """Speeds in ascending order of size; sizes that would take too long are left out."""
     algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
     before: list[Speed] = []
     for size in sizes:
@@ -100,7 +106,10 @@ def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequ
 
 
 def _foreseen_s(before: Sequence[Speed], size_bytes: int, least_s: float) -> float:
-    """On the line through the two largest sizes before; the hardware's least time where that is longer."""
+    """Expected seconds, extrapolated from the two largest sizes before.
+
+    At least the hardware's least time.
+    """
     if len(before) < 2:
         return least_s
     one, two = before[-2:]
@@ -132,7 +141,7 @@ def figures(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def caveats(measured: Sequence[Measured], limit: Limit) -> Iterator[str]:
-    """What has to be known of the figures, in sentences."""
+    """Caveats of the figures, as sentences."""
     if any((limit.share(s) or 0.0) > _ABOUT for m in measured for s in m.speeds):
         yield "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed the limit's measurement"
     for m in measured:
@@ -148,7 +157,10 @@ def caveats(measured: Sequence[Measured], limit: Limit) -> Iterator[str]:
 
 
 def size_text(size_bytes: int) -> str:
-    """A message's size in one word, as `--sizes` takes it and figures are named: `64KiB`."""
+    """The size as text: `64 KiB`, `16 MiB`.
+
+    A size that was rounded down a little, so that the ranks share it evenly, is shown as the round one.
+    """
     return str(message_size(size_bytes)).replace(" ", "")
 
 

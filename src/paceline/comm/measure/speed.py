@@ -1,4 +1,4 @@
-"""How fast a collective is: its time by size, and its bandwidths as nccl-tests (github.com/NVIDIA/nccl-tests) define them."""
+"""Speed of a collective: its time, and its bandwidths as nccl-tests (github.com/NVIDIA/nccl-tests) define them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Speed:
-    """A collective on fp32 numbers over `ranks` ranks: `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
+    """Time of a collective on fp32 numbers over `ranks` ranks.
+
+    `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
 
     Attributes:
-        size_bytes: of the larger one of a rank's two buffers, as nccl-tests count it.
-        time_s: of `send_receive`: half of the time for there and back.
-        algorithm: of an all-reduce: what adds up (`flat` is the transport's own).
-        wrong: numbers that were not what they had to be, over all ranks; None where that was not looked at.
+        size_bytes: size of the larger one of a rank's two buffers, as nccl-tests count it.
+        time_s: for `send_receive`, half of the round-trip time.
+        algorithm: algorithm of an all-reduce (`flat` is the transport's own).
+        wrong: numbers with a wrong value, over all ranks; None if not checked.
     """
 
     transport: str
@@ -54,7 +56,7 @@ class Speed:
 
     @property
     def label(self) -> str:
-        """What was called, in words: `gloo, all-reduce by ring`."""
+        """The call as text: `gloo, all-reduce by ring`."""
         return f"{self.transport}, {self.collective.replace('_', '-')}" + (f" by {self.algorithm}" if self.algorithm != "flat" else "")
 
     @property
@@ -64,16 +66,17 @@ class Speed:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes that each rank's link has to carry at least per second and direction: size / time × the collective's factor.
+        """Bus bandwidth in bytes per second and direction: size / time × the collective's factor.
 
-        It can be held against the hardware's rate, whatever the number of ranks.
+        Each rank's link carries at least that, so it can be compared with the hardware's rate, whatever the number of
+        ranks.
         """
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the ranks of one launch measured. `note` says why a faster transport was not among them; None where none was missing."""
+    """One launch's measurements. `note` says why a faster transport was not among them, or is None."""
 
     speeds: list[Speed]
     note: str | None = None
@@ -86,7 +89,10 @@ class Speeds:
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Measure all-reduces on every transport that the ranks of this launch have; rank 0 writes the `Speeds` to the file `arguments[0]`."""
+    """Measure all-reduces on every transport of this launch's ranks.
+
+    Rank 0 writes the `Speeds` to the file `arguments[0]`.
+    """
     with joined(deadline_s=60) as group, _beside(group) as others:
         speeds = [measure(each, size) for size in SIZES for each in (*others, group)]
         if group.rank == 0:
@@ -104,9 +110,10 @@ def measure(group: Group, size_bytes: int) -> Speed:
 
 
 def median_s(group: Group, call: Callable[[], object], one_s: float) -> tuple[float, int]:
-    """The slowest rank's median time of calls that are repeated for a quarter of a second, and how many they were.
+    """The slowest rank's median seconds over repeated calls, and the number of calls.
 
-    `one_s` is the time of one that went before, the same on every rank; a long one is taken as it is.
+    Calls are repeated for a quarter of a second. `one_s` is the time of an earlier one, the same on every rank; a long
+    one is taken as it is.
     """
     if one_s > _LONG_S:
         return one_s, 1
@@ -136,7 +143,7 @@ def _slowest(group: Group, times_s: Sequence[float]) -> float:
 
 @contextmanager
 def _beside(group: Group) -> Iterator[list[Group]]:
-    """The same ranks over gloo, where they talk over shared memory."""
+    """A group of the same ranks over gloo, if their transport is shared memory."""
     if group.transport != "shm":
         yield []
         return

@@ -1,4 +1,4 @@
-"""The latency and bandwidth of the links between the ranks of a group, measured by them in well under a second."""
+"""Latency and bandwidth of the links between a group's ranks, measured in under a second."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MEMORY_BYTES = 2**20
 
 
 def ranks_by_host(group: Group) -> list[int]:
-    """The ranks in an order in which those of a host are neighbours."""
+    """The ranks ordered so that those of a host are neighbours."""
     return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
 
 
 def measure_links(group: Group) -> Links:
-    """Every rank of a group that spans hosts calls this, and gets the same."""
+    """Measure the links of a group that spans hosts. Every rank calls this and gets the same."""
     firsts = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
     on_hosts = [[r for r, h in enumerate(group.hosts) if h == group.hosts[first]] for first in firsts]
     fullest = max(on_hosts, key=len)
@@ -45,7 +45,7 @@ def _latency_s(group: Group, ranks: Sequence[int]) -> float:
 
 
 def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed:
-    """The latency between two ranks, and the bandwidth when all of some send to the next of them at once."""
+    """Latency between two ranks, and bandwidth with `ranks` all sending to the next at once."""
     latency_s = _latency_s(group, pair)
     _agreed_s(group, _messages(group, ranks, _WARM))  # what a shaped link lets through at once does not tell its rate
     nbytes, time_s = _LARGE, _quickest_s(group, _messages(group, ranks, _LARGE))
@@ -55,7 +55,7 @@ def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed
 
 
 def _quickest_s(group: Group, call: Callable[[], None]) -> float:
-    """Of two: what else the hosts are busy with slows a message down, and nothing speeds it up."""
+    """The shorter of two times, as other work on the hosts only slows a message."""
     return min(_agreed_s(group, call) for _ in range(2))
 
 

@@ -1,6 +1,7 @@
-"""Collectives and messages between the processes of one host over shared memory, as the backend `shm` of `torch.distributed`.
+"""Shared-memory collectives and messages of one host: the backend `shm` of `torch.distributed`.
 
-Importing this registers it: `dist.init_process_group("shm", …)`. DDP, FSDP2, DTensor, DeviceMesh and pipelines run over it unchanged.
+Importing this registers it: `dist.init_process_group("shm", …)`. DDP, FSDP2, DTensor, DeviceMesh and pipelines run over
+it unchanged.
 """
 
 from __future__ import annotations

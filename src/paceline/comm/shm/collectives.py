@@ -1,9 +1,9 @@
-"""The collectives between processes of one host, each as a generator that yields while it waits (see `progress` and `rounds`).
+"""Collectives between processes of one host, as generators (see `progress` and `rounds`).
 
-A tensor that lies in an arena on every rank is reduced where it lies: each rank combines a share of it from all ranks' memory and writes
+A tensor that lies in an arena on every rank is reduced where it lies: each rank reduces a share of it from all ranks' memory and writes
 the result to all, so every byte moves once. Other tensors are copied through the slots in chunks that stay in the cache, by the
 reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective Reduction Operations").
-Every element is combined by one rank, or by all in the same order: the result has the same bits everywhere.
+Every element is reduced by one rank, or by all in the same order: the result has the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class ShmCollectives:
             yield
 
     def _reduce_through_slots(self, tensor: Tensor, reduction: Reduction) -> Steps:
-        """One wait a chunk: while the contributions to chunk k are met, so are the results of chunk k - 1."""
+        """All-reduce through the slots, with one wait per chunk.
+
+        A wait covers the contributions to chunk k and the results of chunk k - 1.
+        """
         rank, size, rounds = self.rank, self.size, self.rounds
         piece = CHUNK_BYTES // tensor.element_size() // size
         chunks = [chunk.split(piece) for chunk in tensor.split(piece * size)]
@@ -131,7 +134,7 @@ class ShmCollectives:
                 output[start : start + len(chunk)].copy_(part)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        """Give every rank its own of the tensors that rank `root` has; the others have none."""
+        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
         yield from self._meet(self._call("scatter", f"from rank {root}", output))
         flat, sources, piece = _bytes(output), [_bytes(t) for t in tensors], CHUNK_BYTES // self.size
         for start in range(0, len(flat), piece):
@@ -144,7 +147,7 @@ class ShmCollectives:
             target.copy_(slot[self.rank * piece : self.rank * piece + len(target)])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """Give rank r the combination of all ranks' `inputs[r]`, which all have the size of `output`."""
+        """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
         yield from self._meet(self._call("reduce_scatter", reduction.name, output))
         piece = CHUNK_BYTES // output.element_size() // self.size
         for start in range(0, len(output), piece):
@@ -185,7 +188,7 @@ class ShmCollectives:
         yield from self._meet(b"barrier")
 
     def waits_for(self) -> Sequence[Peer]:
-        """Who has not come to this round."""
+        """The peers that have not come to this round."""
         return self.rounds.missing()
 
     def forget(self, arena: int) -> None:
@@ -217,7 +220,7 @@ class ShmCollectives:
         return call
 
     def _small_slots(self, tensor: Tensor) -> list[Tensor]:
-        """The first elements of every rank's slot for the next round, as many as `tensor` has."""
+        """The first `len(tensor)` elements of every rank's slot for the next round."""
         key = (tensor.dtype, len(tensor), (self.rounds.round + 1) & 1)
         found = self._small.get(key)
         if found is None:
@@ -227,7 +230,10 @@ class ShmCollectives:
         return found
 
     def _share_of(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
-        """This rank's share of a tensor in an arena, in parts that fit a cache: each is a list of views, this rank's first."""
+        """This rank's share of a tensor in an arena, in parts that fit a cache.
+
+        Each part is a list of views by rank, this rank's first.
+        """
         key = (*place, len(tensor), tensor.dtype)
         found = self._shares.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""Sleeping on a word of shared memory until another process changes it: Linux's futex(2), and the fence that makes it safe."""
+"""Waits on a word of shared memory: Linux's futex(2), and the memory fence it needs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Timespec(ctypes.Structure):
 
 
 def unsupported() -> str | None:
-    """Why this machine cannot be used, or None where it can.
+    """The reason why this machine cannot use shared memory, or None.
 
-    Flags and data are plain stores, which other cores must see in their order. x86-64 promises that; other processors would need
-    barriers that Python cannot give.
+    Flags and data are plain stores, which other cores must see in their order. x86-64 promises that; other processors
+    would need barriers that Python cannot give.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create (Linux 3.17 has)"
@@ -36,7 +36,10 @@ def unsupported() -> str | None:
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes those who wait at `address`, or the time is over; returns at once where the word is not `expected`."""
+    """Sleep until woken at `address`, or until the time is over.
+
+    Returns at once if the word is not `expected`.
+    """
     seconds = int(timeout_s)
     timespec = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     # ctypes gives up the GIL around the call.
@@ -51,6 +54,6 @@ def wake(address: int) -> None:
 
 
 def fence() -> None:
-    """Order the stores before this call before the loads after it, which x86-64 alone does not: a locked instruction does."""
+    """Order earlier stores before later loads, which x86-64 does only at a locked instruction."""
     with _one_lock:
         return

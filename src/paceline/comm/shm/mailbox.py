@@ -1,4 +1,4 @@
-"""Messages from one rank to another: a ring of bytes in the sender's memory for each receiver, written and read in turn.
+"""Messages between ranks: a ring buffer in the sender's memory for each receiver.
 
 A message is a header (tag, size) and its bytes; one that is larger than the ring flows through it. The receiver matches tags: a message
 that nobody has asked for yet is taken out and kept, so that it does not block those behind it.
@@ -80,7 +80,7 @@ class Message:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here."""
+        """True once all bytes have arrived."""
         return self.received == self.size
 
 
@@ -194,7 +194,7 @@ class Inbox:
                 del self._kept[found]
 
     def _open(self) -> list[Request]:
-        """Who waits for a message that has not begun; one that asks every sender may have been served by another."""
+        """Requests whose message has not begun; others may have been served by another sender."""
         self._requests = deque(request for request in self._requests if request.message is None)
         return list(self._requests)
 
@@ -206,7 +206,7 @@ class Inbox:
 
 
 def receive_from_any(inboxes: Sequence[Inbox], request: Request) -> Steps:
-    """Wait for a message with the tag from whichever rank has one first; the result is that rank."""
+    """Wait for the first message with the tag from any rank; returns that rank."""
     for inbox in inboxes:
         inbox.request(request)
     try:

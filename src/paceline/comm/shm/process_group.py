@@ -40,10 +40,10 @@ class ShmProcessGroup(DrivenProcessGroup):
         self._inboxes: dict[int, Inbox] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros in shared memory, of which every rank gets one; all must ask for it at the same time.
+        """A flat tensor of zeros in shared memory; all ranks ask for it together.
 
-        Reductions of it, or of contiguous parts of it that are at the same place on all ranks, move each byte once.
-        It lives until `release`, or the end of the group. None on every rank where one of them is refused the memory.
+        Reductions of it, or of contiguous parts of it that are at the same place on all ranks, move each byte once. It
+        lives until `release`, or the end of the group. None on every rank if one of them is refused the memory.
         """
         own = None
         try:
@@ -61,11 +61,14 @@ class ShmProcessGroup(DrivenProcessGroup):
             self.barrier().wait()  # all have mapped it
         finally:
             if own is not None:
-                own.close_door()
+                own.close_descriptor()
         return arena.segments[self.rank()].bytes[: numel * dtype.itemsize].view(dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Let go of the shared memory that a tensor from `empty` lies in; it ends when all ranks have, and no view is left."""
+        """Free the shared memory of a tensor from `empty`.
+
+        It ends when all ranks have, and no view is left.
+        """
         if self._closed:
             return
         number, _ = self._rounds.place_of(tensor, tensor.nbytes)
@@ -73,11 +76,14 @@ class ShmProcessGroup(DrivenProcessGroup):
         self._collectives.forget(number)
 
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Which shared memory a contiguous tensor lies in, and at which byte: equal on ranks whose tensors lie at the same place."""
+        """Arena and byte offset of a contiguous tensor, equal on ranks with the same place."""
         return self._rounds.place_of(tensor, tensor.nbytes)
 
     def everywhere(self, tensor: Tensor) -> list[Tensor]:
-        """By rank, the memory that lies at the place of this rank's contiguous tensor, which is in shared memory, as tensors like it."""
+        """All ranks' memory at the place of this rank's tensor, as tensors like it.
+
+        The tensor is contiguous and in shared memory.
+        """
         number, start = self.place_of(tensor)
         parts = (segment.bytes[start : start + tensor.nbytes] for segment in self._rounds.arenas[number].segments)
         return [part.view(tensor.dtype).view(tensor.shape) for part in parts]

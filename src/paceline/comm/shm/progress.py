@@ -1,4 +1,4 @@
-"""How collectives advance: each is a generator that yields while it must wait for others; whoever waits drives all of them.
+"""Progress of shared-memory operations: whoever waits drives all generators of the process.
 
 A wait spins briefly, then offers its core to others, then sleeps on this process' *bell*: a word of shared memory that peers ring after
 they have stored what somebody may be waiting for. So no rank spins for long on a core that another one needs, waiting for one group
@@ -34,7 +34,7 @@ _SLEEPERS, _RUNG = 0, 1  # the words of a bell
 
 @dataclass
 class Peer:
-    """Another process of this host: its rank in a group, its bell, and a pidfd that tells whether it lives."""
+    """Another process of this host: rank, bell, and a pidfd that shows its end."""
 
     rank: int
     pid: int
@@ -43,7 +43,7 @@ class Peer:
     life: int
 
     def is_gone(self) -> bool:
-        """Whether the process has ended; one that nobody has waited for yet has ended, too."""
+        """True if the process has ended, even if nobody has waited for it yet."""
         poll = select.poll()  # `select` knows no descriptor above 1023
         poll.register(self.life, select.POLLIN)
         return bool(poll.poll(0))
@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def bell(self) -> Handle:
-        """What peers need to ring here."""
+        """The handle that peers need to ring this process' bell."""
         return self._own.handle
 
     def meet(self, rank: int, bell: Handle) -> Peer:
@@ -86,7 +86,10 @@ class Progress:
         return Peer(rank, bell.pid, segment.words(0, 2), segment.address + 8 * _RUNG, life)
 
     def expect(self, ranks: int) -> None:
-        """Learn that a group has so many ranks on this host: with more than there are cores for, spinning would slow down the others."""
+        """Register a group with so many ranks on this host.
+
+        With more ranks than cores, spinning would slow down the others.
+        """
         pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)  # then its affinity says nothing of the other ranks' cores
         cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
         self.crowded = self.crowded or ranks > min(cores, cpu_quota() or cores)
@@ -97,7 +100,7 @@ class Progress:
         for _, life in self._peers.values():
             os.close(life)
         self._peers.clear()
-        self._own.close_door()
+        self._own.close_descriptor()
 
     def _end_thread(self) -> None:
         atexit.unregister(self._end_thread)
@@ -111,7 +114,7 @@ class Progress:
             self._thread.join()
 
     def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Put an operation behind those of its queue, and go on with all as far as that is possible at once."""
+        """Append an operation to its queue, and continue with all as far as possible."""
         with self._lock:
             if queue.broken is not None:
                 operation.fail(follow_up_error(queue.broken))
@@ -121,7 +124,10 @@ class Progress:
             self._advance()
 
     def in_background(self, operation: Operation) -> None:
-        """Have an operation go on while nobody waits for it: soon, not at once, as most are waited for at once."""
+        """Drive an operation while nobody waits for it.
+
+        This begins soon, not at once, as most are waited for at once.
+        """
         with self._lock:
             if operation.done:
                 return
@@ -133,7 +139,7 @@ class Progress:
                 self._wanted.set()
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call back from whichever thread drives it to its end; at once where it is done."""
+        """Call back from the thread that finishes the operation; at once if it is done."""
         with self._lock:
             if not operation.done:
                 operation.on_done.append(call)
@@ -142,7 +148,7 @@ class Progress:
         call()
 
     def is_done(self, operation: Operation) -> bool:
-        """Whether it is done, after going on as far as possible."""
+        """True if it is done, after continuing as far as possible."""
         if not operation.done:
             with self._lock:
                 self._advance()
@@ -174,7 +180,10 @@ class Progress:
                 os.sched_yield()
 
     def _sleep(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until the bell rings, or for a nap; then fail what is late or waits for the dead."""
+        """Sleep until the bell rings or a short time is over, then fail hopeless operations.
+
+        Hopeless ones are late or wait for a dead peer.
+        """
         with self._lock:
             self._bell[_SLEEPERS] += 1
             futex.fence()
@@ -205,7 +214,10 @@ class Progress:
             operation.on_done.clear()
 
     def _run(self) -> None:
-        """The thread: sleeps while nothing is under way, watches while there may be something, drives what nobody has waited for."""
+        """The background thread: drives operations that nobody has waited for.
+
+        It sleeps while nothing is in progress.
+        """
         while not self._ending:
             self._wanted.wait()
             self._wanted.clear()
@@ -224,7 +236,7 @@ class Progress:
             return self._watching
 
     def _oldest_s(self) -> float:
-        """How long the operation that is under way the longest has been."""
+        """Seconds since the start of the oldest operation in progress."""
         with self._lock:
             starts = [queue.operations[0].started for queue in self._busy if queue.operations]
         return time.monotonic() - min(starts, default=time.monotonic())

@@ -1,4 +1,4 @@
-"""What a group's ranks share: a counter of rounds each, what each is about to do, and two slots each for data.
+"""Shared state of a group's ranks: round counters, announced calls, and two data slots each.
 
 A *round* is: write into one's own slot, count up, wait until all ranks have counted as far, read the others' slots. The slots alternate, so
 a slot is written again only after every rank has begun the round after the one it was read in, that is, has read it. One wait a round
@@ -31,13 +31,13 @@ _PLACE = struct.Struct("<QQ")
 
 
 def segment_bytes(size: int) -> int:
-    """What every rank of a group of `size` shares."""
+    """Bytes of the segment that every rank of a group of `size` shares."""
     return _SLOTS_AT + 2 * _SLOT_BYTES + size * (MAIL_BYTES + MAIL_WORDS_BYTES)
 
 
 @dataclass(frozen=True)
 class Arena:
-    """Memory that every rank has a segment of, for tensors that live there: this rank's and the others' copies, by rank."""
+    """Memory for shared tensors, with a segment of every rank."""
 
     number: int
     segments: list[Segment]
@@ -58,7 +58,7 @@ class Rounds:
             self.peers = [progress.meet(r, bell) for r, (_, bell) in enumerate(handles)]
             _all_are_here(store, rank, size, timeout_s)
         finally:
-            own.close_door()
+            own.close_descriptor()
         self.others = [peer for peer in self.peers if peer.rank != rank]
         self._counters = [segment.words(_WORDS_AT, 1) for segment in self.segments]
         self._own_counter = self._counters[rank]
@@ -78,16 +78,16 @@ class Rounds:
             peer.ring()
 
     def met(self) -> bool:
-        """Whether all ranks have counted as far as this one."""
+        """True once all ranks have counted as far as this one."""
         this_round = self.round
         return all(counter[0] >= this_round for counter in self._others_counters)
 
     def missing(self) -> list[Peer]:
-        """Who has not."""
+        """The peers that have not counted as far."""
         return [peer for peer in self.others if self._counters[peer.rank][0] < self.round]
 
     def slots(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """By rank, the slots of the round that is next to be counted: (contributions, result), each of `CHUNK_BYTES`."""
+        """Slots of the next round by rank: (contributions, result), each of `CHUNK_BYTES`."""
         parity = (self.round + 1) & 1
         typed = self._typed.get((dtype, parity))
         if typed is None:
@@ -98,7 +98,7 @@ class Rounds:
     # What the ranks are about to do
 
     def announce(self, call: bytes, place: tuple[int, int] = (0, 0)) -> bytes:
-        """Write down a collective, and where in which arena its tensor lies, for the round that is next to be counted."""
+        """Record a collective and its tensor's place in an arena for the next round."""
         line = _PLACE.pack(*place) + call
         at = _CALLS_AT + ((self.round + 1) & 1) * _CALL_BYTES
         self.segments[self.rank].map[at : at + len(line) + 1] = line + b"\0"
@@ -139,7 +139,7 @@ class Rounds:
         return arena
 
     def place_of(self, tensor: Tensor, nbytes: int) -> tuple[int, int]:
-        """The arena's number and the byte where a contiguous tensor begins there; (0, 0) where it lies elsewhere."""
+        """Arena number and byte offset of a contiguous tensor; (0, 0) if it lies elsewhere."""
         address = tensor.data_ptr()
         for arena in self.arenas.values():
             segment = arena.segments[self.rank]
@@ -149,7 +149,10 @@ class Rounds:
         return 0, 0
 
     def mailbox(self, sender: int, receiver: int) -> tuple[memoryview, memoryview, Tensor]:
-        """The ring for messages between two ranks: how far it was written and read, and its bytes, for Python and for torch."""
+        """The ring buffer for messages between two ranks.
+
+        Returns the written and read counts, and its bytes, for Python and for torch.
+        """
         at = _SLOTS_AT + 2 * _SLOT_BYTES + receiver * (MAIL_BYTES + MAIL_WORDS_BYTES)
         segment, ring = self.segments[sender], slice(at + MAIL_WORDS_BYTES, at + MAIL_WORDS_BYTES + MAIL_BYTES)
         return segment.words(at, MAIL_WORDS_BYTES // 8), segment.map[ring], segment.bytes[ring]

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share: anonymous files (memfd), which have no name that could be left behind or opened by strangers.
+"""Shared memory between processes of one host: anonymous files (memfd) without a name.
 
 A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows to the same user only, and
 once all have mapped it the descriptor is closed: the memory ends with the last process that maps it, however that ends. Nothing lies in
@@ -22,7 +22,7 @@ _TOKEN_BYTES = 16  # at the end of every segment; proves that a process number w
 
 @dataclass(frozen=True)
 class Handle:
-    """What another process needs to map a segment."""
+    """The data that another process needs to map a segment."""
 
     pid: int
     fd: int
@@ -30,12 +30,12 @@ class Handle:
     token: str
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """The handle as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Handle:
-        """From JSON."""
+        """A handle from JSON."""
         return cls(**json.loads(data))
 
 
@@ -61,12 +61,15 @@ class Segment:
 
 @dataclass
 class OwnedSegment:
-    """A segment that this process made, with the descriptor that others open until `close_door`."""
+    """A segment that this process made.
+
+    Others open its descriptor until `close_descriptor`.
+    """
 
     segment: Segment
     handle: Handle
 
-    def close_door(self) -> None:
+    def close_descriptor(self) -> None:
         """Let nobody else map it from now on."""
         if self.handle.fd >= 0:
             os.close(self.handle.fd)

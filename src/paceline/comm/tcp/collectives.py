@@ -63,7 +63,7 @@ class TcpCollectives:
         yield from self._to_root(call, shares if self.rank == root else [], shares[self.rank], root)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """Replace `tensor` by that of rank `root`: at once to all, or in pieces from rank to rank."""
+        """Replace `tensor` by rank `root`'s: sent to all, or in pieces from rank to rank."""
         call = self._call("broadcast", tensor, root=root)
         if self._is_small(tensor.nbytes):
             if self.rank == root:
@@ -99,7 +99,7 @@ class TcpCollectives:
         yield from self._to_root(call, outputs, tensor, root)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        """Give every rank its own of the tensors that rank `root` has; the others have none."""
+        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
         call = self._call("scatter", output, root=root)
         if self.rank == root:
             yield from self._done([self._send(r, call, tensors[r]) for r in self._others])
@@ -108,7 +108,7 @@ class TcpCollectives:
             yield from self._done([self._receive(root, call, output)])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """Give rank r the combination of all ranks' `inputs[r]`, which all have the size of `output`."""
+        """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
         call = self._call("reduce_scatter", output, how=reduction.name)
         if self._is_small(output.nbytes):
             parts = [inputs[r] if r == self.rank else torch.empty_like(output) for r in range(self.size)]

@@ -1,6 +1,7 @@
-"""How two ranks know each other on a new connection: who, of which group, and how much of the other's stream has arrived.
+"""Handshake of two ranks on a new connection: rank, group, and bytes received so far.
 
-The secret is the group's, made by rank 0 and told through the rendezvous' store; each side shows one half of it. It keeps strangers and
+The secret is the group's, made by rank 0 and distributed through the rendezvous' store; each side shows one half of it.
+It keeps strangers and
 ranks of other groups out. It does not hide anything: what follows it on the wire is not encrypted.
 """
 
@@ -19,7 +20,10 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class Hello:
-    """What the rank that connects says. `knock`: it may not connect, and asks the other to, as connection number `epoch` is lost."""
+    """The first message of the rank that connects.
+
+    `knock`: it may not connect, and asks the other to, as connection number `epoch` is lost.
+    """
 
     rank: int
     knock: bool
@@ -32,7 +36,7 @@ class Hello:
 
     @classmethod
     def from_bytes(cls, data: bytes, secret: bytes) -> Hello | None:
-        """From the wire; None from a stranger."""
+        """The message from its bytes; None from a stranger."""
         magic, token, rank, knock, epoch, received = _HELLO.unpack(data)
         known = hmac.compare_digest(magic + token, _MAGIC + secret[:16])
         return cls(rank, bool(knock), epoch, received) if known else None
@@ -40,18 +44,18 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What the other says: the number of this connection, and how much it has received."""
+    """The answer: the number of this connection, and the bytes received so far."""
 
     epoch: int
     received: int
 
     def to_bytes(self, secret: bytes) -> bytes:
-        """For the wire."""
+        """The bytes to send."""
         return _WELCOME.pack(_MAGIC, secret[16:], self.epoch, self.received)
 
     @classmethod
     def from_bytes(cls, data: bytes, secret: bytes) -> Welcome | None:
-        """From the wire; None from a stranger."""
+        """The message from its bytes; None from a stranger."""
         magic, token, epoch, received = _WELCOME.unpack(data)
         known = hmac.compare_digest(magic + token, _MAGIC + secret[16:])
         return cls(epoch, received) if known else None

@@ -1,4 +1,4 @@
-"""The link to another rank: a stream over one TCP connection at a time, which is made anew whenever it is lost.
+"""The link to another rank: a stream over a TCP connection that is re-made when lost.
 
 Of two ranks the one with the higher number connects. The other can only knock: open a connection to say that it misses one. A knock, like a
 connect, also tells whether the process is still there: where the address answers and nobody listens any more, it is gone; where nothing
@@ -66,15 +66,15 @@ class Link:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection; it may be lost without anybody knowing."""
+        """True if there is a connection; it may be lost without anybody knowing."""
         return self.stream.socket is not None
 
     def why_over(self) -> str | None:
-        """Why nothing will come any more: the other rank has left, or is gone."""
+        """The reason why nothing more will come: the other rank has left or is gone."""
         return self._over or None
 
     def state(self) -> str:
-        """Who, and how the connection is, for an error."""
+        """The peer and the state of the connection, as text for an error."""
         for_s = f"{time.monotonic() - self._since:.1f} s"
         if self.connected:
             how = f"connected for {for_s}" + (f", after {self.connections - 1} lost connections" if self.connections > 1 else "")
@@ -84,7 +84,7 @@ class Link:
         return f"{self.own} for {self.peer}: {how}{error}; {self.stream.outstanding} bytes sent and not acknowledged"
 
     def flush(self) -> None:
-        """Write what the connection takes, and the rest when it does."""
+        """Write what the connection takes, and the remainder when it does."""
         if self.stream.socket is None:
             return
         try:
@@ -183,7 +183,7 @@ class Link:
             self._loop.forget(self.stream.socket.fileno())
 
     def _is_silent(self) -> bool:
-        """Whether what was sent last has been sent again and again, with no answer. TCP alone would try more and more rarely."""
+        """True if repeated retransmissions got no answer. TCP alone would try ever more rarely."""
         assert self.stream.socket is not None
         info = self.stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         retransmits = info[2]
@@ -193,7 +193,7 @@ class Link:
     # Making another
 
     def _look(self, now: float) -> None:
-        """What the clock brings: words that are owed, connections that are dead, attempts that are due."""
+        """Periodic work: overdue acknowledgements, dead connections, and due connection attempts."""
         if self._over:
             return
         if self.connected:
@@ -285,7 +285,7 @@ class _Attempt:
             raise
 
     def go_on(self) -> bytes | None:
-        """As far as possible; the whole answer once it is there."""
+        """Continue as far as possible; returns the whole answer once it has arrived."""
         if not self.greeted:
             code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:

@@ -1,4 +1,4 @@
-"""Where the other ranks of a group connect: a socket that listens on the cluster's address alone, and lets no stranger in."""
+"""Listener for a group's other ranks, on the cluster's address alone; it rejects strangers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class _Pending:
 
 
 class Listener:
-    """Listens, and hands a connection that knows the group's secret to `welcome`. Called under the loop's lock, but for its making."""
+    """Listens, and hands each connection that knows the group's secret to `welcome`.
+
+    Called under the loop's lock, but for its construction.
+    """
 
     def __init__(self, loop: Loop, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
         self._loop, self._secret, self._welcome = loop, secret, welcome
@@ -39,7 +42,7 @@ class Listener:
             loop.add_clock(self, self._drop_late)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening and drop pending connections."""
         self._loop.remove_clock(self)
         for fd in list(self._pending):
             self._drop(fd)

@@ -1,4 +1,4 @@
-"""The links of one rank to all others of a group, and what goes over them: messages, and word of a failure."""
+"""A rank's links to all others of a group, with messages and failure notices."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _LONGEST_FAILURE = 4000  # characters
 
 
 class Send:
-    """A message on its way: done when the kernel has all of it; after `end_loan` the tensor may change."""
+    """A message being sent. After `end_loan` the tensor may change."""
 
     def __init__(self, link: Link, piece: Piece) -> None:
         self.link, self._piece, self._end = link, piece, piece.end
 
     @property
     def done(self) -> bool:
-        """Whether it needs nothing more of this rank, unless the connection is lost."""
+        """True once the kernel has all of it; only a lost connection needs it again."""
         return self.link.stream.written >= self._end
 
     def end_loan(self) -> None:
@@ -99,7 +99,10 @@ class Mesh:
         return receive
 
     def links_of(self, under_way: Sequence[Send | Receive]) -> list[Link]:
-        """The links that messages wait for; of one that any rank may send, all while every other rank is over, since one may still send."""
+        """The links that messages wait for.
+
+        A message from any rank waits for all links, unless every other rank is over, since one may still send.
+        """
         found: dict[Link, None] = {}
         for message in under_way:
             if message.done:
@@ -113,7 +116,7 @@ class Mesh:
         return list(found)
 
     def fail(self, error: Exception, *, tell: bool = True) -> None:
-        """No operation of this group can succeed any more; tell the others why, so that none waits in vain."""
+        """Fail all operations of this group, and tell the others why."""
         if self.broken is not None:
             return
         self.broken = error
@@ -173,7 +176,10 @@ class Mesh:
 
 
 class MeshQueue(OperationQueue):
-    """Operations of one group, one after the other. The failure of one ends those of all the group's queues, on all ranks."""
+    """Operations of one group, one after the other.
+
+    The failure of one ends those of all the group's queues, on all ranks.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -181,7 +187,7 @@ class MeshQueue(OperationQueue):
 
     @property
     def broken(self) -> Exception | None:
-        """Why the group can do nothing more."""
+        """The error that ended the group, or None."""
         return self._mesh.broken
 
     @broken.setter
@@ -197,7 +203,7 @@ class MeshQueue(OperationQueue):
 
 
 def _secret(store: Store, rank: int, timeout_s: float) -> bytes:
-    """What the ranks of this group know and nobody else: rank 0 makes it."""
+    """The secret of this group, which rank 0 makes and no one else knows."""
     if rank == 0:
         store.set("tcp/secret", secrets.token_hex(SECRET_BYTES))
     _wait(store, ["tcp/secret"], timeout_s)
@@ -205,7 +211,7 @@ def _secret(store: Store, rank: int, timeout_s: float) -> bytes:
 
 
 def _meet(store: Store, own: Place, size: int, timeout_s: float) -> list[Place]:
-    """Where every rank listens, by rank."""
+    """The listening address of every rank, by rank."""
     keys = [f"tcp/{rank}" for rank in range(size)]
     store.set(keys[own.rank], json.dumps(asdict(own)))
     _wait(store, keys, timeout_s)

@@ -1,4 +1,4 @@
-"""Messages on a stream: what a header says of one, who waits for it, and whether both sides mean the same.
+"""Messages on a stream: headers, matching of receives, and checks that both sides agree.
 
 Two channels share a stream. On that of collectives the next message is for whoever has asked first; on that of c10d's messages, for whoever
 has asked first for its tag. One that nobody has asked for yet is kept, so that it does not block those behind it.
@@ -44,7 +44,10 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Call(NamedTuple):
-    """What a rank is doing, which the ranks at both ends of a message must agree about. `elements` are those of the whole call."""
+    """A rank's current call, which both ends of a message must agree about.
+
+    `elements` are those of the whole call.
+    """
 
     what: int
     how: int = 0
@@ -89,7 +92,7 @@ class Message:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here."""
+        """True once all bytes have arrived."""
         return self.received == len(self.data)
 
 
@@ -104,12 +107,15 @@ class Receive:
 
     @property
     def done(self) -> bool:
-        """Whether the message is in its place."""
+        """True once the message is in its place."""
         return self.message is not None and self.message.whole
 
 
 class Inbox:
-    """What comes from one rank. `on_mismatch` is told of a message that is not the one waited for, `on_failure` of the other's failure."""
+    """Receiver of one rank's messages.
+
+    `on_mismatch` gets a message that is not the expected one, `on_failure` the other's failure.
+    """
 
     def __init__(self, source: int, on_mismatch: Callable[[int, Receive, Message], None], on_failure: Callable[[str], None]) -> None:
         self.source = source
@@ -133,13 +139,13 @@ class Inbox:
     # As the sink of a stream
 
     def target(self) -> memoryview:
-        """Where the next byte goes."""
+        """The memory for the next bytes."""
         if self._coming is not None:
             return self._coming.data[self._coming.received :]
         return self._header[self._header_received :]
 
     def advance(self, count: int) -> None:
-        """So many bytes are there."""
+        """Account for `count` received bytes."""
         message = self._coming
         if message is None:
             self._header_received += count

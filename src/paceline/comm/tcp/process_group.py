@@ -1,4 +1,4 @@
-"""The process group that torch.distributed sees: c10d's collectives and messages over TCP, between ranks on several hosts."""
+"""The process group `tcp`: c10d's collectives and messages between ranks on several hosts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TcpProcessGroup(DrivenProcessGroup):
         self._end(0.0)
 
     def end_within(self, seconds: float) -> None:
-        """Close all connections when word of the failure has gone out, or at the latest after so long."""
+        """Close all connections when the failure notice is sent, at the latest after `seconds`."""
         self._end(seconds)
 
     def _end(self, linger_s: float) -> None:

@@ -1,6 +1,6 @@
-"""How operations over sockets go on: whoever waits for one drives them all; a thread drives what nobody waits for.
+"""Progress of socket operations: a thread that waits drives all; a background thread the others.
 
-One thread at a time is the *driver*: it sleeps until a socket is ready, reads and writes, and has all operations go on. Others that wait
+One thread at a time is the *driver*: it sleeps until a socket is ready, reads and writes, and continues all operations. Others that wait
 sleep until it has done theirs, or leaves off. While nobody waits, the thread looks in now and then: lost connections are made anew, and
 what was received is acknowledged, also while this rank computes.
 """
@@ -27,10 +27,10 @@ class Awaited(Protocol):
     """Whom an operation waits for."""
 
     def why_over(self) -> str | None:
-        """Why nothing will come of it any more; None while something may."""
+        """The reason why nothing more will come of it; None while something may."""
 
     def state(self) -> str:
-        """How the connection is, in words."""
+        """The state of the connection, as text."""
 
 
 class Loop:
@@ -93,7 +93,7 @@ class Loop:
     # Operations, as `Driver` has them
 
     def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Put an operation behind those of its queue, and go on with all as far as that is possible at once."""
+        """Append an operation to its queue, and continue with all as far as possible."""
         with self.lock:
             if queue.broken is not None:
                 operation.fail(follow_up_error(queue.broken))
@@ -106,7 +106,10 @@ class Loop:
         _call(calls)
 
     def in_background(self, operation: Operation) -> None:
-        """Have an operation go on while nobody waits for it: soon, not at once, as most are waited for at once."""
+        """Drive an operation while nobody waits for it.
+
+        This begins soon, not at once, as most are waited for at once.
+        """
         with self.lock:
             if not operation.done:
                 watching = self._watch_until > time.monotonic()
@@ -115,7 +118,7 @@ class Loop:
                     self._wanted.notify()
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call back from whichever thread drives it to its end; at once where it is done."""
+        """Call back from the thread that finishes the operation; at once if it is done."""
         with self.lock:
             if not operation.done:
                 operation.on_done.append(call)
@@ -125,7 +128,7 @@ class Loop:
         call()
 
     def is_done(self, operation: Operation) -> bool:
-        """Whether it is done, after going on as far as possible."""
+        """True if it is done, after continuing as far as possible."""
         if not operation.done:
             with self.lock:
                 calls = [] if self._driving else self._turn(0)
@@ -160,7 +163,10 @@ class Loop:
             _call(calls)
 
     def _turn(self, nap_s: float) -> list[Callable[[], None]]:
-        """Sleep until a socket is ready, without the lock, and go on with everything; returns what is to be called without the lock."""
+        """Wait for a ready socket without the lock, then continue with everything.
+
+        Returns the calls to be made without the lock.
+        """
         self._driving = True
         try:
             self.lock.release()
@@ -217,7 +223,7 @@ class Loop:
             _call(calls)
 
     def _is_needed(self) -> bool:
-        """Whether something is under way that nobody waits for."""
+        """True if something is in progress that nobody waits for."""
         if not self._busy or self._waiting or self._driving:
             return False
         oldest = min((queue.operations[0].started for queue in self._busy if queue.operations), default=time.monotonic())

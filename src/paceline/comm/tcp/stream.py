@@ -1,4 +1,4 @@
-"""A stream of bytes each way between two ranks that outlives its connections: nothing is lost, doubled or out of order.
+"""A byte stream between two ranks that survives lost connections, without loss or repetition.
 
 Every byte has a position, counted from the stream's beginning. What was sent is kept until the other side says that it has it; each frame
 says how much has been received the other way. When a connection is lost, both sides tell on the next how far they have received, and the
@@ -27,13 +27,13 @@ _TURN_BYTES = 2**21  # read at a time, so that no peer holds up the others
 
 
 class Sink(Protocol):
-    """Where the bytes received go."""
+    """The consumer of received bytes."""
 
     def target(self) -> memoryview:
-        """Where the next byte goes; not empty."""
+        """The memory for the next bytes; not empty."""
 
     def advance(self, count: int) -> None:
-        """So many bytes are there."""
+        """Account for `count` received bytes."""
 
 
 class Piece:
@@ -101,7 +101,7 @@ class Stream:
     # Connections
 
     def attach(self, connection: socket.socket, has_received: int) -> None:
-        """Go on over a new connection, on which the other side has said how much it has received.
+        """Continue over a new connection, on which the other side said what it has received.
 
         Raises:
             SyncError: it cannot be.
@@ -133,12 +133,12 @@ class Stream:
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether there is something to write as soon as the connection takes it."""
+        """True if there is something to write as soon as the connection takes it."""
         can_send = self.given > self.sent and self.sent - self.acknowledged < WINDOW_BYTES
         return bool(self._frame) or can_send or self._owes_word()
 
     def acknowledge_soon(self) -> None:
-        """Tell the other side how much was received with the next `write`, however little it is."""
+        """Acknowledge received bytes with the next `write`, however few they are."""
         self._acknowledge_now = self.received > self._told
 
     def write(self) -> None:
