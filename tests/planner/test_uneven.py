@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.job.job import Job
@@ -18,7 +15,7 @@ from paceline.planner.predict import Layouts
 from paceline.planner.search.legal import Legality
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.search import search
-from paceline.planner.search.uneven import cut_by_speed, cut_for_speeds, weights_by_speed
+from paceline.planner.search.uneven import cut_by_speed, weights_by_speed
 from paceline.plans.plan import Plan
 
 
@@ -39,23 +36,6 @@ def job(**changes: Any) -> Job:
 def candidate(job: Job, cluster: Cluster, plan: Plan) -> Candidate:
     layout = Layouts(job, machines(cluster)).of(plan)
     return Candidate(plan, layout, estimate(layout))
-
-
-def slowest(cut: list[int], seconds: list[float], speeds: list[float]) -> float:
-    ends = [sum(cut[:i]) for i in range(len(cut) + 1)]
-    return max(sum(seconds[a:b]) / speed for (a, b), speed in zip(pairwise(ends), speeds, strict=True))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.data())
-def test_no_other_cut_has_a_faster_slowest_stage(seconds: list[float], data: st.DataObject) -> None:
-    stages = data.draw(st.integers(1, len(seconds)))
-    speeds = data.draw(st.lists(st.floats(0.5, 4), min_size=stages, max_size=stages))
-    cut = cut_for_speeds(seconds, speeds)
-    assert sum(cut) == len(seconds)
-    assert min(cut) >= 1
-    others = [[b - a for a, b in pairwise((0, *inner, len(seconds)))] for inner in combinations(range(1, len(seconds)), stages - 1)]
-    assert slowest(cut, seconds, speeds) == pytest.approx(min(slowest(other, seconds, speeds) for other in others))
 
 
 def test_readers_get_shares_by_the_speed_of_their_devices() -> None:

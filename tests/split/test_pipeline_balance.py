@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.split.pipeline.balance import balanced, costs
+from paceline.split.pipeline.balance import costs
 from paceline.split.pipeline.forward_trace import Cut, Trace
 from pipelines import CPU
-
-_COSTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=8)
-
-
-@given(_COSTS, st.integers(1, 8))
-def test_no_other_cuts_have_a_cheaper_slowest_stage(seconds: list[float], stages: int) -> None:
-    stages = min(stages, len(seconds))
-
-    def slowest(cuts: tuple[int, ...]) -> float:
-        return max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *cuts, len(seconds))))
-
-    best = min(slowest(cuts) for cuts in itertools.combinations(range(1, len(seconds)), stages - 1))
-    assert slowest(tuple(balanced(seconds, stages))) == pytest.approx(best)
-
-
-def test_costs_count_not_numbers() -> None:
-    assert balanced([1, 1, 1, 1, 1, 5], 2) == [5]
-    assert balanced([4, 1, 1, 1, 1, 1], 3) == [1, 3] or balanced([4, 1, 1, 1, 1, 1], 3) == [1, 4]
-
-
-def test_more_stages_than_segments_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 segments cannot be cut into 3 stages"):
-        balanced([1, 1], 3)
 
 
 def call(model: Any, batch: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.bucket import Memory
+from paceline.partition import contiguous
 
 
 @dataclass
@@ -67,24 +69,8 @@ def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Paramete
 
     Parameters stay whole, so a layer mostly stays together.
     """
-    low, high = max((p.nbytes for p in parameters), default=0), sum(p.nbytes for p in parameters)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_filled(parameters, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    return _filled(parameters, low)
-
-
-def _filled(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
-    """Runs of neighbours, each as long as the limit allows."""
-    runs: list[list[nn.Parameter]] = []
-    size = limit_bytes
-    for parameter in parameters:
-        if not runs or size + parameter.nbytes > limit_bytes:
-            runs.append([])
-            size = 0
-        runs[-1].append(parameter)
-        size += parameter.nbytes
-    return runs
+    if not parameters:
+        return []
+    lengths = contiguous([p.nbytes for p in parameters], min(count, len(parameters)))
+    left = iter(parameters)
+    return [list(islice(left, length)) for length in lengths]

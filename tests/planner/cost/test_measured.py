@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from paceline.cluster.catalogue.hardware import LinkSpec
 from paceline.planner.calibrate import Anchor, Calibration, Collective, Pace
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
-from paceline.planner.cost.measured import even, measured_step
+from paceline.planner.cost.measured import measured_step
 from paceline.planner.cost.measured_links import here
 from paceline.trace.graph import Block, Gemm, Trace
 
@@ -154,20 +153,3 @@ def test_the_breakdown_sums_to_the_step_and_the_memory_to_its_whole() -> None:
         found = estimate(layout(**degrees))
         assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
         assert sum(found.memory.values()) == pytest.approx(found.memory_bytes, rel=1e-6)
-
-
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=7), st.integers(1, 4))
-def test_stages_are_cut_where_the_slowest_is_as_fast_as_can_be(seconds: list[float], stages: int) -> None:
-    stages = min(stages, len(seconds))
-    cut = even(seconds, stages)
-    assert sum(cut) == len(seconds)
-    assert len(cut) == stages
-    assert all(cut)
-
-    def slowest(ends: tuple[int, ...]) -> float:
-        edges = (0, *ends, len(seconds))
-        return max(sum(seconds[a:b]) for a, b in pairwise(edges))
-
-    best = min(slowest(ends) for ends in combinations(range(1, len(seconds)), stages - 1))
-    own = tuple(sum(cut[: i + 1]) for i in range(stages - 1))
-    assert slowest(own) == pytest.approx(best)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.job.read.nearest import nearest
+from paceline.partition import contiguous, starts
 from paceline.planner.check.case import DEGREES, Case, Check
 from paceline.planner.check.state import crowded
 from paceline.units import count
@@ -86,7 +87,7 @@ def _wrong_cuts(case: Case) -> str | None:
 
 def _even_cuts(case: Case) -> str:
     blocks, stages = case.anatomy.blocks, case.stages
-    return ",".join(blocks[len(blocks) * stage // stages] for stage in range(1, stages)) if len(blocks) >= stages else ""
+    return ",".join(blocks[start] for start in starts(contiguous([1] * len(blocks), stages))) if len(blocks) >= stages else ""
 
 
 def _heads_do_not_divide(case: Case) -> str | None:

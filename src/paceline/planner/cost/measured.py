@@ -17,6 +17,7 @@ from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
+from paceline.partition import contiguous
 from paceline.planner.calibrate import Anchor, Calibration, interpolated
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
@@ -242,7 +243,7 @@ def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tupl
     """Seconds of a pipelined step, of its slowest rank's work, of recomputation, and of messages."""
     again = times.again_s / max(times.seconds, 1e-12)
     each = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
-    cut = layout.cut if sum(layout.cut) == len(each) else even(each, layout.pp * layout.chunks)
+    cut = layout.cut if sum(layout.cut) == len(each) else contiguous(each, min(layout.pp * layout.chunks, len(each)))
     ends = list(accumulate(cut))
     virtual = len(cut)
     forwards, backwards, agains = [], [], []
@@ -260,22 +261,6 @@ def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tupl
     slowest = max(range(layout.pp), key=lambda rank: busy[rank])
     computed_again = layout.microbatches * sum(agains[slowest :: layout.pp])
     return whole, busy[slowest], computed_again, min(max(0.0, whole - busy[slowest]), 2 * (layout.pp - 1) * hop)
-
-
-def even(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Number of consecutive blocks of each stage, so that the slowest is fastest. Each has at least one, if there are enough."""
-    until = [0.0, *accumulate(seconds)]
-    last = len(seconds)
-    best: list[tuple[float, tuple[int, ...]]] = [(until[i], (i,)) for i in range(last + 1)]
-    for stage in range(2, min(stages, last) + 1):
-        best = [
-            min(
-                ((max(best[at][0], until[stop] - until[at]), (*best[at][1], stop - at)) for at in range(stage - 1, stop)),
-                default=(float("inf"), ()),
-            )
-            for stop in range(last + 1)
-        ]
-    return best[last][1]
 
 
 def _calls(layout: Layout) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from paceline.partition import contiguous
 from paceline.planner.cost import constants
 from paceline.planner.cost.compute import BlockTime, Share, block_time, share
 from paceline.planner.cost.layout import BYTES, Layout
@@ -119,24 +120,9 @@ def summed(trace: Trace, share: Share, remat: str, *links: Way) -> tuple[StageCo
 @lru_cache(maxsize=4096)
 def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
     """Number of blocks of each stage, so that the slowest is fastest. Each has at least one."""
-    weights = [cost.forward_s + cost.backward_s + cost.again_s for cost in prefix]
-    low, high = weights[-1] / virtual, weights[-1]
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _filled(weights, virtual, middle) else (middle, high)
-    return _filled(weights, virtual, high) or (len(weights) - 1,)
-
-
-def _filled(weights: list[float], virtual: int, most: float) -> tuple[int, ...]:
-    """Stages filled one after another up to `most`, or () if blocks remain."""
-    count, cut, start = len(weights) - 1, [], 0
-    for stage in range(virtual):
-        end, left = start + 1, virtual - stage - 1
-        while end < count - left and weights[end + 1] - weights[start] <= most:
-            end += 1
-        cut.append(end - start)
-        start = end
-    return tuple(cut) if start == count and all(cut) else ()
+    until = [cost.forward_s + cost.backward_s + cost.again_s for cost in prefix]
+    blocks = [late - early for early, late in pairwise(until)]
+    return contiguous(blocks, virtual) if virtual <= len(blocks) else (len(blocks),)
 
 
 @lru_cache(maxsize=100_000)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.partition import contiguous
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.trace.graph import Trace
@@ -108,7 +109,7 @@ def _sharded(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch:
         chunks=1,
         remat="block",
         sequence=tp > 1,
-        cut=tuple(blocks * (stage + 1) // pp - blocks * stage // pp for stage in range(pp)),
+        cut=contiguous([1] * blocks, pp),
     )
 
 

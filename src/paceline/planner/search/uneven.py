@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
+from paceline.partition import contiguous
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
@@ -57,7 +57,7 @@ def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], 
     blocks = [
         cost.forward + cost.backward for cost in stages(replace(layout, pp=len(layout.trace.blocks), cut=(1,) * len(layout.trace.blocks)))
     ]
-    cut = cut_for_speeds(blocks, speeds.tolist())
+    cut = contiguous(blocks, len(speeds), speeds.tolist())
     before = [cost.forward + cost.backward for cost in stages(layout)]
     ends = np.cumsum(cut)
     after = [sum(blocks[end - count : end]) for count, end in zip(cut, ends, strict=True)]
@@ -66,37 +66,8 @@ def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], 
     names = tuple(layout.trace.blocks[end].name for end in ends[:-1])
     named = len(set(names)) == len(names) and all(names)
     works = named and legality.refusal({**_values(best), "cut": ",".join(names)}) is None
-    fits = works and estimate(replace(layout, cut=tuple(cut))).fits
+    fits = works and estimate(replace(layout, cut=cut)).fits
     return (names, gain) if fits and gain >= _LEAST_GAIN else ((), 0.0)
-
-
-def cut_for_speeds(seconds: list[float], speeds: list[float]) -> list[int]:
-    """Number of blocks of each stage, so that the slowest is fastest, by dynamic programming.
-
-    Each has at least one.
-
-    Args:
-        seconds: time of each block, in order, on a device of speed 1.
-        speeds: speeds of the stages' devices.
-    """
-    until = np.concatenate(([0.0], np.cumsum(seconds)))
-    count = len(seconds)
-    best = until / speeds[0]
-    best[0] = np.inf
-    starts: list[NDArray[np.int64]] = []
-    for stage, speed in enumerate(speeds[1:], start=1):
-        row, start = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
-        for end in range(stage + 1, count + 1):
-            worst = np.maximum(best[stage:end], (until[end] - until[stage:end]) / speed)
-            at = int(worst.argmin())
-            row[end], start[end] = worst[at], stage + at
-        best = row
-        starts.append(start)
-    ends = [count]
-    for start in reversed(starts):
-        ends.append(int(start[ends[-1]]))
-    ends.append(0)
-    return [late - early for late, early in pairwise(ends)][::-1]
 
 
 def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:

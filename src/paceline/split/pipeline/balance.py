@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,32 +19,6 @@ from paceline.split.pipeline.stages import Stage, StageBounds
 
 # The fastest run counts: the first ones have cold caches, others are slowed by other work on the machine.
 _RUNS = 8
-
-
-def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Indices where stages 2, 3, … begin, so that the slowest stage is fastest.
-
-    Of equally good cuts, those with the most even other stages are taken (smallest sum of squares).
-
-    Args:
-        costs: cost of each segment in order, at least as many as stages. The parts before and after the repeated blocks are segments too.
-
-    Raises:
-        ValueError: more stages than segments.
-    """
-    if not 1 <= stages <= len(costs):
-        raise ValueError(f"{len(costs)} segments cannot be cut into {stages} stages")
-    until = [0.0, *accumulate(costs)]
-    best: list[tuple[float, float, list[int]]] = [(until[i], until[i] ** 2, []) for i in range(len(until))]
-    for stage in range(2, stages + 1):
-        row = [(float("inf"), float("inf"), list[int]())] * len(until)
-        for stop in range(stage, len(until)):
-            row[stop] = min(
-                (max(best[at][0], own := until[stop] - until[at]), best[at][1] + own**2, [*best[at][2], at])
-                for at in range(stage - 1, stop)
-            )
-        best = row
-    return best[-1][2]
 
 
 def costs(

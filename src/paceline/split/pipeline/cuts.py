@@ -75,8 +75,3 @@ def too_few(cuts: int, stages: int, ranks: int, schedule: str, reasons: Sequence
         help_ = f"schedule=1f1b, or {help_}"
     why = f" {reasons[0]}." if reasons else ""
     return f"pp={ranks} with schedule={schedule} needs {stages} stages, and the model can be cut into {cuts + 1} at most: {help_}.{why}"
-
-
-def even(blocks: int, stages: int) -> list[int]:
-    """Indices of the blocks that begin the second and later stages if nothing is measured. Empty if there are fewer blocks than stages."""
-    return [round(blocks * i / stages) for i in range(1, stages)] if blocks >= stages else []

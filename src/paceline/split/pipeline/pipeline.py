@@ -19,11 +19,12 @@ from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
+from paceline.partition import contiguous, starts
 from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, local
-from paceline.split.pipeline.balance import balanced, costs
-from paceline.split.pipeline.cuts import even, named_cuts, possible_cuts, too_few, wrong_names
+from paceline.split.pipeline.balance import costs
+from paceline.split.pipeline.cuts import named_cuts, possible_cuts, too_few, wrong_names
 from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
 from paceline.split.pipeline.forward_trace import Call, Cut, Shape, Trace
 from paceline.split.pipeline.observed import Observed
@@ -214,7 +215,8 @@ class Pipeline:
                 reasons = [too_few(len(cuts), self._count, self._pp.size, plan.schedule, reasons)]
         # the model cannot be cut between all blocks
         if reasons:
-            names = names or [self._block_names[i] for i in even(len(self._block_names), self._count)]
+            if not names and len(self._block_names) >= self._count:
+                names = [self._block_names[i] for i in starts(contiguous([1] * len(self._block_names), self._count))]
             problem = ""
             if names and can_be_exported(self._model, self._observed):
                 try:
@@ -237,7 +239,7 @@ class Pipeline:
         seconds = torch.tensor(costs(self._model, trace, cuts, example, self._call, self._device), dtype=torch.float64, device=self._device)
         # over all ranks, as every replica and every shard of a stage must be cut alike
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return [cuts[i - 1] for i in balanced(seconds.tolist(), self._count)]
+        return [cuts[i - 1] for i in starts(contiguous(seconds.tolist(), self._count))]
 
     def _owners(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> dict[str, set[int]]:
         """Stages that compute with each parameter; for an unused one, the stage of its module."""

@@ -1,0 +1,105 @@
+"""Cut a sequence into contiguous parts: a model's blocks into pipeline stages, its parameters into fragments."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+_WHOLE = 2**30  # costs are rounded to this part of their sum, so that parts of equal cost are equal to the last bit
+_Floats = NDArray[np.float64]
+_Windows = list[tuple[int, int]]  # for each part, the first and the last element that the next part may begin with
+
+
+def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Cut a sequence into contiguous parts so that the slowest part is as fast as can be.
+
+    Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken. Exact, but for the
+    rounding of each cost to 10^-9 of their sum.
+
+    Args:
+        costs: seconds of each element on a device of speed 1, or bytes; at least as many as parts.
+        speeds: of the parts' devices; all are equally fast where None.
+
+    Returns:
+        The number of elements of each part, at least one.
+
+    Raises:
+        ValueError: there are more parts than elements.
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise ValueError(f"{count} elements cannot be cut into {parts} parts")
+    if min(costs) == max(costs) and speeds is None:
+        least, longer = divmod(count, parts)
+        return (least,) * (parts - longer) + (least + 1,) * longer
+    whole = float(sum(costs)) or 1.0
+    rounded = [round(cost / whole * _WHOLE) for cost in costs]
+    until = np.concatenate(([0.0], np.cumsum(rounded)))
+    if speeds is None:
+        limit, windows = _bounded([int(end) for end in until], parts, max(rounded))
+        return _chosen(until, windows, [1.0] * parts, limit)[1]
+    windows = [(part, count - parts + part) for part in range(1, parts)] + [(count, count)]
+    slowness = [min(speeds) / speed for speed in speeds]
+    limit = int(_chosen(until, windows, slowness)[0]) + count
+    return _chosen(until, windows, slowness, limit)[1]
+
+
+def starts(lengths: Sequence[int]) -> list[int]:
+    """Positions of the elements with which the second and later parts begin."""
+    return list(accumulate(lengths))[:-1]
+
+
+def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]:
+    """The cost of the most expensive part of the best cut, by bisection, and between which elements that lets every part end."""
+    count = len(until) - 1
+    low, high = max(largest, -(-until[-1] // parts)), until[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _filled(until, parts, middle)[-1] == count else (middle + 1, high)
+    low += count  # by so much rounding may set apart what is equal
+    lasts, firsts, at = _filled(until, parts, low), [count], count
+    for _ in range(parts - 1):
+        at = bisect_left(until, until[at] - low)
+        firsts.append(at)
+    every = range(1, parts + 1)
+    return low, [
+        (max(first, part), min(last, count - parts + part)) for part, first, last in zip(every, reversed(firsts), lasts, strict=True)
+    ]
+
+
+def _filled(until: list[int], parts: int, limit: int) -> list[int]:
+    """Where parts end that are filled one after another up to a limit."""
+    ends, at = [], 0
+    for _ in range(parts):
+        at = bisect_right(until, until[at] + limit) - 1
+        ends.append(at)
+    return ends
+
+
+def _chosen(until: _Floats, windows: _Windows, slowness: Sequence[float], limit: int | None = None) -> tuple[float, tuple[int, ...]]:
+    """Choose where parts end by dynamic programming: with a limit of their times the most even ones, else the least slowest one.
+
+    Returns:
+        The sum of squared times, or the slowest time; and the number of elements of each part.
+    """
+    best, start, came = np.zeros(1), 0, []
+    for (first, last), slow in zip(windows, slowness, strict=True):
+        stop = start + len(best)
+        took = (until[first : last + 1] - until[start:stop, None]) * slow
+        if stop > first:  # no part is empty
+            took[np.arange(start, stop)[:, None] >= np.arange(first, last + 1)] = np.inf
+        if limit is None:
+            cost = np.maximum(best[:, None], took)
+        else:
+            took[took > limit] = np.inf
+            cost = best[:, None] + took * took
+        came.append((start, cost.argmin(axis=0)))
+        best, start = cost.min(axis=0), first
+    ends = [windows[-1][1]]
+    for (first, _), (start, at) in zip(reversed(windows), reversed(came), strict=True):
+        ends.append(start + int(at[ends[-1] - first]))
+    return float(best[-1]), tuple(late - early for late, early in pairwise(ends))[::-1]
