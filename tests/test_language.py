@@ -16,7 +16,10 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 CLEAN = (
+    "cli",
+    "cluster",
     "comm",
+    "data",
     "job",
     "planner",
     "plans",

@@ -23,7 +23,7 @@ def test_a_plan_of_1024_ranks_is_rehearsed_or_refused(tmp_path: Path) -> None:
     assert outcome.says("blocks.*.attention.query_key_value (2 of them): column", "parameters  gradients  optimizer", "sent: tp")
     last = outcome.out.splitlines()[-1]
     assert re.fullmatch(
-        r"plan dp=16 fsdp=8 tp=8 can run: 1,024 ranks, [\d.]+ KiB of state per rank, rehearsed in \d+ s with \d+ MiB", last
+        r"plan dp=16 fsdp=8 tp=8 can run: 1,024 ranks, [\d.]+ KiB of state per rank, found by a dry run of \d+ s with \d+ MiB", last
     ), last
 
     outcome = paceline("check", file, "--dry", "--plan", "dp=16 fsdp=8 tp=3", folder=tmp_path)
@@ -38,7 +38,7 @@ def test_a_llama_of_70_billion_parameters_is_rehearsed_without_memory_for_it(tmp
         outcome = ended(process, deadline_s=110)
     assert outcome.code == 0, outcome.err
     last = outcome.out.splitlines()[-1]
-    found = re.search(r"1,024 ranks, ([\d.]+) GiB of state per rank, rehearsed in \d+ s with ([\d,]+) MiB", last)
+    found = re.search(r"1,024 ranks, ([\d.]+) GiB of state per rank, found by a dry run of \d+ s with ([\d,]+) MiB", last)
     assert found, last
     assert float(found[1]) == pytest.approx(16 * 70.55e9 / 64 / 2**30, rel=0.01), (
         "weights, gradients and two moments of 70.55 billion, a 64th"
@@ -65,7 +65,7 @@ def test_ctrl_c_ends_a_check_without_a_traceback(tmp_path: Path) -> None:
 def test_a_dry_run_wants_one_plan(tmp_path: Path) -> None:
     outcome = paceline("check", "job.yaml", "--dry", "--all", "2", folder=tmp_path)
     assert outcome.code == 2
-    assert "--dry rehearses one plan" in outcome.err
+    assert "--dry runs one plan" in outcome.err
 
 
 @pytest.mark.slow

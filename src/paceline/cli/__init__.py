@@ -29,11 +29,11 @@ def _about(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit.")
     ] = False,
 ) -> None:
-    """Train any PyTorch model on the machines you have, and know how fast it went and why."""
+    """Train any PyTorch model on your machines, and know how fast it went and why."""
 
 
 def main() -> None:
-    """Run the command line; an error of paceline's own is shown as its text, with exit code 1."""
+    """Run the command line; a paceline error is shown as text, with exit code 1."""
     try:
         app()
     except PacelineError as error:

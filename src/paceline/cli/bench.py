@@ -38,7 +38,10 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")] = False,
 ) -> None:
-    """Measure how a job scales, in interleaved runs on 1 and N devices, and say what limits it."""
+    """Measure how a job scales on 1 and N devices, and say what limits it.
+
+    Runs are interleaved.
+    """
     from paceline.benchmark.protocol import Benchmark
     from paceline.benchmark.table import figures, show
     from paceline.cli.where import to_run_on

@@ -30,12 +30,15 @@ def command(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 5,
     dry: Annotated[
-        bool, typer.Option("--dry", help="Start nothing: rehearse one rank of the plan without memory, for any number of ranks.")
+        bool, typer.Option("--dry", help="Start nothing: dry-run one rank of the plan without memory, for any number of ranks.")
     ] = False,
 ) -> None:
-    """Hold a plan against one process in float64: losses, gradients, parameters and buffers, step by step.
+    """Compare a plan with one process in float64, step by step.
 
-    Exit code 1 where they differ, and 3 where the check cannot tell, because rounding or random numbers could hide a mistake.
+    Compared are losses, gradients, parameters and buffers.
+
+    Exit code 1 where they differ, and 3 where the check cannot tell, because rounding or random numbers could hide a
+    mistake.
     """
     from paceline.cli.where import to_run_on
     from paceline.console import Console
@@ -44,7 +47,7 @@ def command(
     if (plan is None) == (every is None):
         raise typer.BadParameter('name a plan with --plan "…", or --all RANKS', param_hint="--plan")
     if dry and plan is None:
-        raise typer.BadParameter("--dry rehearses one plan: name it with --plan", param_hint="--dry")
+        raise typer.BadParameter("--dry runs one plan: name it with --plan", param_hint="--dry")
     console, what = Console(soft_wrap=True), Job.load(job)
     where = to_run_on(cluster)
     if plan == "auto":
@@ -52,7 +55,7 @@ def command(
     if every is not None:
         code = _all(what, where, every, steps, console)
     elif dry:
-        code = int(not _rehearse(what, str(plan), console))
+        code = int(not _dry_run(what, str(plan), console))
     else:
         code = _one(what, where, str(plan), steps, console)
     if code:
@@ -74,10 +77,10 @@ def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Cons
     return {"holds": 0, "differs": 1, "cannot tell": CANNOT_TELL}[parity.verdict]
 
 
-def _rehearse(job: Job, text: str, console: Console) -> bool:
-    from paceline.cli.dry import rehearse
+def _dry_run(job: Job, text: str, console: Console) -> bool:
+    from paceline.cli.dry import show_dry_run
 
-    return rehearse(job, text, console)
+    return show_dry_run(job, text, console)
 
 
 def _show(parity: Parity, console: Console) -> None:

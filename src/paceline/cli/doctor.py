@@ -60,7 +60,7 @@ def command(
 
 @dataclass
 class Measured:
-    """What the probe found, and what could not be measured, with the reason."""
+    """Results of the probe, and reasons for what could not be measured."""
 
     local: list[probe.Speed] = field(default_factory=list)
     collectives: list[list[speed.Speed]] = field(default_factory=list)  # of each launch
@@ -68,7 +68,7 @@ class Measured:
     seconds: float = 0.0
 
     def figures(self) -> dict[str, float]:
-        """The numbers by name, units in the names; what could not be measured is left out."""
+        """The numbers by name, with units in the names, without what was not measured."""
         found = {}
         most = max((s.threads for s in self.local), default=0)
         for s in self.local:
@@ -97,7 +97,7 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
 
 
 def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
-    """What torch says of itself, or why it cannot be imported."""
+    """torch's description of itself, or the reason why it cannot be imported."""
     from paceline.errors import ClusterError
 
     with console.status("importing torch"):
@@ -119,7 +119,10 @@ def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> 
 
 
 def _measured(console: Console, host: Host, process: probe.Probe, problems: list[Finding]) -> Measured:
-    """Measure what can be; no ranks are started where a problem that is known keeps them from training."""
+    """Measure everything possible.
+
+    No ranks are started if a known problem keeps them from training.
+    """
     from paceline.errors import PacelineError
 
     started, measured = time.monotonic(), Measured()

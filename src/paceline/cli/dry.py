@@ -1,4 +1,4 @@
-"""What `paceline check --dry` prints."""
+"""Output of `paceline check --dry`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LEGEND = (
 )
 
 
-def rehearse(job: Job, text: str, console: Console) -> bool:
-    """Rehearse a plan and say what was found; whether it can run."""
+def show_dry_run(job: Job, text: str, console: Console) -> bool:
+    """Run a plan dry and show what was found; returns True if it can run."""
     from paceline.plans.plan import Plan
     from paceline.training.dry_run.dry_run import rehearse
 
@@ -53,25 +53,28 @@ def _show(found: Rehearsal, console: Console) -> None:
     plan, state = found.plan, max(role.state.total for role in found.roles)
     if reasons := [role.not_rehearsed for role in found.roles if role.not_rehearsed]:
         console.print(
-            f"plan {plan} divides the model; its step cannot be rehearsed to the end: {reasons[0]}", highlight=False, markup=False
+            f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}", highlight=False, markup=False
         )
         return
     console.print(
         f"plan {plan} can run: {count(plan.ranks, 'rank')}, {size(state)} of state per rank, "
-        f"rehearsed in {found.seconds:.0f} s with {size(found.memory_bytes)}",
+        f"found by a dry run of {found.seconds:.0f} s with {size(found.memory_bytes)}",
         highlight=False,
         markup=False,
     )
 
 
 def together(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in one or more numbers of modules as one, with how many there are: blocks are divided alike."""
+    """Lines that differ in module numbers only, merged into one with their count.
+
+    Blocks of a model are usually divided in the same way.
+    """
     counts: dict[str, tuple[str, int]] = {}
     for line in dict.fromkeys(lines):
         name, colon, what = line.partition(":")
-        alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", name) + colon + what
-        counts[alike] = line, counts.get(alike, (line, 0))[1] + 1
-    return [line if count == 1 else alike.replace(":", f" ({count} of them):", 1) for alike, (line, count) in counts.items()]
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name) + colon + what
+        counts[pattern] = line, counts.get(pattern, (line, 0))[1] + 1
+    return [line if count == 1 else pattern.replace(":", f" ({count} of them):", 1) for pattern, (line, count) in counts.items()]
 
 
 def _table(found: Rehearsal) -> Table:

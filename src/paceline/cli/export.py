@@ -13,7 +13,7 @@ EXAMPLE = "Example: paceline export runs/mine model.safetensors"
 
 
 class Layout(StrEnum):
-    """What `paceline export` writes."""
+    """Layouts that `paceline export` can write."""
 
     FILE = "file"
     HF = "hf"
@@ -26,7 +26,10 @@ def command(
         Layout, typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained.")
     ] = Layout.FILE,
 ) -> None:
-    """Write the weights of a run's newest checkpoint as one safetensors file, or as a folder in Hugging Face's layout."""
+    """Write the weights of a run's newest checkpoint to a file or folder.
+
+    The result is one safetensors file, or a folder in Hugging Face's layout.
+    """
     from paceline.training.checkpoint.convert import export, export_hf
 
     with warnings.catch_warnings(record=True) as passed_over:

@@ -39,7 +39,9 @@ def command(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')] = False,
 ) -> None:
-    """Measure and check the collectives between ranks: time, algorithm and bus bandwidth by size, against what the hardware allows.
+    """Measure and check the collectives between ranks against the hardware's limits.
+
+    Shown are time, algorithm bandwidth and bus bandwidth by size.
 
     Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
     """
@@ -72,7 +74,10 @@ def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
-    """As one of a torchrun's ranks, which can join over one transport only; None but on rank 0."""
+    """Measure as one of torchrun's ranks, which can join over one transport only.
+
+    Returns None except on rank 0.
+    """
     from paceline.runner.links import Found, measure_as_rank
     from paceline.runner.torchrun import fail
 
@@ -86,7 +91,7 @@ def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
 
 
 def _report(found: Found, where: Cluster, plot: Path | None, *, as_json: bool) -> None:
-    """Everything that was found, on the screen, on a page and as JSON; then what is wrong with it, as an error."""
+    """Report all results on the screen, a page and as JSON; then raise their problems."""
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment
     from paceline.comm.measure.links import figures
@@ -111,7 +116,7 @@ def _report(found: Found, where: Cluster, plot: Path | None, *, as_json: bool) -
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The words of a list, each of those that are known; none where the option was not given."""
+    """The words of a list option, each checked; empty if the option was not given."""
     words = tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
     for word in words:
         if word not in known:

@@ -1,4 +1,7 @@
-"""What `paceline links` shows: a table for each collective, sizes beside each other, transports and algorithms under each other."""
+"""Screen of `paceline links`: a table per collective, with sizes as columns.
+
+Transports and algorithms are rows.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def _show_collective(console: Console, collective: str, measured: Sequence[Measu
 
 
 def _table(collective: str, sizes: Sequence[int], measured: Sequence[Measured], limit: Limit) -> Table:
-    """Blocks of rows: times, both bandwidths, the share of the limit; a row in each for every transport and algorithm."""
+    """A table with blocks of rows: times, both bandwidths, and the share of the limit.
+
+    Each block has a row for every transport and algorithm.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     table.add_column("")
     table.add_column("")

@@ -44,7 +44,9 @@ def command(
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has everything.")] = False,
 ) -> None:
-    """Find the fastest plan for a job on a cluster by prediction, and say why: time, memory, cost, and what would help.
+    """Find the fastest plan for a job on a cluster by prediction, and explain it.
+
+    The explanation has time, memory, cost, and what would help.
 
     Nothing is trained, and the cluster need not be there.
     """
@@ -77,7 +79,7 @@ def command(
 
 
 def _cluster(text: str | None, price: float | None) -> tuple[Cluster, bool]:
-    """The cluster, and whether it is this machine, or emulated on it, so that it can be measured."""
+    """The cluster, and True if it can be measured: this machine, or emulated on it."""
     from paceline.cluster.discover import discover
     from paceline.cluster.named import cluster_from
 
@@ -88,7 +90,7 @@ def _cluster(text: str | None, price: float | None) -> tuple[Cluster, bool]:
 
 
 def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
-    """What the machine is measured to do; None, said, where it could not be."""
+    """Measurements of the machine; None, with a printed reason, if it could not be measured."""
     from rich.text import Text
 
     from paceline.console import Console

@@ -1,4 +1,4 @@
-"""What `paceline plan` shows: the best plan, where its time and memory go, why the others lose, what would help."""
+"""Screen of `paceline plan`: the best plan, its time and memory, alternatives, and possible improvements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _USEFUL = ("compute", "optimizer")  # parts that no other plan is without
 
 
 def fitted(console: Console) -> Console:
-    """The console, as wide as the terminal but not wider than is read with ease; piped, as wide as that."""
+    """The console, limited to a width that reads well, also when piped."""
     console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     return console
 
@@ -153,7 +153,7 @@ def _candidates(explanation: Explanation, console: Console, top: int) -> None:
 
 
 def _preference(best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
-    """Which plan to take of those that are equally fast as far as is known."""
+    """The sentence that recommends one of several equally fast plans."""
     taken = preferred(best)
     numbers = ", ".join(str(number) for number, candidate in enumerate(best, 1) if candidate in alike)
     why = f"the fewest moving parts and, of those, the most free memory ({size(taken.prediction.memory_bytes)} taken)"
@@ -233,7 +233,7 @@ def _title(console: Console, title: str, about: str = "") -> None:
 
 
 def _table(*columns: str, heads: bool = True) -> Table:
-    """Figures to the right in columns of one line, the last one in words that may take several."""
+    """A table of right-aligned figures, with a last column of words that may wrap."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_QUIET, show_header=heads)
     for column in columns[:-1]:
         table.add_column(column, justify="right", no_wrap=True)

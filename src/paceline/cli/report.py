@@ -13,7 +13,10 @@ EXAMPLE = "Example: paceline report runs/mine"
 def command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run, or of a benchmark.")],
 ) -> None:
-    """Write report.html about a run or a benchmark: one file that opens in any browser, without a network."""
+    """Write report.html about a run or a benchmark.
+
+    It is one file that opens in any browser, without a network.
+    """
     from paceline.benchmark.result import Report
     from paceline.errors import RunError
     from paceline.report.page import write_bench_page, write_run_page

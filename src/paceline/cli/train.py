@@ -33,7 +33,7 @@ def command(
     restarts: Annotated[int, typer.Option(min=0, help="How often to start again from the newest checkpoint after a failure.")] = 0,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")] = None,
 ) -> None:
-    """Train a job on every device of this machine, on hosts that it emulates, or on the ranks of a torchrun."""
+    """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     from paceline.cli.where import to_run_on
     from paceline.printable import printable
     from paceline.rank_environment import is_rank, own_rank
@@ -55,12 +55,12 @@ def command(
 
 
 def summary(run: Run) -> str:
-    """What the run reached, how fast, why it ended and where it lies."""
+    """Result, speed, reason for the end, and directory of a run, as text."""
     steps, end = run.steps(), last(run, "end")
     synthetic = " (synthetic data)" if last(run, "start", "resume")["synthetic"] else ""
     lines = [f"stopped      {end['reason']}"]
     if run.metrics:
-        lines.append("held out     " + ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items()))
+        lines.append("validation   " + ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items()))
     if steps and steps[-1]["loss"] is not None:
         lines.append(f"training     loss {steps[-1]['loss']:.4f} after {end['step']} steps")
     lines.append(f"time         {end['elapsed_s']:.1f} s from the first step to the stop rule{synthetic}")

@@ -1,4 +1,4 @@
-"""Where a job runs: hosts, their devices, and the links between them."""
+"""The cluster that a job runs on: hosts, their devices, and the links between them."""
 
 from paceline.cluster.cluster import Cluster, Device, Emulate, Host, Link
 from paceline.cluster.discover import discover, environment

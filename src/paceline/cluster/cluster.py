@@ -25,7 +25,7 @@ class _Part(BaseModel):
 
 
 class Device(_Part):
-    """What one rank computes on: a GPU, or one core of a host without GPUs."""
+    """A device of one rank: a GPU, or one core of a host without GPUs."""
 
     index: int = Field(ge=0)  # as torch numbers it on its host
     kind: Kind = "cuda"
@@ -84,16 +84,18 @@ class Host(_Part):
 
     @property
     def physical_cores(self) -> int:
-        """How many of the usable cores have arithmetic units of their own (hyper-threads share them)."""
+        """Number of usable physical cores; hyper-threads share the arithmetic units of one."""
         return min(self.cores, len(self.affinity) or self.cores)
 
 
 class Emulate(_Part):
-    """Hosts that this machine plays, to rehearse a cluster: joined by links of a given rate, with so many cores each, without GPUs.
+    """Hosts emulated on this machine, without GPUs, to try out a cluster.
+
+    Links have a given rate, hosts a given number of cores.
 
     `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with one for each.
-    `delay_ms` is how long a packet is on its way from any host to any other; an answer comes after twice that. No way leads out of the
-    hosts' network, so data must be on the machine before.
+    `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network is not connected to any other, so data must
+    be on the machine before.
     """
 
     hosts: int = Field(ge=1, le=250)
@@ -131,7 +133,7 @@ class Emulate(_Part):
 
     @property
     def cores(self) -> tuple[float | None, ...]:
-        """How many cores each host may keep busy; None where they are not limited."""
+        """Number of cores that each host may keep busy; None means unlimited."""
         return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
 
 
@@ -204,7 +206,7 @@ class Cluster(_Part):
 
     @property
     def only_planned(self) -> bool:
-        """Whether there are no machines behind it: it is from the catalogue."""
+        """True if the cluster is from the catalogue, without machines behind it."""
         return self.catalogue is not None
 
     @property
@@ -214,12 +216,15 @@ class Cluster(_Part):
 
     @property
     def devices(self) -> int:
-        """How many ranks fit: all GPUs, or all usable cores of a cluster without any."""
+        """Number of ranks that fit: all GPUs, or all usable cores if there are none."""
         return sum(self.devices_per_host)
 
     @property
     def devices_per_host(self) -> tuple[int, ...]:
-        """How many ranks fit on each host; none on a host without GPUs in a cluster that has some."""
+        """Number of ranks that fit on each host.
+
+        It is 0 for a host without GPUs in a cluster that has some.
+        """
         return tuple(len(host.devices) if host.kind == self.kind else 0 for host in self.hosts)
 
     def describe(self) -> str:
@@ -237,12 +242,15 @@ class Cluster(_Part):
         return f"{machines}; {_emulated(self.emulate)}" if self.emulate else machines
 
     def ranks_per_host(self, ranks: int) -> list[int]:
-        """Where so many ranks go: see `spread`."""
+        """Number of ranks on each host, of `ranks` in all; see `spread`."""
         return spread(ranks, self.devices_per_host)
 
 
 def spread(ranks: int, devices_per_host: Sequence[int]) -> list[int]:
-    """How many ranks go to each host: they are filled in their order, each device with as many as it takes for all to have a place."""
+    """Number of ranks on each host, with hosts filled in order.
+
+    Each device gets as many ranks as it takes for all to have a place.
+    """
     left, placed = ranks, []
     per_device = -(-ranks // sum(devices_per_host))
     for capacity in devices_per_host:

@@ -1,4 +1,4 @@
-"""What this machine has, and what a run's record says of it."""
+"""Discovery of this machine's hardware, and the environment that a run records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold
 
 
 def discover() -> Cluster:
-    """This machine as a cluster of one host: the cores and memory that affinity and control groups leave to us, GPUs, links.
+    """This machine as a cluster of one host: usable cores and memory, GPUs, links.
+
+    Cores and memory are those that affinity and control groups leave.
 
     Raises:
         ClusterError: there is a driver of GPUs, but it does not work.
@@ -51,7 +53,10 @@ def to_run_on(cluster: Cluster | None) -> Cluster:
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to judge or repeat a run's figures, as plain JSON values. Load average: busy cores over 1, 5 and 15 minutes."""
+    """The environment that a run's figures depend on, as plain JSON values.
+
+    Load average: busy cores over 1, 5 and 15 minutes.
+    """
     gpus = find_gpus()
     host = _host(gpus)
     return {
@@ -105,7 +110,7 @@ def _host(gpus: Gpus) -> Host:
 
 
 def _cpu() -> tuple[str, bool | None]:
-    """The processor's name, and whether it has bf16 arithmetic: from the first core's paragraph of /proc/cpuinfo."""
+    """The processor's name and bf16 support, from the first core's paragraph of /proc/cpuinfo."""
     facts = {}
     for line in _read(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
@@ -116,7 +121,10 @@ def _cpu() -> tuple[str, bool | None]:
 
 
 def _interfaces() -> list[Link]:
-    """The interfaces that are up and have an address; a speed that the driver does not state (0) stays open."""
+    """Network interfaces that are up and have an address.
+
+    A speed that the driver does not state (0) is None.
+    """
     import psutil
 
     addresses = psutil.net_if_addrs()
@@ -145,7 +153,10 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of the current folder, with `-dirty` after it where files differ from it; None outside a repository."""
+    """The commit of the current folder, or None outside a repository.
+
+    It ends in `-dirty` if files differ from it.
+    """
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip() or None

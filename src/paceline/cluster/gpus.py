@@ -16,7 +16,7 @@ _BF16_SINCE = (8, 0)  # compute capability
 
 
 class Gpus(NamedTuple):
-    """What `find_gpus` returns; `driver` is None where there is no driver."""
+    """GPUs found by `find_gpus`; `driver` is None if there is no driver."""
 
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
@@ -24,7 +24,7 @@ class Gpus(NamedTuple):
 
 
 def find_gpus() -> Gpus:
-    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves, in its order, with their links; none where there is no driver.
+    """The GPUs in `CUDA_VISIBLE_DEVICES`, in its order, with their links; none without a driver.
 
     Raises:
         ClusterError: there is a driver, but it does not work; a run would otherwise quietly take the cores.
@@ -49,7 +49,10 @@ def find_gpus() -> Gpus:
 
 
 def read_gpus(nvml: Any, visible: str | None) -> Gpus:
-    """The GPUs of an initialised NVML (the module `pynvml`); `visible` is the text of `CUDA_VISIBLE_DEVICES`, None where it is not set."""
+    """The GPUs of an initialised NVML (the module `pynvml`).
+
+    `visible` is the text of `CUDA_VISIBLE_DEVICES`, None where it is not set.
+    """
     handles = _visible(nvml, visible)
     devices = tuple(_device(nvml, index, handle) for index, handle in enumerate(handles))
     links = (*_pcie(nvml, handles), *_nvlinks(nvml, handles))
@@ -57,9 +60,11 @@ def read_gpus(nvml: Any, visible: str | None) -> Gpus:
 
 
 def _visible(nvml: Any, visible: str | None) -> list[Any]:
-    """As CUDA reads the variable: numbers or UUIDs (their beginning is enough), up to the first that names no GPU.
+    """GPU handles in the variable's order, read as CUDA reads it.
 
-    NVML numbers GPUs by bus, CUDA the fastest first: the same wherever the GPUs of a host are alike.
+    It holds numbers or UUIDs (their beginning is enough), up to the first that names no GPU.
+
+    NVML numbers GPUs by bus, CUDA the fastest first: the same wherever the GPUs of a host are identical.
     """
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
@@ -91,7 +96,10 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
 
 
 def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
-    """One link per GPU at the most that the GPU and its slot can do: at rest, the current speed is a lower one."""
+    """PCIe links, one per GPU, with the highest rate of the GPU and its slot.
+
+    At rest the current speed is a lower one.
+    """
     links = []
     for index, handle in enumerate(handles):
         lane = _PCIE_GBPS_PER_LANE.get(_ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
@@ -117,7 +125,10 @@ def _nvlinks(nvml: Any, handles: list[Any]) -> list[Link]:
 
 
 def _ends(nvml: Any, index: int, handle: Any, number: int, index_of: dict[str, int]) -> str | None:
-    """The name of a link, or None where it was counted from its other end or leads to a GPU that we may not use."""
+    """The name of a link, or None if it is not to be listed.
+
+    It is not if it was counted from its other end or leads to a GPU that we may not use.
+    """
     if _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return f"cuda:{index}-switch"
     remote = _ask(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)

@@ -26,7 +26,10 @@ _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10
 
 
 class Named(NamedTuple):
-    """What a name says. `rate_gbps` is of one host, and `assumed` where the name gives none."""
+    """The parts of a cluster's name.
+
+    `rate_gbps` is of one host, and `assumed` if the name gives none.
+    """
 
     hosts: int
     per_host: int
@@ -44,7 +47,9 @@ class Named(NamedTuple):
 
 
 def cluster_from(text: str | Path) -> Cluster:
-    """The cluster of a YAML file, or of a name where there is no such file: what `--cluster` takes.
+    """The cluster of a YAML file, or of a name if no such file exists.
+
+    `--cluster` takes either.
 
     Raises:
         ClusterError: the file cannot be read, or the name is none.

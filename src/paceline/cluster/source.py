@@ -1,4 +1,4 @@
-"""A cluster read from YAML, and errors that name the file, the line and the fix."""
+"""Reader of clusters from YAML, with errors that name the file, line and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A user's `DataLoader`, dealt to the data-parallel ranks: the same global batches on any number of them."""
+"""A user's `DataLoader`, divided over the data-parallel ranks, with unchanged global batches.
+
+They are the same on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ def _samples(loader: DataLoader[Any], partition: Partition | Stream | Flow, data
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether its order is the data set's own, or `shuffle=True` and no more."""
+    """True if its order is the data set's own, or `shuffle=True` and no more."""
     sampler, dataset = loader.sampler, loader.dataset
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler or getattr(sampler, "data_source", None) is not dataset:
         return False
@@ -120,7 +123,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _is_bulk(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler yields lists of indices, with which the data set gives whole batches."""
+    """True if the sampler yields lists of indices, each for a whole batch."""
     return loader.batch_size is None and loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
 
 
@@ -146,7 +149,7 @@ def check(loader: DataLoader[Any], world: Group) -> None:
 
 
 def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) -> None:
-    """Refuse a sampler that draws one rank's part: paceline would deal that part, and call it the whole."""
+    """Refuse a sampler that draws one rank's part, which paceline would take for the whole."""
     parts = getattr(sampler, "num_replicas", 1)
     if parts == 1 and not (isinstance(sampler, DistributedSampler) and world.size > 1):
         return

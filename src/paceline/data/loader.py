@@ -1,4 +1,7 @@
-"""The batches of one replica: its part of each global batch, read through torchdata's `StatefulDataLoader` and resumable at any step."""
+"""Batches of one replica: its part of each global batch, resumable at any step.
+
+They are read through torchdata's `StatefulDataLoader`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from paceline.job.partition import Partition
 
 
 class Position(NamedTuple):
-    """Where a batch stands: its epoch, its step in the epoch (both 0-based), its samples on this replica, and those on all replicas."""
+    """Position of a batch: its epoch and step (0-based), and its number of samples.
+
+    `local` counts those on this replica, `total` those on all replicas.
+    """
 
     epoch: int
     step: int
@@ -32,7 +38,9 @@ class Position(NamedTuple):
 
 
 class Loader:
-    """Iterating runs one epoch, or what is left of it, and yields a batch for each step; the next iteration begins the next epoch.
+    """Loader of one replica's batches; each iteration runs one epoch, or its remainder.
+
+    It yields a batch for each step; the next iteration begins the next epoch.
 
     A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose `__getitems__`
     returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass unchanged. A step without a sample
@@ -64,7 +72,10 @@ class Loader:
         samples: Samples | None = None,
         rank: int | None = None,
     ) -> None:
-        """`workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors."""
+        """Make a loader.
+
+        `workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors.
+        """
         self.partition, self.workers, self.pin_memory = partition, workers or Workers(num_workers), pin_memory
         self.num_workers = self.workers.count
         self.position: Position | None = None
@@ -118,17 +129,20 @@ class Loader:
 
     @property
     def running(self) -> bool:
-        """Whether an iteration is under way."""
+        """True while an iteration is in progress."""
         return self._batches is not None
 
     def example(self, count: int) -> Any:
-        """A batch of the first `count` samples (the same one again where there are fewer): what a model will be given, for a look at it."""
+        """A batch of the first `count` samples, repeated if there are fewer, for inspecting data.
+
+        It is what a model will be given.
+        """
         if isinstance(self.partition, Partition):
             return self._samples.read([i % self.partition.held_samples for i in range(count)])
         return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, Stream) else [])
 
     def smallest_share(self) -> int:
-        """Samples of the replica that has the fewest in the first batch; 1 where that is known only when it was read."""
+        """Fewest samples of a replica in the first batch; 1 if not yet known."""
         if isinstance(self.partition, Stream):
             self.partition.first(1)  # draws it
         try:
@@ -137,7 +151,9 @@ class Loader:
             return 1
 
     def fill_every_rank(self, what: str) -> None:
-        """Have every batch hold a sample for each replica, which `what` needs; a batch too small is an error when it is dealt.
+        """Require a sample for each replica in every batch, as `what` needs.
+
+        A batch too small is an error when it is dealt.
 
         Raises:
             PlanError: the last batch of an epoch is known to be too small.
@@ -147,9 +163,10 @@ class Loader:
             self._check_filled(self.partition.steps_per_epoch - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the batch to come, as JSON-able values, the same on every rank but for `reader`.
+        """Position of the next batch, as JSON-able values, the same on every rank except `reader`.
 
-        A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as well.
+        A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as
+        well.
         """
         epoch, step = self._next
         state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
@@ -223,7 +240,10 @@ class Loader:
             self._loader.load_state_dict(reader)
 
     def _check_order(self, state: dict[str, Any]) -> None:
-        """Refuse a position within an epoch that is dealt in another way now: it would be of other samples."""
+        """Refuse a position within an epoch that is now divided differently.
+
+        It would mean other samples.
+        """
         assert isinstance(self.partition, Partition)
         now, saved = _order_of(self.partition), state.get("order")
         if saved is None or saved == now or not state["step"]:
@@ -237,7 +257,10 @@ class Loader:
     # An iteration
 
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
-        """Where the iteration begins: in the next epoch, where that of a loaded state turns out to have ended."""
+        """Epoch and step where the iteration begins.
+
+        That is the next epoch if the one of a loaded state turns out to have ended.
+        """
         if isinstance(self.partition, Stream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
@@ -245,7 +268,7 @@ class Loader:
         return epoch, start
 
     def _has(self, epoch: int, step: int) -> bool:
-        """Whether the epoch has that step. All ranks ask together."""
+        """True if the epoch has that step. All ranks ask together."""
         if isinstance(self.partition, Partition):
             return step < self.partition.steps_per_epoch
         if isinstance(self.partition, Stream):
@@ -254,7 +277,7 @@ class Loader:
         return not self.partition.ended
 
     def _start(self, epoch: int, start: int) -> Any:
-        """torchdata's iterator; with loader processes whose death interrupts nobody but the one who waits for them."""
+        """torchdata's iterator; the death of a loader process interrupts only the one that waits."""
         self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
         try:
             batches: Any = iter(self._loader)
@@ -269,7 +292,7 @@ class Loader:
         return batches
 
     def _read(self, batches: Any) -> Any:
-        """What a loader process, or this one, made of the next request."""
+        """The next request's result, from a loader process or this one."""
         if not self.num_workers:
             return next(batches)
         if any(worker.exitcode is not None for worker in batches._workers):
@@ -283,7 +306,7 @@ class Loader:
             _remove_worker_pids(id(batches))
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
-        """Take note of a batch that is to be yielded; None where there is none in what was read."""
+        """Record a batch to be yielded; None if what was read has none."""
         if isinstance(batch, Failure):
             explained = DataError(batch.message)
             explained.from_users_code = True
@@ -330,7 +353,10 @@ class Loader:
         return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
 
     def _reader_state(self) -> dict[str, Any] | None:
-        """torchdata's own state at the batch to come; None where only the position matters, and before the first iteration."""
+        """torchdata's own state at the next batch; None if only the position matters.
+
+        Before the first iteration it is the loaded one.
+        """
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
     def _end_processes(self) -> None:
@@ -343,7 +369,9 @@ class Loader:
 def held_out_batches(
     dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False, collate_fn: Collate | None = None
 ) -> Iterator[Any]:
-    """A replica's part of a held-out set in batches of `batch` samples, the last one smaller. Collated as by `Loader`.
+    """A replica's part of a validation set in batches of `batch` samples.
+
+    The last one may be smaller. Collated as by `Loader`. Collated as by `Loader`.
 
     The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not depend on the
     number of replicas. All parts together have every sample once. Replicas may have different numbers of batches, also none.
@@ -362,7 +390,7 @@ def held_out_batches(
 
 
 def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:
-    """How many `held_out_batches` the replica with the most of them has."""
+    """Number of `held_out_batches` of the replica with the most."""
     if in_turn:
         return math.ceil(samples / (replicas * batch))
     return max(math.ceil(((r + 1) * samples // replicas - r * samples // replicas) / batch) for r in range(replicas))
@@ -374,7 +402,7 @@ def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _order_of(partition: Partition) -> dict[str, int | bool]:
-    """What decides which samples a step has, on any number of replicas."""
+    """The settings that decide which samples a step has, on any number of replicas."""
     found = {"samples": partition.samples, "batch_size": partition.global_batch, "shuffle": partition.shuffle}
     return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
 

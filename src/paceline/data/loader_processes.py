@@ -1,4 +1,4 @@
-"""The DataLoader worker processes of a rank: how they are started, and what is said when one fails."""
+"""DataLoader worker processes of a rank: their start, and errors when one fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Workers:
 
 
 class Begin:
-    """The `worker_init_fn` of loader processes: shows them the user's dataset, as a DataLoader would, and calls the user's function."""
+    """The `worker_init_fn` of loader processes.
+
+    It shows them the user's dataset, as a DataLoader would, and calls the user's function.
+    """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
         self.init = init
@@ -48,7 +51,10 @@ class Begin:
 
 
 def failed(where: str, workers: Workers, ended: Sequence[tuple[int, int]], error: Exception | None) -> LoaderProcessError:
-    """The error of loader processes, of which `ended` (pid, exit code) are no more; `error` is what torch said."""
+    """The error of failed loader processes.
+
+    `ended` lists (pid, exit code) of those that are gone; `error` is torch's.
+    """
     if ended:
         pid, code = ended[0]
         more = f" (and {len(ended) - 1} more)" if len(ended) > 1 else ""
@@ -67,7 +73,7 @@ def failed(where: str, workers: Workers, ended: Sequence[tuple[int, int]], error
 
 
 def _end_of(code: int) -> str:
-    """How a process with that exit code ended, in words."""
+    """The end of a process with that exit code, as text."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -11,9 +11,9 @@ import torch
 
 
 class OwnRandom:
-    """Within the context, random numbers come from states of one's own; afterwards the process has its own states again.
+    """Context in which random numbers come from separate states; outside they are untouched.
 
-    The states start from `key`, and the next context goes on where the last one ended.
+    The states start from `key`, and the next context continues where the last one ended.
     """
 
     def __init__(self, *key: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of a user's samplers: their random generators, and what those with `state_dict` keep themselves."""
+"""State of a user's samplers: random generators, and what `state_dict` methods return."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def load(root: object, dataset: object, states: list[Any]) -> None:
 
 
 def is_pure(root: object) -> bool:
-    """Whether what it draws depends on its generators alone: torch's own samplers, and plain sequences."""
+    """True if its draws depend on its generators alone: torch's own samplers, and plain sequences."""
     return all(type(part) in _PURE for part in samplers(root))
 
 
 def keeps_its_state(root: object) -> bool:
-    """Whether every sampler that may remember something has a `state_dict` for it."""
+    """True if every sampler that may have state has a `state_dict` for it."""
     return all(type(part) in _PURE or _has_state(part) for part in samplers(root))
 
 

@@ -1,4 +1,4 @@
-"""A dataset read batch by batch: collated, told of each epoch, and with errors that name the sample."""
+"""A dataset read batch by batch: collated, informed of epochs, with errors that name samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Request(NamedTuple):
 
 
 class Samples(Dataset[Any]):
-    """The user's dataset as `StatefulDataLoader` sees it: its item is the whole batch of a `Request`, also in loader processes."""
+    """The user's dataset as `StatefulDataLoader` sees it: an item is a `Request`'s whole batch.
+
+    This holds in loader processes as well.
+    """
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False) -> None:
         """`bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and `batch_size=None`)."""
@@ -52,7 +55,7 @@ class Samples(Dataset[Any]):
                 self.dataset.set_epoch(epoch)
 
     def check_length(self, expected: int | None) -> None:
-        """Refuse a dataset whose length is not the one that its samples were dealt by; None where nothing depends on it."""
+        """Refuse a dataset whose length has changed; None checks nothing."""
         if expected is None:
             return
         length = len(self.dataset)  # type: ignore[arg-type]
@@ -99,7 +102,7 @@ class Samples(Dataset[Any]):
             ) from error
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """A batch of `count` samples for a look at the data, with these indices where it has any."""
+        """A batch of `count` samples for inspecting data, with these indices if it has any."""
         return self.read(indices)
 
     def _read_one(self, index: Any) -> Any:
@@ -140,14 +143,17 @@ class Samples(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a loader process sends in the place of a batch that it could not make."""
+    """Message of a loader process in place of a batch that it could not make."""
 
     message: str
     cause: BaseException
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error with its traceback as text, fit to be sent to the rank; one that cannot be pickled is told in a RuntimeError's words."""
+    """The error with its traceback as text, ready to be sent to the rank.
+
+    One that cannot be pickled becomes a RuntimeError with the same text.
+    """
     told = "".join(traceback.format_exception(error))
     portable: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
     with suppress(Exception):

@@ -1,4 +1,7 @@
-"""The global batches that a user's own sampler draws: drawn once, on rank 0, and cut for the data-parallel ranks."""
+"""Global batches of a user's own sampler: drawn on rank 0, divided over the ranks.
+
+Rank means data-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ class _Epoch:
 
 
 class Stream:
-    """The global batches of a user's sampler or batch sampler, and this rank's part of each; stands where a `Partition` does.
+    """Global batches of a user's (batch) sampler, and this rank's part of each.
+
+    It stands where a `Partition` does.
 
     Rank 0 draws and the other ranks are told, so all have the same batches. torch's own samplers are drawn far ahead; any other exactly
     as early as a DataLoader would, so that it may adapt to what training finds. Random numbers that a sampler takes from the process come
@@ -47,7 +52,7 @@ class Stream:
     Args:
         sampler: yields the global batches as lists of indices; or the item of each step, where `single`.
         dataset: what the indices are of.
-        batch_size: samples of a full batch, if that is known beforehand.
+        batch_size: samples of a full batch, if that is known in advance.
         single: each step is one item of the dataset, which all ranks read.
         generator: the loader's, from which a DataLoader takes a number whenever it starts loader processes or begins an epoch.
         persistent: the loader's processes live on, so it takes one at the first epoch only.
@@ -122,7 +127,10 @@ class Stream:
             yield self._part(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
-        """So many indices for a look at the data: those of the first batch, again and again. All ranks ask together."""
+        """`samples` indices for inspecting data: those of the first batch, repeated.
+
+        All ranks ask together.
+        """
         self.prepare(self._epoch.number if self._epoch is not None else 0, 1)
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])
@@ -133,7 +141,10 @@ class Stream:
     # Drawing, which all ranks do together
 
     def begin(self, epoch: int, step: int, until: int) -> tuple[int, int]:
-        """Draw up to step `until`; returns where to begin: in the next epoch, where the one under way has ended."""
+        """Draw up to step `until`; returns the epoch and step to begin at.
+
+        That is the next epoch if the current one has ended.
+        """
         self.prepare(epoch, max(until, step + 1), step)
         if step and not self.has(step):
             epoch, step = epoch + 1, 0
@@ -141,7 +152,10 @@ class Stream:
         return epoch, step
 
     def prepare(self, epoch: int, until: int, known: int = 0) -> None:
-        """Have the batches before step `until` of the epoch drawn, as far as there are so many; those before `known` were trained on."""
+        """Draw the batches before step `until` of the epoch, as far as they exist.
+
+        Those before `known` were trained on.
+        """
         with torch.inference_mode(False):  # ranks cannot send what that mode allocates
             self._prepare(epoch, until, known)
 
@@ -158,11 +172,14 @@ class Stream:
         self._draw_until(until)
 
     def has(self, step: int) -> bool:
-        """Whether the epoch has that step; it must have been prepared."""
+        """True if the epoch has that step; it must have been prepared."""
         return self._epoch is not None and step in self._epoch.batches
 
     def found(self, step: int, samples: int) -> None:
-        """Note a step that was read: its samples, which its index did not tell; what was before is asked for no more."""
+        """Record the number of samples of a step that was read, and forget earlier steps.
+
+        Its index did not tell that number.
+        """
         assert self._epoch is not None
         self._epoch.totals = {step: samples}
         for old in range(step - 1, -1, -1):
@@ -178,7 +195,7 @@ class Stream:
     # State
 
     def state_dict(self, epoch: int, step: int) -> dict[str, Any]:
-        """What the sampler needs to draw the batch of that position again, alike on every rank."""
+        """State from which the sampler draws that position's batch again, the same on every rank."""
         if self._resume is not None:
             return self._resume
         assert self._epoch is not None
@@ -193,7 +210,10 @@ class Stream:
     # On rank 0, and once on the others
 
     def _open(self, epoch: int) -> int | None:
-        """Begin an epoch, or begin it again where a state was loaded: then the digest of what was drawn of it before is returned."""
+        """Begin an epoch, or begin it again after a state was loaded.
+
+        In the second case the digest of what was drawn of it before is returned.
+        """
         resume, self._resume = self._resume, None
         drawing = self.world.rank == 0 or not self._compared
         problem: str | None = None
@@ -216,7 +236,7 @@ class Stream:
         return resume["digest"] if resume is not None else None
 
     def _replay(self, epoch: int) -> None:
-        """Draw the epochs before this one, where the sampler may remember them in a way that nobody sees."""
+        """Draw the epochs before this one, if the sampler may have hidden state from them."""
         if self._pure or sampler_state.keeps_its_state(self.sampler):
             return
         for before in range(self._begun, epoch):
@@ -249,7 +269,9 @@ class Stream:
         epoch.ended, epoch.next_state = told["ended"], told.get("state", [])
 
     def _compare(self, batches: list[Any], ended: bool) -> None:
-        """Refuse a sampler that gives each rank something else: rank 0's would be a part of the data only, or nobody's choice.
+        """Refuse a sampler that draws other batches on this rank than on rank 0.
+
+        Rank 0's would be a part of the data only, or nobody's choice.
 
         Raises:
             DataError: the same, on all ranks.
@@ -331,7 +353,7 @@ class Stream:
 
 
 def _from_rank_0(world: Group, message: dict[str, Any]) -> dict[str, Any]:
-    """A JSON value of rank 0, on all ranks: in one broadcast where it is short."""
+    """A JSON value of rank 0, on all ranks; short ones take a single broadcast."""
     text = json.dumps(message).encode() if world.rank == 0 else b""
     first = torch.zeros(8 + _FIRST_BYTES, dtype=torch.uint8)
     head = len(text).to_bytes(8, "little") + text[:_FIRST_BYTES]

@@ -1,4 +1,4 @@
-"""Data that only tells what a batch holds when it is read: iterable data sets, and data sets whose samples are whole batches.
+"""Data whose batches are known only when read: iterable data sets and whole-batch samples.
 
 Every data-parallel rank reads the whole of it and keeps its part of each batch. Ranks compare what they read, so that a stream that
 differs between them is an error and never a sample that is trained twice or not at all.
@@ -48,7 +48,7 @@ class Piece:
 
 
 class Items(Samples):
-    """A data set whose samples are whole batches (`batch_size=None`): each is read on all ranks and cut into rows."""
+    """A data set of whole batches (`batch_size=None`); all ranks read each and take rows."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int) -> None:
         super().__init__(dataset, collate_fn, replica, seed)
@@ -145,7 +145,7 @@ class Iterated(Items):
         return self._share(taken, worker)
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """The first sample of the stream, so many times; the stream is begun anew for the first batch."""
+        """The first sample of the stream, `count` times; the stream is begun anew afterwards."""
         with OwnRandom(self.seed, 0, 0):
             stream = self._iterate()
             if id(stream) == id(self.dataset):
@@ -220,7 +220,7 @@ class Flow:
         return self.length
 
     def size(self, step: int) -> int:
-        """Samples of all ranks together in the step that was read last; those of a full batch for any other."""
+        """Samples of all ranks in the last step read; of a full batch for others."""
         found = self._totals.get(step, self.batch_size)
         if found is None:
             raise DataError(f"the samples of batch {step} of {self.name} are known only when it was read")
@@ -236,7 +236,7 @@ class Flow:
 
     @property
     def ended(self) -> bool:
-        """Whether the epoch under way has no more batches."""
+        """True if the current epoch has no more batches."""
         return len(self._ended) == max(self.workers, 1)
 
     def begin(self, turn: int, *, again: bool) -> int:
@@ -251,7 +251,7 @@ class Flow:
         return (turn - 1) // each * each  # the first request goes to the first loader process
 
     def state_dict(self, turn: int) -> dict[str, Any]:
-        """What `load_state_dict` needs besides the number of the turn."""
+        """State that `load_state_dict` needs besides the turn's number."""
         if turn == 0:
             return {"last": None, "ended": []}
         return {"last": self._last if self._expected is None else self._expected, "ended": sorted(self._ended)}
@@ -261,7 +261,9 @@ class Flow:
         self._expected, self._ended = state["last"], set(state["ended"])
 
     def take(self, turn: int, piece: Piece) -> bool | None:
-        """Whether a piece has a batch; None at the end of the stream. All ranks compare their pieces here.
+        """True if a piece has a batch; None at the end of the stream.
+
+        All ranks compare their pieces here. All ranks compare their pieces here.
 
         Raises:
             DataError: ranks, or loader processes, read something else, or the same twice. On all ranks.
@@ -335,7 +337,10 @@ def cut(batch: Any, rows: slice | list[int]) -> Any:
 
 
 def digest_of(value: Any) -> int:
-    """A number that two different samples are not likely to share; of a tensor, by its shape and some of its numbers."""
+    """A number that two different samples are unlikely to share.
+
+    For a tensor it depends on its shape and some of its numbers.
+    """
     if isinstance(value, Tensor):
         value = value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -373,7 +378,7 @@ def _lengths(batch: Any) -> Iterator[int | None]:
 
 
 def _is_column(values: Any) -> bool:
-    """Whether a list has one plain value for each sample, as the names of their files."""
+    """True if a list has one plain value for each sample, e.g. file names."""
     return bool(values) and not hasattr(values, "_fields") and all(isinstance(value, (str, bytes, int, float)) for value in values)
 
 

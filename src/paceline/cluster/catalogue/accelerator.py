@@ -1,4 +1,4 @@
-"""What the catalogue says of a device and of a link. Figures are those that their makers print, without a derating."""
+"""Entries of the hardware catalogue: devices and links, with their makers' figures, not derated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from paceline.errors import ClusterError
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A way for bytes, as its maker states it: bytes per second that one device sends while it receives as many, and seconds of latency."""
+    """A link's bandwidth (bytes per second and direction) and latency (seconds), as its maker states.
+
+    One device sends at that rate while it receives as much.
+    """
 
     name: str
     bandwidth: float
@@ -20,19 +23,19 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What a device can do at best.
+    """Peak capabilities of a device.
 
     Attributes:
         name: in the catalogue, such as `H100-SXM`.
         kind: `cuda` also for AMD's, as torch calls them.
-        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; sums of products of 16 bits in
+        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; 16-bit products are summed in
             fp32. A precision that the hardware does not have stands there with the peak of the one that it is computed in.
-        memory_bytes: of the device.
+        memory_bytes: memory of the device.
         memory_bandwidth: bytes per second.
-        inside: to the other devices of its host; a host is what such links join, as the 72 of an NVL72.
-        launch_s: the least time from one kernel's start to the next one's.
-        per_host: how many devices its usual host has.
-        network: of one device to other hosts, as its maker's own systems have it: what a cluster without a stated rate is taken to have.
+        inside: link to the other devices of its host; a host is what such links join, as the 72 of an NVL72.
+        launch_s: shortest time from one kernel's start to the next one's.
+        per_host: number of devices in its usual host.
+        network: link of one device to other hosts in its maker's own systems, the default of a cluster without a stated rate.
         sources: for each attribute, or `all`, where the figure is printed.
     """
 

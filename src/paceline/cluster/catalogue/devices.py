@@ -1,4 +1,4 @@
-"""The figures of the catalogue: peak arithmetic, memory and links of devices, each with where its maker prints it.
+"""The catalogue's figures: peak arithmetic, memory and links of devices, each with its source.
 
 Makers print links both ways together; here is one way. A peak that a sheet prints with sparsity is halved. Memory is in GiB, about what
 drivers report, whatever a sheet calls it.
@@ -27,7 +27,7 @@ _CORE = "FLOPs a cycle of the class × 2.5 GHz; a share of DDR4-3200's bandwidth
 def _peaks(
     fp64: float, fp32: float, half: float, *, tf32: float | None = None, bf16: float | None = None, fp8: float | None = None
 ) -> Mapping[str, float]:
-    """From TFLOP/s; `half` is fp16's, and bf16's where that is not given."""
+    """Peak FLOP/s by precision, from TFLOP/s. `half` is fp16's, and bf16's without `bf16`."""
     peaks = {"fp64": fp64, "fp32": fp32, "tf32": tf32 or fp32, "bf16": bf16 or half, "fp16": half, **({"fp8": fp8} if fp8 else {})}
     return {precision: tflops * 1e12 for precision, tflops in peaks.items()}
 

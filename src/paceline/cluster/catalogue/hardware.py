@@ -41,7 +41,9 @@ _MEASURE = "Or measure instead: leave --cluster out on that machine"
 
 
 def accelerator(name: str) -> Accelerator:
-    """The catalogue's entry for a device, by its name there or by another spelling; of several sizes, without one, the largest.
+    """The catalogue's entry for a device, by its name or another spelling.
+
+    If a device has several sizes and none is named, it is the largest.
 
     Raises:
         ClusterError: there is none; with the nearest names.

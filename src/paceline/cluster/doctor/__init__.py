@@ -1,4 +1,4 @@
-"""What `paceline doctor` looks at: this machine's devices, software, links and power.
+"""Checks of `paceline doctor`: this machine's devices, software, links and power.
 
 Read `checks.py` first.
 """

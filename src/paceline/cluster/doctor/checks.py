@@ -1,4 +1,4 @@
-"""What this machine has for training and what is amiss, each in a line with what to do about it.
+"""Findings about this machine for training: one line each, with advice where something is wrong.
 
 `root` is where the kernel's files are looked up.
 """
@@ -55,7 +55,7 @@ def check_machine(host: Host, driver: str | None, root: Path = _ROOT) -> Iterato
 
 
 def check_system(root: Path = _ROOT) -> Iterator[Finding]:
-    """What the kernel lets a run do: shared memory, loopback, files."""
+    """Findings about the kernel: shared memory, loopback, files."""
     yield _segment()
     yield _dev_shm(root)
     yield _loopback()
@@ -64,7 +64,7 @@ def check_system(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
-    """Who could read what ranks send each other, with these environment variables."""
+    """Finding about who could read what ranks send each other, with these environment variables."""
     plain = "gloo, NCCL and tcp send tensors in plaintext, and gloo and NCCL ask nobody who they are"
     advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
     interfaces = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"]
@@ -80,7 +80,10 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:
-    """What else this machine does now, over `seconds`, without this process and what it started."""
+    """Finding about other load on this machine over `seconds`.
+
+    This process and its children do not count.
+    """
     busy, steal, others = other_load(seconds)
     if steal > 0.05 * cores:
         advice = "measure again when the physical host is quiet, or on dedicated cores"
@@ -93,7 +96,10 @@ def check_load(cores: int, seconds: float = 0.5) -> Finding:
 
 
 def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]]]:
-    """Cores that others keep busy, cores that a hypervisor takes, and the processes with their cores, the busiest first."""
+    """Load of others: busy cores, cores taken by a hypervisor, and processes with their cores.
+
+    The busiest process is first.
+    """
     import psutil
 
     own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
@@ -203,7 +209,7 @@ def _gpu_counter() -> Energy:
 
 
 def _segment() -> Finding:
-    """As the ranks of a host make one: memory without a name."""
+    """Finding about memory without a name (memfd), made as the ranks of a host do."""
     try:
         fd = os.memfd_create("paceline-doctor", os.MFD_CLOEXEC)
         try:

@@ -72,7 +72,10 @@ def cpu_energy(root: Path = Path("/")) -> Energy:
 
 
 def gpu_energy(nvml: Any, handle: Any) -> Energy:
-    """The energy of the GPU that an initialised NVML (the module `pynvml`) knows as `handle`; GPUs count it since Volta."""
+    """Energy counter of the GPU `handle` of an initialised NVML (the module `pynvml`).
+
+    GPUs have one since Volta.
+    """
 
     def read_uj() -> int:
         try:

@@ -1,7 +1,7 @@
-"""How long ways to add tensors up take, from the latency and bandwidth of the links: the alpha-beta model.
+"""Predicted times of all-reduce algorithms from link latency and bandwidth: the alpha-beta model.
 
 Formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of Collective Communication Operations in MPICH". A message of m bytes over
-an idle link takes latency + m / bandwidth; a link between hosts carries each direction by itself; adding up is not counted.
+an idle link takes latency + m / bandwidth; a link between hosts carries each direction by itself; the arithmetic is not counted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import ceil, inf, log2
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """A way between two processes: seconds until a small message is there, and bytes per second of a large one."""
+    """Speed of a link between two processes: latency in seconds, bandwidth in bytes per second."""
 
     latency_s: float
     bandwidth: float
 
     def message_s(self, nbytes: float) -> float:
-        """How long a message takes."""
+        """Seconds until a message of `nbytes` has arrived."""
         return self.latency_s + nbytes / self.bandwidth
 
 
@@ -45,35 +45,48 @@ class Links:
     flat_step_s: float
 
     def flat_s(self, nbytes: int) -> float:
-        """The transport's own all-reduce: a ring in the order of the ranks, in which several may cross the same link at once."""
+        """Seconds of the transport's own all-reduce: a ring in the order of the ranks.
+
+        Several of its messages may cross the same link at once.
+        """
         n = len(self.hosts)
         part, crossing = nbytes / n, _most_crossings(self.hosts)
         slowest = max(crossing * part / self.between.bandwidth, part / self._inside.bandwidth)
         return 2 * (n - 1) * (self.flat_step_s + slowest)
 
     def ring_s(self, nbytes: int) -> float:
-        """A ring that crosses each link once: 2 (n - 1) steps of one n-th of the tensor, as slow as the slowest link."""
+        """Seconds of a ring that crosses each link once.
+
+        It takes 2 (n - 1) steps of one n-th of the tensor, as slow as the slowest link.
+        """
         n = len(self.hosts)
         return 2 * (n - 1) * (self.step_s + nbytes / n / min(self.between.bandwidth, self._inside.bandwidth))
 
     def tree_s(self, nbytes: int) -> float:
-        """A binomial tree over the ranks, host by host: 2 log2(n) messages of the whole tensor, those between hosts over log2(h) levels."""
+        """Seconds of a binomial tree over the ranks, host by host.
+
+        It sends 2 log2(n) messages of the whole tensor, those between hosts over log2(h) levels.
+        """
         levels, between = ceil(log2(len(self.hosts))), ceil(log2(len(set(self.hosts))))
         return 2 * (between * self.between.message_s(nbytes) + (levels - between) * self._inside.message_s(nbytes))
 
     def hierarchical_s(self, nbytes: int) -> float:
-        """Two meetings in each host, and a ring over the h hosts that hides the sums in memory unless these are slower."""
+        """Seconds of the hierarchical all-reduce over h hosts.
+
+        It has two meetings in each host, and a ring over the hosts that hides the sums in memory unless these are
+        slower.
+        """
         h = len(set(self.hosts))
         travel = 2 * (h - 1) * nbytes / h / self.between.bandwidth
         return 2 * self.memory.latency_s + 2 * (h - 1) * self.step_s + max(travel, nbytes / self.memory.bandwidth)
 
     @property
     def _inside(self) -> LinkSpeed:
-        """Where no two ranks share a host, nothing goes there, and nothing was measured."""
+        """The link inside a host; infinitely fast if no two ranks share one."""
         return self.inside if len(set(self.hosts)) < len(self.hosts) else LinkSpeed(0.0, inf)
 
 
 def _most_crossings(hosts: Sequence[int]) -> int:
-    """How often a ring in the order of the ranks leaves the host that it leaves most often."""
+    """Messages that leave one host in a ring in rank order, at most."""
     leaving = [a for a, b in pairwise((*hosts, hosts[0])) if a != b]
     return max((leaving.count(host) for host in set(leaving)), default=0)

@@ -1,4 +1,7 @@
-"""How fast this machine is, measured and not assumed: matrix products and copies in memory, in a fresh process, in a few seconds."""
+"""Measured speed of this machine: matrix products and memory copies, in a fresh process.
+
+It takes a few seconds.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,9 @@ class Probe:
         self._errors.close()
 
     def torch(self) -> dict[str, Any]:
-        """What torch says of itself: `version`, `cuda` (of its build), `devices` that it can use, `capability` of the CPU, `nccl`, …
+        """torch's description of itself: `version`, `cuda` (of its build), usable `devices`, …
+
+        Also `capability` of the CPU and `nccl`.
 
         Raises:
             ClusterError: it cannot be imported.
@@ -86,7 +91,9 @@ class Probe:
         return self._answer("import torch")
 
     def speeds(self) -> Iterator[Speed]:
-        """Matrix products and copies: on all physical cores, on one thread, on every GPU. `torch` has been asked before.
+        """Speeds of matrix products and copies: on all cores, one thread, and every GPU.
+
+        Cores are physical ones. `torch` must have been called before.
 
         Raises:
             ClusterError: the process ended before it was done. What it had measured came before.
@@ -116,7 +123,10 @@ class Probe:
 
 
 def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
-    """The size of all data caches of a level, by level; each cache counts once, whichever cores share it. Empty where unknown."""
+    """Total size of the data caches of each level, in bytes; empty if unknown.
+
+    Each cache counts once, whichever cores share it.
+    """
     found: dict[tuple[int, str], int] = {}
     for cache in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
         try:
@@ -129,7 +139,10 @@ def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
 
 
 def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
-    """The size of each of the two buffers of a copy: four times the largest caches, in no more than a quarter of the memory."""
+    """Size of each of a copy's two buffers, in bytes.
+
+    It is four times the largest caches, but no more than an eighth of the memory.
+    """
     caches = cache_bytes(root)
     return min(max(_SMALLEST_COPY_BYTES, 4 * caches.get(max(caches, default=0), 0)), memory_bytes // 8)
 
@@ -138,7 +151,10 @@ def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
 
 
 def main() -> None:
-    """Say what torch is; then read what is wanted, and answer with a line for each speed and an empty one."""
+    """Describe torch, read the request, and answer with a line per speed.
+
+    An empty line ends the answer.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     print(json.dumps(_describe_torch()), file=answers, flush=True)
@@ -185,7 +201,7 @@ def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> I
 
 
 def _matmul_flops(device: str, dtype: Any) -> float:
-    """Floating-point operations per second of a product of square matrices that are large enough to show the peak."""
+    """FLOP/s of a product of square matrices that are large enough to reach the peak."""
     n = 1024
     while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:  # the fastest: other work only ever adds time
         n *= 2
@@ -212,7 +228,10 @@ def _copy_rate(device: str, copy_bytes: int) -> float:
 
 
 def _times_s(device: str, call: Callable[[], object], repeats: int, budget_s: float) -> list[float]:
-    """The times of a call, after one that warms up: of `repeats` calls, and of more while there is time for them."""
+    """Seconds of repeated calls, after a warm-up.
+
+    There are at least `repeats` calls, and more while there is time for them.
+    """
     import torch
 
     wait = (lambda: torch.cuda.synchronize(device)) if device != "cpu" else (lambda: None)

@@ -1,4 +1,4 @@
-"""What is installed and set for training on this machine, and what is amiss with it."""
+"""Findings about the software that is installed and configured for training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _torch_and_gpus(torch: Mapping[str, Any], host: Host) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """As torch.compile looks for them: CXX or g++, and Python.h."""
+    """Finding about the compiler that torch.compile needs: CXX or g++, and Python.h."""
     compiler = os.environ.get("CXX") or "g++"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     missing = [

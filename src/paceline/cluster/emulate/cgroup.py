@@ -1,6 +1,7 @@
-"""What Linux's control groups (versions 1 and 2) leave to this process of the machine's cores and memory, and groups of our own.
+"""Limits on cores and memory from Linux's control groups (v1, v2), and groups of our own.
 
-`root` is where the file system is looked up; a container's limits are those of its own group and of every group above it that it can see.
+`root` is where the file system is looked up; a container's limits are those of its own group and of every group above
+it that it can see.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ _PERIOD_US = 20_000  # short beside a step, so that a share of a core is a slowe
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many cores' worth of time may be used at once, or None where nothing limits it."""
+    """Number of cores' CPU time that may be used at once, or None without limit."""
     quotas = [q for folder in _folders(root, "cpu") for q in (_quota_v2(folder), _quota_v1(folder)) if q is not None]
     return min(quotas, default=None)
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """How many bytes of memory may be used, or None where nothing limits it (version 1 then states a number beyond any machine's)."""
+    """Bytes of memory that may be used, or None without a limit.
+
+    Version 1 states a number beyond any machine's where there is none.
+    """
     names = ("memory.max", "memory.limit_in_bytes")
     limits = [int(text) for folder in _folders(root, "memory") for name in names if (text := _read(folder / name)).isdecimal()]
     return min(limits, default=None)
 
 
 def place_of_group(name: str, root: Path = Path("/")) -> Path:
-    """Where `make_group` can make a control group for CPU time: in the group of this process, or in the nearest above that allows it.
+    """Folder for a new control group of CPU time, made later by `make_group`.
+
+    It is in the group of this process, or in the nearest above that allows it.
 
     Raises:
         ClusterError: nowhere.
@@ -42,7 +48,7 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
 
 
 def make_group(folder: Path, cores: float) -> Path:
-    """Make a control group whose processes keep at most `cores` cores busy at once; returns its folder.
+    """Make a control group that limits its processes to `cores` busy cores; returns its folder.
 
     Raises:
         ClusterError: the kernel refuses, as it does where a group above has fewer.
@@ -75,7 +81,10 @@ def enter_group(folder: Path) -> None:
 
 
 def _limits_children(folder: Path) -> bool:
-    """Whether groups in this one can have CPU quotas: always in version 1; in version 2 where the group hands the controller on."""
+    """True if groups in this one can have CPU quotas.
+
+    Always in version 1; in version 2 if the group delegates the controller.
+    """
     return (folder / "cpu.cfs_quota_us").exists() or "cpu" in _read(folder / "cgroup.subtree_control").split()
 
 

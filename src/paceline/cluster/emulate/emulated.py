@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def hosts_of(emulate: Emulate) -> tuple[Host, ...]:
-    """`host-0` and so on, each with the cores of its quota, or else its share of the machine's, and its share of the memory; without GPUs.
+    """Hosts `host-0` and so on, without GPUs.
+
+    Each has the cores of its quota, or else its share of the machine's, and its share of the memory.
 
     Raises:
         ClusterError: a host is to have more cores than this machine.

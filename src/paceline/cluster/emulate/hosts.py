@@ -1,6 +1,7 @@
-"""Hosts emulated on this machine: a cluster to rehearse on, with the rates and cores of the real one.
+"""Hosts emulated on this machine, with the rates and cores of a real cluster.
 
-A host is a network namespace, for the addresses and the link, and a control group, for the cores; memory and disks are shared.
+A host is a network namespace, for the addresses and the link, and a control group, for the cores; memory and disks are
+shared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.rank_environment import HostEntry
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """What one host's link has carried, headers of Ethernet, IP and TCP included."""
+    """Bytes that one host's link has carried, with Ethernet, IP and TCP headers."""
 
     sent_bytes: int
     received_bytes: int
@@ -50,7 +51,7 @@ class EmulatedHost:
 
     @property
     def entry(self) -> HostEntry:
-        """What a process needs to enter the host with `enter_host`."""
+        """Data for a process to enter the host with `enter_host`."""
         return HostEntry(self.name, self.namespace, self.group)
 
 
@@ -94,12 +95,12 @@ class Emulation:
         self._made.close()
 
     def carried(self) -> dict[str, LinkBytes]:
-        """What each host's link has carried since the start, by host."""
+        """Bytes that each host's link has carried since the start, by host."""
         counts = carried(self._bridge, self._wires)
         return {host.name: LinkBytes(*count) for host, count in zip(self.hosts, counts, strict=True)}
 
     def cut(self, host: int) -> None:
-        """From now on the link of a host drops every packet, as a pulled cable or a dead switch would."""
+        """Make a host's link drop every packet, like a pulled cable or a dead switch."""
         if self.emulate.delay_ms:
             self._keeper.cut(host)
         else:

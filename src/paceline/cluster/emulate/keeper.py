@@ -76,7 +76,7 @@ class Keeper:
 
 
 def main() -> None:
-    """Follow the launcher's orders until its word to end or its death; then take down what is still there."""
+    """Follow the launcher's orders until its end, then take down what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for as long as there is something to take down, which ends with the launcher
     orders = _Orders()
@@ -87,14 +87,14 @@ def main() -> None:
 
 @dataclass
 class _Orders:
-    """What the launcher has asked for so far."""
+    """The launcher's orders so far."""
 
     record: Record | None = None
     relay: Relay | None = None
     _unread: bytes = field(default=b"")
 
     def follow(self) -> None:
-        """Obey, line by line, until the launcher closes the pipe or dies; a process that it forked may still hold the pipe then."""
+        """Obey line by line until the launcher closes the pipe or dies."""
         launcher: int | None = None
         while True:
             ready, _, _ = select.select([0] if launcher is None else [0, launcher], [], [])

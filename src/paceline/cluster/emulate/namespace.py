@@ -17,7 +17,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def enter(name: str) -> None:
-    """Move the calling thread, and the threads and processes that it starts from now on, into a network namespace.
+    """Move the calling thread, with its later threads and processes, into a network namespace.
 
     Raises:
         ClusterError: there is none of that name, or this process may not enter it.

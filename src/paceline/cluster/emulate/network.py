@@ -1,7 +1,7 @@
-"""The network of emulated hosts, made with iproute2: a namespace per host, and a bridge in a namespace of its own.
+"""The network of emulated hosts, made with iproute2: namespaces and a bridge.
 
-Nothing is made in the namespace that the machine itself uses. Neighbours and ports are entered by hand and IPv6 is off, so that nothing
-but what the ranks send is on a link.
+There is a namespace per host, and another for the bridge. Nothing is made in the namespace that the machine itself
+uses. Neighbours and ports are entered by hand and IPv6 is off, so that nothing but what the ranks send is on a link.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wi
 
 
 def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
-    """Make the namespaces, the links and the bridge, in the namespaces named; `relayed` leaves joining the links to a relay.
+    """Make the namespaces, links and bridge of an emulated network.
+
+    `relayed` leaves joining the links to a relay.
 
     Raises:
         ClusterError: the kernel refused; with its words.
@@ -92,7 +94,7 @@ def carried(bridge: str, links: Sequence[Wire]) -> list[tuple[int, int]]:
 
 
 def plug(bridge: str, link: Wire) -> None:
-    """Have the bridge carry a link's packets, each to the one link where its address is."""
+    """Make the bridge carry a link's packets, each to the one link with its address."""
     _run(["ip", "-n", bridge, "link", "set", link.host, "master", "bridge"])
     to_no_other = "learning off flood off mcast_flood off bcast_flood off"
     settings = [f"link set dev {link.host} {to_no_other}", f"fdb add {link.mac} dev {link.host} master static"]
@@ -100,7 +102,7 @@ def plug(bridge: str, link: Wire) -> None:
 
 
 def unplug(bridge: str, link: Wire) -> None:
-    """Have a link's packets go nowhere, both ways, without a word to either end: TCP connections stay, and wait."""
+    """Make a link's packets go nowhere, both ways, silently: TCP connections stay, and wait."""
     _run(["ip", "-n", bridge, "link", "set", link.host, "nomaster"])
 
 

@@ -1,4 +1,7 @@
-"""What an emulation has made on this machine, kept in a file, so that all of it can be found and removed whoever has died meanwhile."""
+"""Record of an emulation's parts on this machine, in a file.
+
+From it everything can be found and removed, whichever process has died meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Owner:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; a process whose parent has not yet asked for its exit code does not."""
+        """True if the process still runs; a zombie does not."""
         try:
             state, started = _stat(self.pid)
         except OSError:
@@ -46,7 +49,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Record:
-    """What one emulation makes, written down before it is made.
+    """Parts of one emulation, written down before they are made.
 
     Attributes:
         name: that all its parts' names begin with.
@@ -64,14 +67,14 @@ class Record:
 
     @classmethod
     def read(cls, file: Path) -> Record:
-        """What `write` has written."""
+        """Read a record that `write` has written."""
         data = json.loads(file.read_text())
         owners = {role: Owner(**data[role]) for role in ("launcher", "keeper")}
         return cls(data["name"], **owners, namespaces=tuple(data["namespaces"]), groups=tuple(map(Path, data["groups"])))
 
     @classmethod
     def all(cls) -> list[Record]:
-        """Those of all emulations on this machine."""
+        """The records of all emulations on this machine."""
         found = []
         for file in sorted(FOLDER.glob("*.json")):
             with suppress(FileNotFoundError):  # just taken down
@@ -80,12 +83,12 @@ class Record:
 
     @property
     def file(self) -> Path:
-        """Where it is written. It goes last, when all else is removed."""
+        """The record's own file, which is removed last."""
         return FOLDER / f"{self.name}.json"
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody is left to take the emulation down."""
+        """True if no process is left to take the emulation down."""
         return not self.launcher.alive and not self.keeper.alive
 
     def write(self) -> None:
@@ -96,7 +99,7 @@ class Record:
         draft.rename(self.file)
 
     def take_down(self, grace_s: float = 0.0) -> None:
-        """Remove all of it; what another process is removing at the same time is waited for.
+        """Remove all parts; what another process is removing at the same time is waited for.
 
         Args:
             grace_s: the longest to wait for the processes inside to end by themselves.
@@ -177,7 +180,7 @@ def _wait_for_end(record: Record, patience_s: float) -> None:
 
 
 def _remove_group(group: Path) -> None:
-    """Remove a control group, which the kernel refuses while the last process in it is ending."""
+    """Remove a control group; the kernel refuses while its last process is ending."""
     until = time.monotonic() + _KILL_S
     while group.exists():
         try:
@@ -200,6 +203,9 @@ def _namespace(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and start of a process, from the fields after its name, which may hold anything."""
+    """State and start time of a process.
+
+    They are read after its name, which may hold anything.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

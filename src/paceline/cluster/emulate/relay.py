@@ -1,7 +1,8 @@
-"""Delay on the links of emulated hosts: a switch in user space that holds every packet for a while, as there may be no `netem`.
+"""Delay on the links of emulated hosts: a user-space switch that holds every packet.
 
-It takes the place of the bridge. Large pieces of TCP pass in one, as through a network card that cuts them itself, so that it keeps up
-with 1 Gbit/s; what a link is too slow for, its queue drops, as everywhere.
+It works where there is no `netem`, and takes the place of the bridge. Large pieces of TCP pass in one, as through a
+network card that cuts them itself, so that it keeps up with 1 Gbit/s; what a link is too slow for, its queue drops, as
+everywhere.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ class _Held(NamedTuple):
 
 
 class Relay(threading.Thread):
-    """A thread that carries packets between the ports of the bridge's namespace, from its start until the process ends.
+    """A thread that carries packets between ports of the bridge's namespace until the process ends.
 
     `cut` holds the numbers of the hosts whose packets it drops, both ways.
     """
 
     def __init__(self, bridge: str, links: Sequence[Wire], delay_s: float) -> None:
-        """Open the ports, which must be there and belong to no bridge; packets are carried from `start` on."""
+        """Open the ports, which must exist and belong to no bridge.
+
+        Packets are carried from `start` on.
+        """
         super().__init__(name="relay", daemon=True)
         self.cut: set[int] = set()
         self._delay_s = delay_s
@@ -50,7 +54,7 @@ class Relay(threading.Thread):
         self._held: deque[_Held] = deque()
 
     def run(self) -> None:
-        """Carry packets, each of which waits equally long, so they leave in the order of their coming."""
+        """Carry packets in order of arrival, each held equally long."""
         while True:
             wait_s = max(0.0, self._held[0].due - time.monotonic()) if self._held else None
             ready, _, _ = select.select(self._ports, [], [], wait_s)

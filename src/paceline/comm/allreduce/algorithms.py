@@ -58,7 +58,7 @@ def algorithm_for(group: Group, name: str, links: Links | None = None) -> Algori
         PlanError: there is none of that name.
     """
     if name not in NAMES:
-        raise PlanError(f"there is no way to add up called {name!r}; there are {', '.join(NAMES)}")
+        raise PlanError(f"there is no all-reduce algorithm called {name!r}; there are {', '.join(NAMES)}")
     if name == "auto":
         return (
             Auto(group, links)

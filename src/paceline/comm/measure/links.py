@@ -157,14 +157,14 @@ def caveats(measured: Sequence[Measured], limit: Limit) -> Iterator[str]:
 
 
 def size_text(size_bytes: int) -> str:
-    """The size as text: `64 KiB`, `16 MiB`.
-
-    A size that was rounded down a little, so that the ranks share it evenly, is shown as the round one.
-    """
+    """The size as one word: `64KiB`, `16MiB`; see `message_size`."""
     return str(message_size(size_bytes)).replace(" ", "")
 
 
 def message_size(size_bytes: int) -> Shown:
-    """`64 KiB`, `16 MiB`; also of a size that was rounded down a little so that the ranks share it evenly."""
+    """The size as a figure: `64 KiB`, `16 MiB`.
+
+    A size within 2 % of a power of two is shown as that power.
+    """
     power = 2 ** round(math.log2(max(size_bytes, 1)))
     return units.size(power if abs(size_bytes - power) < 0.02 * power else size_bytes)

@@ -1,4 +1,4 @@
-"""The link to another rank: a stream over a TCP connection that is re-made when lost.
+"""The link to another rank: a stream over a TCP connection, re-made when lost.
 
 Of two ranks the one with the higher number connects. The other can only knock: open a connection to say that it misses one. A knock, like a
 connect, also tells whether the process is still there: where the address answers and nobody listens any more, it is gone; where nothing
