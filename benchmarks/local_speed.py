@@ -48,7 +48,8 @@ from paceline.launch.local import ALLOCATOR
 from paceline.planner.knobs import KNOBS
 from paceline.plans.plan import Plan, Transport, cores_of
 from paceline.stats import Interval, median_interval
-from paceline.training.loop import Loop, build_engine
+from paceline.training.build import build_engine
+from paceline.training.loop import Loop
 from paceline.training.record.run import Run
 from paceline.tuning.auto import choose
 from served import Ranks
@@ -310,10 +311,8 @@ def serve(runs: Path, transport: Transport) -> None:
         alone = plan.dp == 1
         run = Run(runs / str(group.rank if alone else 0))
         loop = our_loop(run, Group() if alone else group)
-        with closing(loop.checkpointer), closing(loop.recorder):
+        with closing(loop.checkpoints.writer), closing(loop):
             answer(our_steps(loop), our_batches(loop))
-        if loop.events is not None:
-            loop.events.close()
 
 
 def our_loop(run: Run, group: Group) -> Loop:
@@ -322,7 +321,7 @@ def our_loop(run: Run, group: Group) -> Loop:
     model = run.job.model.build()
     data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=0)
     loop = Loop(run, build_engine(run.job, run.plan, model, data, group), data, group)
-    loop.progress = None  # under `paceline train` the launcher shows it, from another process
+    loop.events.progress = None  # under `paceline train` the launcher shows it, from another process
     return loop
 
 

@@ -21,7 +21,7 @@ def our_steps(loop: Loop) -> Generator[float, None, None]:
     """What `paceline train` does at every step, with its record, stop rule and status; yields the loss."""
     while True:
         for batch in loop.engine.loader:
-            result = loop.advance(batch)
-            assert result is not None
-            loop.after_step(result)
-            yield result.loss
+            info = loop.advance(batch)
+            assert info is not None
+            loop.after_step(info)
+            yield info.result.loss

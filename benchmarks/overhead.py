@@ -42,7 +42,8 @@ from paceline.job.partition import Partition
 from paceline.launch.local import ALLOCATOR
 from paceline.plans.plan import Plan
 from paceline.stats import median_interval
-from paceline.training.loop import Loop, build_engine
+from paceline.training.build import build_engine
+from paceline.training.loop import Loop
 from paceline.training.record.run import Run
 
 BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 20, 5, 40, 8
@@ -161,8 +162,8 @@ def serve(kind: str) -> None:
                 answer = timed(steps, BLOCK_STEPS) if question == "block\n" else beside_checkpoints(loop, steps)
             print(json.dumps(answer), flush=True)
         steps.close()
-        loop.checkpointer.close()
-        loop.recorder.close()
+        loop.checkpoints.writer.close()
+        loop.close()
 
 
 def beside_checkpoints(loop: Loop, steps: Generator[float, None, None]) -> dict[str, list[float]]:
@@ -172,11 +173,11 @@ def beside_checkpoints(loop: Loop, steps: Generator[float, None, None]) -> dict[
     for _ in range(CHECKPOINTS):
         before = [timed(steps, 1) for _ in range(8)]
         started = time.perf_counter()
-        loop.save()
+        loop.checkpoints.save()
         saving_s = time.perf_counter() - started
         beside = [timed(steps, 1)]
         beside[0] += saving_s  # what `save` itself takes belongs to the step that it is called in
-        while loop.checkpointer.busy:
+        while loop.checkpoints.writer.busy:
             beside.append(timed(steps, 1))
         rounds["write_s"].append(time.perf_counter() - started)
         quiet_s = statistics.median(before + [timed(steps, 1) for _ in range(8)])
@@ -208,7 +209,7 @@ def our_loop(folder: Path, job: dict[str, Any]) -> Loop:
     data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=0)
     group = Group()
     loop = Loop(run, build_engine(run.job, run.plan, model, data, group), data, group)
-    loop.progress = None  # under `paceline train` the launcher shows it, from another process
+    loop.events.progress = None  # under `paceline train` the launcher shows it, from another process
     return loop
 
 

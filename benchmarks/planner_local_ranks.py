@@ -16,7 +16,8 @@ import torch
 
 from measure import our_steps
 from paceline.comm.backend import joined
-from paceline.training.loop import Loop, build_engine, built, seed_all
+from paceline.training.build import build_engine, built, seed_all
+from paceline.training.loop import Loop
 from paceline.training.record.recorder import _kernel_counts
 from paceline.training.record.run import Run, read_lines
 
@@ -30,9 +31,9 @@ def serve(folder: Path) -> None:
         data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         engine = build_engine(run.job, run.plan, built(run.job, run.plan), data, group)
         loop = Loop(run, engine, data, group)
-        loop.progress = None
+        loop.events.progress = None
         lines = folder / "steps" / f"rank-{group.rank}.jsonl"
-        with closing(loop.checkpointer), closing(loop.recorder):
+        with closing(loop.checkpoints.writer), closing(loop):
             steps = our_steps(loop)
             for line in sys.stdin:
                 count = json.loads(line)["steps"]
@@ -42,8 +43,6 @@ def serve(folder: Path) -> None:
                 parts = [{key: value for key, value in step.items() if key.endswith("_s")} for step in newest]
                 peak = _kernel_counts("status", {"VmHWM": "peak"})["peak"]
                 print(json.dumps({"steps": parts, "peak": peak}), flush=True)
-        if loop.events is not None:
-            loop.events.close()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.plans.plan import Plan, Transport
 from paceline.split.mesh import Mesh
-from paceline.training.loop import Loop, build_engine, built, loader_of, seed_all
+from paceline.training.build import build_engine, built, loader_of, seed_all
+from paceline.training.loop import Loop
 from paceline.training.record.run import Run
 
 DEADLINE_S = 300.0
@@ -102,7 +103,7 @@ class Ours(Training):
         torch.set_num_threads(run.plan.threads)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
         self.loop = Loop(run, build_engine(job, run.plan, built(job, run.plan), self.data, group), self.data, group)
-        self.loop.progress = None  # under `paceline train` the launcher shows it, from another process
+        self.loop.events.progress = None  # under `paceline train` the launcher shows it, from another process
         super().__init__(our_steps(self.loop), self.loop.engine.replica.said)
 
     def sent_bytes(self) -> int:
@@ -118,10 +119,8 @@ class Ours(Training):
         super().close()
         self.loop.engine.close()
         self.loop.engine.loader.close()
-        self.loop.checkpointer.close()
-        self.loop.recorder.close()
-        if self.loop.events is not None:
-            self.loop.events.close()
+        self.loop.checkpoints.writer.close()
+        self.loop.close()
 
 
 class ByHand(Training):

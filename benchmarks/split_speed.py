@@ -49,7 +49,7 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.split.memory import held_bytes, predicted_bytes
 from paceline.stats import Interval, median_interval
-from paceline.training.loop import build_engine, built, seed_all
+from paceline.training.build import build_engine, built, seed_all
 from served import Ranks
 
 LLAMA = {

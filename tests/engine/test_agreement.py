@@ -18,9 +18,9 @@ from paceline.data.loader import held_out_batches
 from paceline.engine.engine import Engine
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.plans.plan import Plan
+from paceline.training.build import build_engine, built, seed_all
 from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.checkpoint.reader import load_latest
-from paceline.training.loop import build_engine, built, seed_all
 from paceline.training.record.run import Run
 from ranks import RankError, Ranks
 from small_jobs import CLASSES, FEATURES, Points, new_run, points, small_job, train_as_rank, with_dropout

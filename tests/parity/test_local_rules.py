@@ -16,7 +16,7 @@ from families import family_job
 from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
-from paceline.training.loop import build_engine, built, seed_all
+from paceline.training.build import build_engine, built, seed_all
 from paceline.training.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, train_as_rank

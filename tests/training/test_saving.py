@@ -16,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commands import checkpoints, events
 from paceline.comm import Group
-from paceline.engine.signals import Notes
+from paceline.engine.compute import LocalLoss
+from paceline.engine.meter import Meter
+from paceline.engine.signals import StepSignals
 from paceline.errors import CheckpointError
 from paceline.job.job import CheckpointSpec
 from paceline.training.checkpoint import writer as checkpoint
@@ -79,15 +81,15 @@ class Slow(Checkpointer):
 
 
 def test_a_checkpoint_that_training_waited_for_is_begun_earlier_the_next_time_and_only_once(tmp_path: Path) -> None:
-    notes = Notes(Group())
+    signals = StepSignals(Group())
     slow = Slow(tmp_path, rank=0, world=1, keep=9, deadline_s=60, report=lambda *_: None)
-    saving = Saving(slow, CheckpointSpec(every_steps=10), notes, lambda *_: None)
-    notes.begin()
+    saving = Saving(slow, CheckpointSpec(every_steps=10), signals, lambda *_: None)
+    signals.seal(Meter(torch.device("cpu")), LocalLoss())
     begun: list[int] = []
     for step in range(1, 61):
         saving.ask(step, 0.0)
         saving.before_update(step)
-        if saving.due(step, notes.read().votes):
+        if saving.due(step, signals.read().votes):
             begun.append(step)
             saving.begin(step, Snapshot({"model/w": torch.ones(3)}), 0.0)
     saving.finish()

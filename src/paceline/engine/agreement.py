@@ -1,4 +1,4 @@
-"""What the ranks make of their gradients between the backward pass and the update: the loss, the norm and the votes that each step has."""
+"""Agreement between the backward pass and the update: gradients, loss, norm and votes of a step, over all ranks."""
 
 from __future__ import annotations
 
@@ -7,101 +7,124 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.engine.meter import COMM
-from paceline.engine.signals import Agreed
+from paceline.comm import Group
+from paceline.engine.compute import LocalLoss
+from paceline.engine.meter import COMM, Meter
+from paceline.engine.signals import Agreed, StepSignals
+from paceline.sync import Replica, SyncRule
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
     from paceline.split.apply import Split
 
 
-class Together:
-    """Gradients, losses and votes are those of all replicas in every step."""
+class SynchronousAgreement:
+    """Gradients, losses and votes are those of all replicas in every step.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._norm = 0.0  # of the newest gradient, where the model is divided
+    Args:
+        rule: how the replicas agree; attached to `replica` already.
+        signals: loss, votes and times, which travel with the gradients.
+        world: all ranks.
+        split: how the model is divided over the ranks of a replica; None where each holds all of it.
+    """
 
-    def agree(self) -> Agreed:
-        """Have the rule agree; the gradients are then of the mean over all items that there were."""
-        engine = self.engine
-        own_busy_s = engine.notes.seal(engine.meter)
-        if engine.split is not None:
-            engine.split.after_backward()
-        engine.rule.after_backward()
-        if engine.split is not None:
-            self._sum_over_all(engine.split)
-        agreed = engine.notes.read()
+    def __init__(
+        self, rule: SyncRule, replica: Replica, signals: StepSignals, meter: Meter, world: Group, split: Split | None = None
+    ) -> None:
+        self.rule, self.replica, self.signals, self.meter, self.world, self.split = rule, replica, signals, meter, world, split
+        # of the newest gradient, where the model is divided
+        self._norm = 0.0
+
+    def agree(self, local: LocalLoss) -> Agreed:
+        """Have the rule agree; from here on gradients are those of the mean over all items of the global batch."""
+        own_busy_s = self.signals.seal(self.meter, local)
+        if self.split is not None:
+            self.split.after_backward()
+        self.rule.after_backward()
+        if self.split is not None:
+            self._sum_over_all(self.split)
+        agreed = self.signals.read()
         self._scale(agreed.rescale)
-        if engine.group.size > 1:
-            engine.meter.mark(COMM)
-            engine.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
+        if self.world.size > 1:
+            self.meter.mark(COMM)
+            self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
         return agreed
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient of which `agree` was the last to speak."""
-        if self.engine.split is not None:
+        """L2 norm of the whole gradient that was agreed on last."""
+        if self.split is not None:
             return self._norm
-        gradients = self.engine.replica.gradients
+        gradients = self.replica.gradients
         norms = torch._foreach_norm(gradients) if gradients else ()
-        if self.engine.device.type == "cuda" and norms:
-            return float(torch.linalg.vector_norm(torch.stack(norms)))  # one wait for the device, not one per tensor
+        if norms and norms[0].device.type == "cuda":
+            # one wait for the device, not one per tensor
+            return float(torch.linalg.vector_norm(torch.stack(norms)))
         return math.hypot(*[norm.item() for norm in norms])
+
+    @property
+    def deciders(self) -> Group:
+        """The ranks that see the same loss and gradient, and so decide alike whether to update."""
+        return self.world
 
     def _scale(self, factor: float) -> None:
         """Fewer or more items than the first batch had per sample: the mean is over the items that there were."""
         if factor != 1.0:
-            torch._foreach_mul_(self.engine.replica.gradients, factor)
+            torch._foreach_mul_(self.replica.gradients, factor)
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> None:
-        """Sum the notes and the squares of the gradients over all ranks, in one collective of their own."""
-        notes = self.engine.notes
-        together = torch.cat([notes.tensor, split.gradient_square()])
-        self.engine.group.all_reduce(together)
-        notes.tensor.copy_(together[:-1])
+        """Sum the signals and the squares of the gradients over all ranks, in one collective of their own."""
+        tensor = self.signals.tensor
+        together = torch.cat([tensor, split.gradient_square()])
+        self.world.all_reduce(together)
+        tensor.copy_(together[:-1])
         self._norm = math.sqrt(float(together[-1]))
 
 
-class Apart(Together):
-    """Every replica takes the step of its own gradient and loss. What all know is told in the steps in which the rule agrees.
+class LocalAgreement(SynchronousAgreement):
+    """Every replica takes the step of its own gradient and loss; all know of it in the steps in which the rule agrees.
 
     Within a replica that is divided, its ranks agree in every step.
     """
 
-    def agree(self) -> Agreed:
-        engine, notes = self.engine, self.engine.notes
-        own_busy_s = notes.seal(engine.meter)
-        loss, items = notes.share()
-        if engine.split is not None:
-            engine.split.after_backward()
-        engine.rule.after_backward()
-        everywhere = engine.replica.agreed
-        if engine.split is not None:
-            loss, items = self._sum_over_replica(engine.split, loss, items, everywhere)
-        own = notes.scaled(loss, items)
+    def agree(self, local: LocalLoss) -> Agreed:
+        """See `SynchronousAgreement.agree`; the gradients are those of this replica's own mean."""
+        own_busy_s = self.signals.seal(self.meter, local)
+        loss, items = self.signals.share(local)
+        if self.split is not None:
+            self.split.after_backward()
+        self.rule.after_backward()
+        everywhere = self.replica.agreed
+        if self.split is not None:
+            loss, items = self._sum_over_replica(self.split, loss, items, everywhere)
+        own = self.signals.scaled(loss, items)
         self._scale(own.rescale)
-        engine.meter.mark(COMM)
+        self.meter.mark(COMM)
         if not everywhere:
             return own
-        agreed = notes.read()
-        engine.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
+        agreed = self.signals.read()
+        self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
         return Agreed(agreed.loss, own.rescale, agreed.votes, agreed.slowest_busy_s, own_loss=own.loss)
 
+    @property
+    def deciders(self) -> Group:
+        """The ranks of this replica."""
+        return self.replica.inner
+
     def _sum_over_replica(self, split: Split, loss: float, items: float, everywhere: bool) -> tuple[float, float]:
-        """The loss and items of this replica, whose norm is noted; with `everywhere`, the notes are summed over all ranks on the way."""
-        notes, replicas, place = self.engine.notes.tensor, split.mesh.sizes["dp"], split.mesh.place["dp"]
-        own = notes.new_tensor([loss, items, 0.0])
-        own[2:] = split.gradient_square() * replicas  # which divides by them
+        """Loss and items of this replica, whose norm is kept; with `everywhere`, signals are summed over all ranks on the way."""
+        tensor, replicas, place = self.signals.tensor, split.mesh.sizes["dp"], split.mesh.place["dp"]
+        own = tensor.new_tensor([loss, items, 0.0])
+        # `gradient_square` divides by the replicas
+        own[2:] = split.gradient_square() * replicas
         if not everywhere:
-            self.engine.replica.inner.all_reduce(own)
+            self.replica.inner.all_reduce(own)
         else:
-            by_replica = notes.new_zeros(replicas, len(own))
+            by_replica = tensor.new_zeros(replicas, len(own))
             by_replica[place] = own
-            together = torch.cat([notes, by_replica.view(-1)])
-            self.engine.group.all_reduce(together)
-            notes.copy_(together[: len(notes)])
-            own = together[len(notes) :].view(replicas, -1)[place]
+            together = torch.cat([tensor, by_replica.view(-1)])
+            self.world.all_reduce(together)
+            tensor.copy_(together[: len(tensor)])
+            own = together[len(tensor) :].view(replicas, -1)[place]
         loss, items, square = own.tolist()
         self._norm = math.sqrt(square)
         return loss, items

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.comm import Group
@@ -55,3 +56,10 @@ def _prepare_embeddings(model: nn.Module, data_group: Group) -> None:
                 f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the global batch: dp=1, or '
                 "scale_grad_by_freq=False."
             )
+
+
+def to_channels_last(model: nn.Module) -> None:
+    """Lay the weights of convolutions (4-D) out with channels last."""
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

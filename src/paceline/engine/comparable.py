@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.job.batch import Batch
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.compute import Compute
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,17 +47,17 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def random_module(engine: Engine, batch: Batch) -> str | None:
+def random_module(compute: Compute, batch: Batch) -> str | None:
     """The first module whose output differs between two passes over a batch with other random states; None where none does.
 
     `the loss`, where only that differs.
     """
-    model, found = engine.model, list[dict[str, float]]()
+    model, found = compute.model, list[dict[str, float]]()
     buffers = [(b, b.clone()) for b in model.buffers()]
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
             torch.manual_seed(seed)
-            found.append(_sums(engine, batch))
+            found.append(_sums(compute, batch))
             for buffer, saved in buffers:
                 buffer.copy_(saved)
     for buffer, saved in buffers:
@@ -67,7 +67,7 @@ def random_module(engine: Engine, batch: Batch) -> str | None:
     return next((name for name, value in found[0].items() if value == value and found[1].get(name) != value), None)
 
 
-def _sums(engine: Engine, batch: Batch) -> dict[str, float]:
+def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
     """The sum of every module's output, and of the loss, in the order in which they were computed."""
     sums: dict[str, float] = {}
 
@@ -79,12 +79,12 @@ def _sums(engine: Engine, batch: Batch) -> dict[str, float]:
 
         return hook
 
-    hooks = [module.register_forward_hook(note(name or "the model")) for name, module in engine.model.named_modules()]
+    hooks = [module.register_forward_hook(note(name or "the model")) for name, module in compute.model.named_modules()]
     try:
-        placed = engine._place(batch)
-        output = engine._call(placed)
-        if not getattr(engine.loss, "whole_batch", False):
-            sums["the loss"] = float(engine.step_loss(output, engine.weighing.target(placed)))
+        placed = compute.place(batch)
+        output = compute.call(placed)
+        if not getattr(compute.loss, "whole_batch", False):
+            sums["the loss"] = float(compute.step_loss(output, compute.weighing.target(placed)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -20,44 +20,44 @@ from paceline.job.batch import Batch, rows, split
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.compute import Compute
 
 SAMPLES = 4
 _TOLERANCE = {"fp64": 1e-6, "fp32": 2e-5, "bf16": 2e-2}
 _REFUSED = 1e-2  # a loss that differs by more is not one with a small term beside it
 
 
-def examine(engine: Engine) -> list[str]:
+def examine(compute: Compute) -> list[str]:
     """Set the terms of a model's own loss; returns what a user must know of it. Every rank calls this.
 
     Raises:
         PlanError: the model's loss compares the samples of a batch with each other, and the plan computes it in parts.
     """
-    loss = engine.loss
-    if engine.plan.cp > 1:  # the split has made sure that it is the mean over shifted labels
+    loss = compute.loss
+    if compute.plan.cp > 1:  # the split has made sure that it is the mean over shifted labels
         if isinstance(loss, ModelsOwn):
             loss.terms = (Term("labels", shifted=True, ignored=IGNORED),)
         return []
-    example = engine.loader.example(SAMPLES)
-    parts = engine.plan.data_ranks * engine.plan.microbatches
-    with _SetAside(engine), _Watch() as watch:
-        whole = _told(engine, _loss_of(engine, example))
+    example = compute.loader.example(SAMPLES)
+    parts = compute.plan.data_ranks * compute.plan.microbatches
+    with _SetAside(compute), _Watch() as watch:
+        whole = _told(compute, _loss_of(compute, example))
         terms = [term for call in watch.calls if (term := _traced(call, example)) is not None]
-        terms = _told_terms(engine, list(dict.fromkeys(terms)))
+        terms = _told_terms(compute, list(dict.fromkeys(terms)))
         if isinstance(loss, ModelsOwn):
             loss.terms = tuple(terms)
         if parts == 1 or whole - whole != 0:
             return []
-        values = [(_told(engine, _loss_of(engine, half)), float(engine.weighing.items(half))) for half in split(example, 2)]
+        values = [(_told(compute, _loss_of(compute, half)), float(compute.weighing.items(half))) for half in split(example, 2)]
     said: list[str] = []
     if len({(term.key, term.shifted) for term in terms if term.ignored is not None}) > 1:
         keys = ", ".join(dict.fromkeys(term.key for term in terms))
         said.append(
-            f"the model's loss has means over different labels ({keys}); under plan {engine.plan} its parts are weighed by the first"
+            f"the model's loss has means over different labels ({keys}); under plan {compute.plan} its parts are weighed by the first"
         )
     mean = sum(value * n for value, n in values if n) / (sum(n for _, n in values) or 1.0)
     difference = abs(mean - whole) / (abs(whole) or 1.0)
-    if difference != difference or difference <= _TOLERANCE[engine.precision]:
+    if difference != difference or difference <= _TOLERANCE[compute.precision]:
         return said
     found = (
         f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves {mean:.6g} ({difference:.1e} apart): "
@@ -65,26 +65,26 @@ def examine(engine: Engine) -> list[str]:
     )
     if difference > _REFUSED:
         raise PlanError(
-            f"{found}, and plan {engine.plan} computes a batch in {parts} parts, so it would train something else. Use one replica and one "
-            "microbatch; or compute the loss from the model's outputs by a function of your own with `whole_batch = True` (docs/job.md)"
+            f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something else. Use one replica and "
+            "one microbatch; or compute the loss from the model's outputs by a function of your own with `whole_batch = True` (docs/job.md)"
         )
-    said.append(f"{found}, as mixtures of experts do to balance their load; under plan {engine.plan} they are over each part by itself")
+    said.append(f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over each part by itself")
     return said
 
 
 class _SetAside(ExitStack):
     """Within, the model is in eval mode and draws from other random states; afterwards all is as before."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, compute: Compute) -> None:
         super().__init__()
-        self.engine = engine
+        self.compute = compute
 
     def __enter__(self) -> _SetAside:
-        engine, model = self.engine, self.engine.model
+        compute, model = self.compute, self.compute.model
         training = [module for module in model.modules() if module.training]
         buffers = [(b, b.clone()) for b in model.buffers()]
         model.eval()
-        self.enter_context(torch.random.fork_rng([engine.device.index or 0] if engine.device.type == "cuda" else []))
+        self.enter_context(torch.random.fork_rng([compute.device.index or 0] if compute.device.type == "cuda" else []))
         self.enter_context(torch.no_grad())
 
         def restore() -> None:
@@ -98,31 +98,27 @@ class _SetAside(ExitStack):
         return self
 
 
-def _loss_of(engine: Engine, batch: Batch) -> float | None:
+def _loss_of(compute: Compute, batch: Batch) -> float | None:
     """The model's loss of a batch; None where another rank has it."""
-    with engine._autocast():
-        if engine.split is not None:
-            found = engine.divided.output(batch)
-            if found is None:
-                return None
-            output, placed = found
-        else:
-            placed = engine._place(batch)
-            output = engine._call(placed)
-        return float(engine.loss(output, engine.weighing.target(placed)))
+    with compute.autocast():
+        found = compute.output(batch)
+        if found is None:
+            return None
+        output, placed = found
+        return float(compute.loss(output, compute.weighing.target(placed)))
 
 
-def _told(engine: Engine, value: float | None) -> float:
+def _told(compute: Compute, value: float | None) -> float:
     """The value of the ranks that have it, on all."""
-    told = torch.tensor([value or 0.0, float(value is not None)], dtype=torch.float64, device=engine.device)
-    engine.group.all_reduce(told)
+    told = torch.tensor([value or 0.0, float(value is not None)], dtype=torch.float64, device=compute.device)
+    compute.group.all_reduce(told)
     total, count = told.tolist()
     return float(total / max(count, 1.0))
 
 
-def _told_terms(engine: Engine, terms: list[Term]) -> list[Term]:
+def _told_terms(compute: Compute, terms: list[Term]) -> list[Term]:
     """The terms of the ranks that have seen the loss, in a pipeline those of the last stage, on all."""
-    told = engine.group.gather_json([[t.key, t.shifted, t.ignored, t.masked] for t in terms])
+    told = compute.group.gather_json([[t.key, t.shifted, t.ignored, t.masked] for t in terms])
     return [Term(*found) for found in max(told, key=len)]
 
 

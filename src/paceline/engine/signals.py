@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
+from paceline.engine.compute import LocalLoss
 from paceline.engine.meter import Meter
 
 VOTES = ("out_of_time", "interrupted", "checkpoint")
@@ -36,7 +37,7 @@ class Agreed:
     everywhere: bool = True
 
 
-class Notes:
+class StepSignals:
     """The layout of `Replica.notes`: loss, items, one number per vote, then the busy time of every replica in its own place."""
 
     def __init__(self, group: Group, dtype: torch.dtype = torch.float32) -> None:
@@ -49,19 +50,9 @@ class Notes:
         """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step in which the replicas agree."""
         self._asked.add(what)
 
-    def begin(self) -> None:
-        """Start the notes of a step."""
-        self._loss: float | Tensor = 0.0
-        self._items: float | Tensor = 0.0
-
-    def add_loss(self, share: float | Tensor, items: float | Tensor) -> None:
-        """Add a microbatch's part of the global mean loss, and the share of the global batch that it stands for."""
-        self._loss = self._loss + share if isinstance(self._loss, Tensor) else share
-        self._items = self._items + items
-
-    def seal(self, meter: Meter) -> float:
-        """Write the notes of this rank before the agreement; returns the busy seconds noted."""
-        busy_s = meter.busy_s()
+    def seal(self, meter: Meter, local: LocalLoss) -> float:
+        """Write what this rank has to say before the agreement; returns the busy seconds noted."""
+        busy_s, self._local = meter.busy_s(), local
         if self.group.size == 1:
             return busy_s
         staged = [0.0] * len(self.tensor)
@@ -69,12 +60,12 @@ class Notes:
             staged[FIRST_VOTE + i] = float(what in self._asked)
         staged[FIRST_BUSY + self.group.rank] = busy_s
         if self.tensor.device.type == "cpu":
-            staged[LOSS], staged[ITEMS] = float(self._loss), float(self._items)
+            staged[LOSS], staged[ITEMS] = float(local.total), float(local.items)
             self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
         else:
             self.tensor.copy_(torch.tensor(staged, dtype=self.tensor.dtype))
-            self.tensor[LOSS] = self._loss
-            self.tensor[ITEMS] = self._items
+            self.tensor[LOSS] = local.total
+            self.tensor[ITEMS] = local.items
         return busy_s
 
     def take_busy(self) -> list[float]:
@@ -82,9 +73,9 @@ class Notes:
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
-    def share(self) -> tuple[float, float]:
+    def share(self, local: LocalLoss) -> tuple[float, float]:
         """This rank's part of the loss, and of the items, of the step."""
-        return float(self._loss), float(self._items)
+        return float(local.total), float(local.items)
 
     def scaled(self, loss: float, items: float) -> Agreed:
         """What a replica knows of itself from its share of the loss and of the items; what was asked for stays asked."""
@@ -95,7 +86,7 @@ class Notes:
         """The sums over all replicas, after the agreement."""
         if self.group.size == 1:
             votes = dict.fromkeys(self._asked, 1)
-            loss, items = float(self._loss), float(self._items)
+            loss, items = self.share(self._local)
             slowest_s = 0.0
         else:
             loss, items, *rest = self.tensor.tolist()

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import call, prepared
+from paceline.engine.compute import Compute, LocalLoss
 from paceline.engine.max_norm import has_max_norm
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
@@ -24,7 +26,7 @@ from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine, Settings
+    from paceline.engine.engine import Settings
 
 
 def divide(model: nn.Module | DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
@@ -53,72 +55,81 @@ def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Load
     return made
 
 
-class Divided:
-    """The forward and backward passes of one rank of a divided model.
+class SplitModel(Compute):
+    """A replica over several ranks, each of which computes its part of the model, of the layers, or of the tokens.
 
-    All ranks that wait for each other in these passes take them equally often: a rank without a sample left in a step computes one that
-    it saw before, and counts it as nothing.
+    All ranks that wait for each other compute equally often: a rank that has no sample left in a step computes one that it saw before,
+    and counts it as nothing.
     """
 
-    def __init__(self, engine: Engine, split: Split) -> None:
-        self.engine, self.split = engine, split
-        self._sample = _first(split.example)  # to be computed where there is none
-        self._head = split.tensors.vocabulary_head if split.tensors is not None and type(engine.loss) is CrossEntropy else None
-        if self._head is not None:
-            self._head.gather = False  # the loss needs the sums over the vocabulary only
-            engine.step_loss = ParallelLoss(cast(CrossEntropy, engine.loss), split.mesh.group("tp"))
+    split: Split
 
-    def backward(self, batch: Batch | None, position: Position) -> None:
-        """Accumulate the gradient of this rank's part of the global mean loss, and note its part of the loss."""
-        engine, count = self.engine, self.split.microbatches(self.engine.loader.partition.shares(position.step))
-        engine.notes.add_loss(0.0, 0.0)
+    def __init__(self, split: Split, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
+        super().__init__(split.model, loss, loader, plan, group, split.mesh.group(*DATA_AXES), precision, split)
+        self.casts = split.fully is not None and split.fully.casts
+        # computed where there is no sample left
+        self._sample = _first(split.example)
+        self._head = split.tensors.vocabulary_head if split.tensors is not None and type(loss) is CrossEntropy else None
+        self.divides_logits = self._head is not None
+        if self._head is not None:
+            # the loss needs the sums over the vocabulary only
+            self._head.gather = False
+            self.step_loss = ParallelLoss(cast(CrossEntropy, loss), split.mesh.group("tp"))
+
+    def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
+        """See `Compute.forward_backward`."""
+        local, count = LocalLoss(), self.split.microbatches(self.loader.partition.shares(position.step))
         if batch is None and not self.split.all_must_compute:
-            return
+            return local
         placed = self._placed(batch, count)
         if self.split.pipeline is not None:
-            engine.weigh_balance(placed if batch is not None else None, position, alike=True)
-            self.split.pipeline.forward_backward(placed, count, lambda output, part, i: self._loss(output, part, batch, position))
-            return
+            self.experts.weigh(placed if batch is not None else None, position, alike=True)
+            self.split.pipeline.forward_backward(
+                placed, count, lambda output, part, i: self._addend(local, output, part, batch, position, step)
+            )
+            return local
         parts = list(split(placed, count))
         for i, part in enumerate(parts):
-            engine.replica.last_backward = i == len(parts) - 1
-            self.split.begin_microbatch(last=engine.replica.last_backward)
-            engine.weigh_balance(part if batch is not None else None, position)
-            with engine._autocast():
-                loss = self._loss(engine._call(part), part, batch, position)
+            self.replica.last_backward = i == len(parts) - 1
+            self.split.begin_microbatch(last=self.replica.last_backward)
+            self.experts.weigh(part if batch is not None else None, position)
+            with self.autocast():
+                loss = self._addend(local, self.call(part), part, batch, position, step)
             loss.backward()
+        return local
 
     def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
-        """The model's output for a held-out batch, and the batch as it was computed; None where another rank has it."""
+        """See `Compute.output`."""
         if batch is None and not self.split.all_must_compute:
             return None
         placed = self._placed(batch, 1)
         pipeline = self.split.pipeline
         if self._head is not None:
             self._head.gather = True
-        output = self.engine._call(placed) if pipeline is None else pipeline.forward(placed)
+        output = self.call(placed) if pipeline is None else pipeline.forward(placed)
         if self._head is not None:
             self._head.gather = False
         return (output, placed) if batch is not None and self.split.owns_loss else None
 
-    def _loss(self, output: Any, part: Batch, batch: Batch | None, position: Position) -> Tensor:
-        """This part's addend of the global mean loss; it is noted where this rank is the one that counts it."""
+    def _addend(self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int) -> Tensor:
+        """This part's addend of the global mean loss; `local` gets it where this rank is the one that counts it."""
         if batch is None:
-            return self.engine.step_loss(output, self.engine.weighing.target(part)) * 0.0
-        loss, items = self.engine.weighed_loss(output, part, batch, position)
-        share = 1.0
-        if self.split.context is not None and not self.split.context.whole and not self.engine.weighing.counts:
-            items = items / self.split.context.group.size  # a sample counts once, and each rank has some of its tokens
-            adds_up = self.split.context.own_loss or self.engine.weighing.adds_up
-            share = self.split.context.group.size if adds_up else 1.0  # then the ranks' losses add up to the mean
+            return self.step_loss(output, self.weighing.target(part)) * 0.0
+        loss, items = self.weighed_loss(output, part, batch, position, step)
+        context, share = self.split.context, 1.0
+        if context is not None and not context.whole and not self.weighing.counts:
+            # A sample counts once, and each rank has some of its tokens.
+            items = items / context.group.size
+            # Where the ranks' losses add up to the mean already:
+            share = context.group.size if context.own_loss or self.weighing.adds_up else 1.0
         scaled = loss * (items * share)
         if self.split.owns_loss:
-            self.engine.notes.add_loss(scaled.detach(), items)
+            local.add(scaled.detach(), items)
         return scaled
 
     def _placed(self, batch: Batch | None, count: int) -> Batch:
         """The tokens of the batch that are this rank's, on its device; those of `count` times one sample where there is no batch."""
-        placed = self.engine._place(_repeated(self._sample, count) if batch is None else batch)
+        placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed
 
 

@@ -29,7 +29,7 @@ from paceline.job.zoo.metrics import LossMetric
 
 if TYPE_CHECKING:
     from paceline.data.loader import Position
-    from paceline.engine.engine import Engine
+    from paceline.engine.compute import Compute
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
 _LOW_PRECISION = 2e-2
@@ -38,14 +38,18 @@ _OWN = (CrossEntropy, MeanSquaredError, MeanAbsoluteError, BinaryCrossEntropy)
 
 
 class Weighing:
-    """How the loss of one engine is weighed.
+    """Weights of the parts of a batch in its loss.
 
     Attributes:
         said: what a user must know of how the loss is weighed, for the record.
+        items_per_sample: the unit in which every replica weighs its part; None before the first step.
+        warns: whether what is said is a warning, too: in loops of users' own, on the first rank.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.loss = engine, engine.loss
+    def __init__(self, compute: Compute) -> None:
+        self.compute, self.loss = compute, compute.loss
+        self.items_per_sample: float | None = None
+        self.warns = False
         self.said: list[str] = []
         self._told = 0  # of what was said
         self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
@@ -70,7 +74,7 @@ class Weighing:
         if self.by_model:
             from paceline.engine.model_loss import examine  # only where it is needed
 
-            for text in examine(self.engine):
+            for text in examine(self.compute):
                 self._tell(text)
 
     def news(self) -> list[str]:
@@ -103,10 +107,9 @@ class Weighing:
                 f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: return their mean "
                 "(torch's losses: reduction='mean')"
             )
-        engine = self.engine
-        assert engine.items_per_sample is not None
+        assert self.items_per_sample is not None
         items = self.items(batch)
-        share = items / (position.total * engine.items_per_sample)
+        share = items / (position.total * self.items_per_sample)
         if self.adds_up:
             return loss / share, share
         if isinstance(items, Tensor):
@@ -118,7 +121,7 @@ class Weighing:
     def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
         """The loss of a held-out batch as this rank's part of `(total, count)`."""
         total, count = metric(output, batch if isinstance(self.loss, ModelsOwn) else self.target(batch))
-        context = self.engine.split.context if self.engine.split is not None else None
+        context = self.compute.split.context if self.compute.split is not None else None
         if context is not None and context.own_loss:  # the ranks' losses add up to the mean over the whole sequences
             count /= context.group.size
         return total, count
@@ -153,12 +156,12 @@ class Weighing:
 
     def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:
         """An output and target of two samples or more: this part's; with those of an earlier part or of other ranks, where it has one."""
-        engine, output = self.engine, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
+        compute, output = self.compute, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
         if len(target) > 1:
             return output, target
-        shares = engine.loader.partition.shares(position.step)
-        if max(shares) == min(shares) == 1 and engine.data_group.size > 1 and isinstance(output, Tensor):  # and so on all ranks
-            return gather(engine.data_group, output, shares), gather(engine.data_group, target, shares)
+        shares = compute.loader.partition.shares(position.step)
+        if max(shares) == min(shares) == 1 and compute.data_group.size > 1 and isinstance(output, Tensor):  # and so on all ranks
+            return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
         if not isinstance(output, Tensor):
             self._tell(f"the loss {self._name} gets single samples, whose outputs are no tensors, so what it is the mean over is unknown")
@@ -176,7 +179,7 @@ class Weighing:
                 )
             return
         self._hold(whole, output, target, dim=0)
-        context = self.engine.split.context if self.engine.split is not None else None
+        context = self.compute.split.context if self.compute.split is not None else None
         if context is not None and target.dim() > 1 and target.shape[1] > 1:
             self._hold(whole, output, target, dim=1)
 
@@ -226,7 +229,7 @@ class Weighing:
         """Say something once: in the run's record, or, in a loop of the user's own, as a warning on the first rank."""
         if text not in self.said:
             self.said.append(text)
-            if getattr(self.engine, "is_main", False):
+            if self.warns:
                 warnings.warn(text, stacklevel=2)
 
     @property
@@ -234,12 +237,12 @@ class Weighing:
         return str(getattr(self.loss, "__name__", None) or type(self.loss).__name__)
 
     def _explained(self, whole: float, total: float, parts: list[tuple[float, float]], output: Any, target: Tensor, dim: int) -> str:
-        engine, what = self.engine, "samples" if dim == 0 else "tokens"
+        what = "samples" if dim == 0 else "tokens"
         first, second = (target.shape[dim] - parts[1][1], parts[1][1]) if self._count is None else (parts[0][1], parts[1][1])
         kind = "sum" if self.adds_up else f"mean over its {'items' if self._count is not None else what}"
         head = (
             f"the loss {self._name} is not the {kind}: of a batch it is {whole:.6g}, and its parts (of {first:g} and {second:g}) make "
-            f"{total:.6g}. Plan {engine.plan} computes a batch in parts, and would train something else. "
+            f"{total:.6g}. Plan {self.compute.plan} computes a batch in parts, and would train something else. "
         )
         if self.adds_up or self._count is not None:
             return head + "Correct its `reduction` or `items`; or, if it compares samples with each other, set `whole_batch = True` on it."

@@ -33,7 +33,7 @@ from paceline.plans.plan import Plan
 from paceline.rank_environment import is_our_rank
 from paceline.split.layout import Layout
 from paceline.split.parts import local
-from paceline.training.loop import build_engine, built, seed_all
+from paceline.training.build import build_engine, built, seed_all
 
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at zero, so nothing is
 # measured by less than this share of the norm of all gradients, of all parameters, or of all buffers that the forward pass writes.
@@ -72,7 +72,7 @@ def run_reference(arguments: list[str]) -> None:
 
 
 def _take_reference(engine: Engine, folder: Path, steps: int) -> None:
-    drawn = random_module(engine, engine.loader.example(_LOOKED_AT))
+    drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
     initial, losses = _tensors(engine), []
     outputs = _Outputs(engine.model)
     for step, batch in enumerate(_steps(engine.loader, steps), 1):
@@ -126,7 +126,7 @@ def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
         alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
     engine = build_engine(alone, plan, model, data, group)
     if engine.precision == "fp64":
-        engine.step_loss = in_float64(engine.step_loss)
+        engine.compute.step_loss = in_float64(engine.compute.step_loss)
     if ranks and int(ranks[0]) > 1:
         _Dealt(engine, job, data, int(ranks[0]), together="together" in ranks)
     return engine
@@ -147,7 +147,7 @@ class _Dealt:
         self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
         self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
         self.waiting: list[int] = []  # the ranks of the parts to come
-        engine.microbatches = self.parts  # type: ignore[method-assign, assignment]
+        engine.compute.microbatches = self.parts  # type: ignore[attr-defined]
         if together:
             return
         engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)  # the engine weighs parts, not whole batches

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.engine.signals import Notes
+from paceline.engine.signals import StepSignals
 from paceline.errors import CheckpointError
 from paceline.job.job import CheckpointSpec
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
@@ -27,9 +27,9 @@ class Saving:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, rule: CheckpointSpec, notes: Notes, report: Callable[[str, dict[str, Any]], None]
+        self, checkpointer: Checkpointer, rule: CheckpointSpec, signals: StepSignals, report: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        self.checkpointer, self.rule, self.notes, self.report = checkpointer, rule, notes, report
+        self.checkpointer, self.rule, self.signals, self.report = checkpointer, rule, signals, report
         self.at = -1
         self._whole = 0  # the step of the newest checkpoint that was there when training began, or 0
         self._failures = 0  # in a row
@@ -52,7 +52,7 @@ class Saving:
         else:
             wanted = self._lead_steps > 0 and step - max(self.at, 0) >= every - self._lead_steps
         if wanted:
-            self.notes.vote("checkpoint")
+            self.signals.vote("checkpoint")
 
     def due(self, step: int, votes: dict[str, int]) -> bool:
         """Whether a checkpoint begins after `step`; the same on all ranks that know the same votes."""

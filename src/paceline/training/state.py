@@ -57,7 +57,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
         values={
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
-            "items_per_sample": engine.items_per_sample,
+            "items_per_sample": engine.compute.weighing.items_per_sample,
             "optimizer": {"groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]},
             **rule_values,
             "loop": values,
@@ -98,7 +98,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     engine.optimizer.load_state_dict(state)
     values = loaded.values
     engine.step_count = values["step"]
-    engine.items_per_sample = values["items_per_sample"]
+    engine.compute.weighing.items_per_sample = values["items_per_sample"]
     engine.loader.load_state_dict(values["loader"])
     if said := restore_rule(engine, loaded, alone):
         report("sync", {"said": said})

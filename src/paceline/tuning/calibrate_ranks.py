@@ -35,7 +35,8 @@ from paceline.planner.calibrate import Anchor, Axis, Pace
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks, submodules
-from paceline.training.loop import Loop, build_engine, built, loader_of, seed_all
+from paceline.training.build import build_engine, built, loader_of, seed_all
+from paceline.training.loop import Loop
 from paceline.training.record.run import Run
 from paceline.tuning.segment_timer import Marks
 
@@ -216,15 +217,13 @@ class _Calibrating:
             Run.create(path, job, Cluster.load(self.folder / "cluster.yaml"), plan)
         group.barrier()
         loop = Loop(Run(path), engine, self.data, group)
-        loop.progress = None
+        loop.events.progress = None
         try:
             yield loop
         finally:
             engine.loader.close()
-            loop.checkpointer.close()
-            loop.recorder.close()
-            if loop.events is not None:
-                loop.events.close()
+            loop.checkpoints.writer.close()
+            loop.close()
 
     def _measured_step(self, axis: Axis, loop: Loop, group: Group, microbatches: int) -> Anchor:
         engine = loop.engine
@@ -335,11 +334,11 @@ def _steps(loop: Loop) -> Generator[list[float], None, None]:
     """Take steps forever; yields the seconds of each one's parts."""
     while True:
         for batch in loop.engine.loader:
-            result = loop.advance(batch)
-            assert result is not None, "no step was rejected"
-            assert result.timing is not None, "on CPUs the times of a step are known at its end"
-            loop.after_step(result)
-            yield result.timing.parts_s
+            info = loop.advance(batch)
+            assert info is not None, "no step was rejected"
+            assert info.result.timing is not None, "on CPUs the times of a step are known at its end"
+            loop.after_step(info)
+            yield info.result.timing.parts_s
 
 
 def _better(one: Pace, other: Pace) -> Pace:

@@ -18,7 +18,7 @@ from paceline.engine.engine import Engine
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
-from paceline.training.loop import build_engine, built, seed_all
+from paceline.training.build import build_engine, built, seed_all
 
 WARM_UP_STEPS = 2
 # seconds of one plan's steps before the other's turn

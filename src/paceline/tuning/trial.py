@@ -32,7 +32,7 @@ from paceline.planner.knobs import (
 )
 from paceline.plans.plan import Plan, cores_of
 from paceline.stats import median_interval
-from paceline.training.loop import seed_all
+from paceline.training.build import seed_all
 from paceline.tuning.candidate import WARM_UP_STEPS, Contender, part_of
 from paceline.tuning.findings import BEGINNING, Findings
 

@@ -14,9 +14,9 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.split.memory import StateBytes, held_bytes
+from paceline.training.build import build_engine, built
 from paceline.training.dry_run.dry_run import Rehearsal, rehearse
 from paceline.training.dry_run.memory_watch import Watch
-from paceline.training.loop import build_engine, built
 from ranks import Ranks
 
 LAYERS, HIDDEN, TOKENS, VOCAB = 4, 64, 16, 64

@@ -278,8 +278,8 @@ def in_fp16(by: str) -> list[Any]:
                 engine.backward(loss)
                 result = engine.update()
             found.append([result.problem is None, result.loss])
-    assert engine.loss_scale is not None
-    return [*found, engine.loss_scale.value]
+    assert engine.compute.loss_scale is not None
+    return [*found, engine.compute.loss_scale.value]
 
 
 @pytest.mark.parametrize("by", ["step", "backward"])

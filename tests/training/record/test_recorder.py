@@ -23,6 +23,7 @@ from paceline.cluster.doctor.energy import Counter, Energy
 from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
+from paceline.training.record.callback import StepInfo
 from paceline.training.record.recorder import Recorder, Use
 from paceline.training.record.run import read_lines
 from small_jobs import FEATURES, Points, points, small_job, train_here
@@ -49,7 +50,7 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 def test_a_step_is_one_line_with_what_it_did_and_where_its_time_went(tmp_path: Path) -> None:
     record = recorder(tmp_path)
-    record.step(result(10, loss=0.25, timing=timing(10)), local_samples=4, lr=0.1)
+    record.on_step(StepInfo(result(10, loss=0.25, timing=timing(10)), 0, 4, 0.1))
     record.close()
     (line,) = written(tmp_path)
     assert {k: line[k] for k in ("step", "epoch", "loss", "samples", "local_samples", "lr", "grad_norm")} == {
@@ -68,9 +69,9 @@ def test_a_step_is_one_line_with_what_it_did_and_where_its_time_went(tmp_path: P
 def test_times_that_are_known_one_step_later_stand_in_their_own_step(tmp_path: Path) -> None:
     """As on CUDA, where the times of a step are read while the next one runs."""
     record = recorder(tmp_path)
-    record.step(result(1), 8, 0.1)
-    record.step(result(2, timing=timing(1)), 8, 0.1)
-    record.step(result(3, timing=timing(2)), 8, 0.1)
+    record.on_step(StepInfo(result(1), 0, 8, 0.1))
+    record.on_step(StepInfo(result(2, timing=timing(1)), 0, 8, 0.1))
+    record.on_step(StepInfo(result(3, timing=timing(2)), 0, 8, 0.1))
     record.close()
     assert [(line["step"], line["step_s"] > 0) for line in written(tmp_path)] == [(1, True), (2, True), (3, False)]
 
@@ -87,7 +88,7 @@ def test_a_loss_reads_back_to_the_same_bits(loss: float) -> None:
 def test_the_use_of_the_machine_is_noted_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
     record = recorder(tmp_path)
-    record.step(result(1, timing=timing(1)), 8, 0.1)
+    record.on_step(StepInfo(result(1, timing=timing(1)), 0, 8, 0.1))
     record.close()
     use = written(tmp_path)[0]["use"]
     network = {"network_sent_bytes", "network_received_bytes", "reduced_bytes", "wire_bytes", "saved_bytes"}
@@ -104,7 +105,7 @@ def test_what_the_rule_sent_is_noted_since_the_last_reading(tmp_path: Path, monk
     for step, (sent, plain, error, signal) in enumerate([(100, 100, 0.0, 0.0), (25, 100, 4.0, 100.0), (25, 100, float("nan"), 1.0)], 1):
         traffic.sent_bytes, traffic.plain_bytes = traffic.sent_bytes + sent, traffic.plain_bytes + plain
         traffic.error_square, traffic.signal_square = traffic.error_square + error, traffic.signal_square + signal
-        record.step(result(step, timing=timing(step)), 8, 0.1)
+        record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
     record.close()
     uses = [line["use"] for line in written(tmp_path)]
     assert [(use["wire_bytes"], use["saved_bytes"]) for use in uses] == [(100, 0), (25, 75), (25, 75)]
@@ -118,7 +119,7 @@ def test_a_run_of_any_length_has_a_reading_from_its_second_half(tmp_path: Path) 
     while time.monotonic() < started + 0.2:
         step += 1
         before_s[step] = time.monotonic() - started
-        record.step(result(step, timing=timing(step)), 8, 0.1)
+        record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
         after_s[step] = time.monotonic() - started
     record.close()
     read_at = [line["step"] for line in written(tmp_path) if "use" in line]
@@ -130,7 +131,7 @@ def test_what_costs_milliseconds_is_read_only_now_and_then(tmp_path: Path, monke
     monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
     record = recorder(tmp_path)
     for step in range(1, 6):
-        record.step(result(step, timing=timing(step)), 8, 0.1)
+        record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
     record.close()
     uses = [line["use"] for line in written(tmp_path)]
     assert ["pss_bytes" in use for use in uses] == [True, False, False, False, False]
@@ -147,7 +148,7 @@ def test_energy_is_what_was_used_since_the_last_reading_and_only_where_there_is_
     for step in range(1, 5):
         if step == 3:
             monkeypatch.setattr(record.use, "_energy", [])
-        record.step(result(step, timing=timing(step)), 8, 0.1)
+        record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
     record.close()
     assert [line["use"].get("energy_joules") for line in written(tmp_path)] == [7.5, 2.5, None, None]
 

@@ -23,10 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.comm import Group
 from paceline.data.loader import Loader
+from paceline.engine.compute import LocalLoss
 from paceline.engine.engine import Engine, Settings
 from paceline.engine.even_routing import route_evenly
 from paceline.engine.meter import Meter
-from paceline.engine.signals import Agreed, Notes
+from paceline.engine.signals import Agreed, StepSignals
 from paceline.engine.split_model import without_memory
 from paceline.errors import DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
@@ -41,8 +42,8 @@ from paceline.split.expert import mixtures
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import AXES, Mesh
 from paceline.trace.blocks import find_blocks
+from paceline.training.build import loader_of
 from paceline.training.dry_run.memory_watch import Watch
-from paceline.training.loop import loader_of
 
 DEVICES_PER_HOST = 8
 _BEYOND_ANY = 2**60  # bytes: how much memory the devices have, nobody said
@@ -179,7 +180,7 @@ def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
-            engine.notes = _Unread(world, engine.notes.tensor.dtype)
+            engine.agreement.signals = _Unread(world, engine.signals.tensor.dtype)
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
@@ -243,13 +244,13 @@ def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
     """Instead of the weights of a model: parts without memory take none."""
 
 
-class _Unread(Notes):
-    """Notes that no rank writes or reads, as numbers without values cannot be: as if all had found a loss of 1."""
+class _Unread(StepSignals):
+    """Signals that no rank writes or reads, as numbers without values cannot be: as if all had found a loss of 1."""
 
-    def seal(self, meter: Meter) -> float:
+    def seal(self, meter: Meter, local: LocalLoss) -> float:
         return meter.busy_s()
 
-    def share(self) -> tuple[float, float]:
+    def share(self, local: LocalLoss) -> tuple[float, float]:
         return 1.0, 1.0
 
     def scaled(self, loss: float, items: float) -> Agreed:

@@ -15,7 +15,7 @@ from paceline.planner.check.case import loss_is_tried
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.trace.anatomy import anatomy
-from paceline.training.loop import loader_of
+from paceline.training.build import loader_of
 
 _SMALL = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
 
@@ -44,11 +44,11 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
     engine = Engine(model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings)
     try:
         engine.plan = plan  # whose parts the loss is held against
-        engine.weighing.prepare()
-        batch = engine._place(loader.example(SAMPLES))
-        if not engine.weighing.by_model:
-            with torch.no_grad(), engine._autocast():
-                output = engine._call(batch)
-            engine.weighing.hold(output, target_of(batch))
+        engine.compute.weighing.prepare()
+        batch = engine.compute.place(loader.example(SAMPLES))
+        if not engine.compute.weighing.by_model:
+            with torch.no_grad(), engine.compute.autocast():
+                output = engine.compute.call(batch)
+            engine.compute.weighing.hold(output, target_of(batch))
     finally:
         engine.close()

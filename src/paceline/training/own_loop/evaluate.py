@@ -29,9 +29,9 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
         raise PlanError(f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup")
     sums: dict[str, tuple[float, float]] = {}
     batches = _own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
-    with engine.measuring():
+    with engine.evaluation.measuring(engine.rule):
         for i, batch in enumerate(batches):
-            engine.begin_measure(i)
+            engine.evaluation.begin(i)
             found = _measured(engine, batch, measure)
             for name, value in found.items():
                 total, count = _sum_and_count(name, value, batch)
@@ -48,15 +48,11 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
         return {} if batch is None or not engine.counts_measures else found
     if not engine.has_loss:
         raise JobError("setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> dict")
-    if engine.split is not None:
-        computed = engine.divided.output(batch)
-    else:
-        placed = engine._place(batch)
-        computed = engine._call(placed), placed
+    computed = engine.compute.output(batch)
     if computed is None or batch is None:
         return {}
     output, placed = computed
-    return {"loss": engine.weighing.measured(LossMetric(engine.loss), output, placed)}
+    return {"loss": engine.compute.weighing.measured(LossMetric(engine.loss), output, placed)}
 
 
 def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:

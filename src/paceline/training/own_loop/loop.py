@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from paceline.comm import Group
 from paceline.comm.gather import gather
-from paceline.data.loader import Loader, Position
+from paceline.data.loader import Loader
 from paceline.engine.engine import Engine, Settings, StepResult
-from paceline.engine.nonfinite import PATIENCE, explain, gave_up, stop
+from paceline.engine.nonfinite import explain, stop
 from paceline.engine.optimizers import Optimizers
 from paceline.errors import DataError, JobError, PlanError, SyncError
 from paceline.job.batch import Batch
@@ -32,6 +32,7 @@ from paceline.plans.sync_info import RULES, SyncSpec
 from paceline.sync.rule import not_by_the_engine
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
+from paceline.training.own_loop.shares import Shares
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
 
@@ -76,12 +77,12 @@ class OwnLoop(Engine):
         self._kept: set[int] = set()  # those whose gradients are still this rank's alone
         self._left: set[int] = set()  # those that still have gradients of a backward pass whose update was of another
         self._updating = False
-        self._seen: dict[int, Position] = {}  # where each loader stood at the last loss
-        self._read_ahead = False
+        self.shares = Shares(self.loaders, self.data_group, self.device)
         self._casting = False
         self._ignored: set[int] = set()
         self._newest_loss = torch.zeros((), dtype=torch.float64)
-        self._saved_buffers = self._buffers() if settings.nonfinite == "skip" else []
+        self.guard.remember()
+        self.compute.weighing.warns = self.is_main
         _KNOWN.update(self.optimizers)
         self._hooks: list[Any] = [register_optimizer_step_pre_hook(self._before_any_step)] if group.size > 1 else []
         self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
@@ -117,12 +118,12 @@ class OwnLoop(Engine):
         """
         self._check_backward(loss, sync)
         if items is None:
-            self._check_data()
+            self.shares.check_data()
         self._follow_changes(forward_is_done=True)
         targets = self._numbers(optimizers)
         self._refuse_leftovers(targets, named=bool(optimizers))
         parameters = self._parameters_of(targets) if optimizers else None
-        share, self._newest_loss = self._weigh(loss, items)
+        share, self._newest_loss = self.shares.weigh(loss, items, apart=self.apart)
         earlier = self._set_aside(targets)
         for parameter in self._untrained:
             parameter.grad = None  # nobody steps on them; they would add up from pass to pass
@@ -130,7 +131,7 @@ class OwnLoop(Engine):
         self.replica.only = set(parameters) if parameters is not None else None
         self.replica.last_backward = last
         with self._gradients("collected" if sync else "kept"), self._in_backward():
-            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
             torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
             if sync:
                 self._agree()
@@ -158,21 +159,14 @@ class OwnLoop(Engine):
         if not self._agreed & stepped:
             raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
         parameters = self._parameters_of(stepped)
-        if self.loss_scale is not None:
-            self.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
+        if self.compute.loss_scale is not None:
+            self.compute.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
         if clip_value is not None:
             nn.utils.clip_grad_value_(parameters, clip_value)
         norm, loss, step = self._norm(parameters), float(self._newest_loss), self.step_count + 1
-        problem = None
-        if math.isfinite(norm) and math.isfinite(loss):
-            self._skipped_in_a_row = 0
+        problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)
+        if problem is None:
             self._step_optimizers(stepped, parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
-            if self.loss_scale is not None:
-                self.loss_scale.grow()
-        elif self.loss_scale is not None and math.isfinite(loss):
-            problem = self.loss_scale.shrink()
-        else:
-            problem = self._leave_out(step, loss, norm)
         self._end_update(stepped, step)
         result = StepResult(step, loss, self._global_samples(), norm, problem, {}, None)
         for callback in self.on_step:
@@ -214,14 +208,14 @@ class OwnLoop(Engine):
 
     def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
         """The mean over all ranks of a number that each has of its share of the batch (or of `items`)."""
-        _, mean = self._weigh(torch.as_tensor(value, device=self.device), items)
+        _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, apart=self.apart)
         return float(mean)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The forward pass and the loss in the precision that `setup` was given; nothing with fp32."""
         self._casting = True
-        with self._autocast():
+        with self.compute.autocast():
             yield
 
     def print(self, *values: object, **keywords: Any) -> None:
@@ -285,18 +279,18 @@ class OwnLoop(Engine):
         self._agreed.clear()
         self._kept.clear()
         self._left.clear()
-        self._seen.clear()
+        self.shares.forget()
 
     def loop_state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the model, the optimizers and the data."""
-        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
+        scale = self.compute.loss_scale
+        return {} if scale is None else {"loss_scale": scale.state_dict()}
 
     def load_loop_state(self, state: Mapping[str, Any]) -> None:
         """Take over `loop_state`."""
-        if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        if self.settings.nonfinite == "skip":
-            self._saved_buffers = self._buffers()
+        if self.compute.loss_scale is not None and "loss_scale" in state:
+            self.compute.loss_scale.load_state_dict(state["loss_scale"])
+        self.guard.remember()
 
     def close(self) -> None:
         """Let go of the model and the optimizers: no hooks of paceline remain."""
@@ -330,8 +324,7 @@ class OwnLoop(Engine):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
-        casts = self.split is not None and self.split.fully is not None and self.split.fully.casts
-        if self.precision in ("bf16", "fp16") and not self._casting and not casts:
+        if self.precision in ("bf16", "fp16") and not self._casting and not self.compute.casts:
             raise JobError(
                 f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, else they stay in fp32"
             )
@@ -345,55 +338,8 @@ class OwnLoop(Engine):
             )
         if self.split is not None and not sync:
             raise PlanError(f"plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={self.group.size}; leave sync out")
-        if self.split is not None and self.divided._head is not None:
+        if self.compute.divides_logits:
             raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
-
-    def _weigh(self, loss: Tensor, items: float | Tensor | None) -> tuple[float | Tensor, Tensor]:
-        """This rank's share of the global mean, and that mean."""
-        own = loss.detach().double().reshape(())
-        if items is None:
-            share = self._share()
-            mean = (own * share).to(self.device) if share else torch.zeros((), dtype=torch.float64, device=self.device)
-            self.data_group.all_reduce(mean)
-            return 1.0 if self.apart and share else share, mean
-        count = torch.as_tensor(items, dtype=torch.float64, device=self.device)
-        sums = torch.stack([torch.where(count > 0, own * count, 0.0), count])
-        self.data_group.all_reduce(sums)
-        total = sums[1].clamp(min=torch.finfo(torch.float64).tiny)
-        own_share: Tensor = (count > 0) if self.apart else count / total  # a replica that trains apart takes the step of its own mean
-        return own_share.to(loss.dtype), sums[0] / total
-
-    def _check_data(self) -> None:
-        """Refuse batches that were not dealt to this rank, where they should have been: all ranks would train on their own."""
-        if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
-            raise DataError(
-                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader yet. Write "
-                "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every rank brings its own data"
-            )
-
-    def _share(self) -> float:
-        """How much of the global batch this rank's loss is the mean of.
-
-        Raises:
-            DataError: it is not known which batch that is.
-        """
-        running = [loader for loader in self.loaders if loader.running] or self.loaders  # not one that was iterated to its end, to validate
-        seen = {id(loader): (loader.position, self._seen.get(id(loader))) for loader in running if loader.position is not None}
-        shares = {position.local / position.total for position, _ in seen.values()}
-        if len(shares) > 1:
-            raise DataError(
-                "the loaders' last batches are dealt in different proportions, so the weight of this loss is not known: say what it is "
-                "the mean of, engine.backward(loss, items=len(x))"
-            )
-        self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
-        share = shares.pop() if shares else 1.0 / self.data_group.size
-        if self._read_ahead and any(before is not None and before.local / before.total != share for _, before in seen.values()):
-            raise DataError(
-                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the weight of this loss is "
-                "not known: say what it is the mean of, engine.backward(loss, items=len(x)), or set drop_last=True"
-            )
-        self._seen |= {number: now for number, (now, _) in seen.items()}
-        return share
 
     def _set_aside(self, targets: set[int]) -> dict[nn.Parameter, Tensor]:
         """Take away gradients that are of the global batch already: those of the pass to come are summed without them."""
@@ -450,18 +396,7 @@ class OwnLoop(Engine):
                 self.optimizers[number].step()
         finally:
             self._updating = False
-
-    def _leave_out(self, step: int, loss: float, norm: float) -> str:
-        among = self.replica.inner if self.apart else self.group
-        problem = explain(among, None, [], step=step, loss=loss, norm=norm, rank=self.group.rank)
-        self._skipped_in_a_row += 1
-        if self.settings.nonfinite == "stop":
-            raise stop(problem)
-        if self._skipped_in_a_row >= PATIENCE:
-            raise gave_up(problem, self._skipped_in_a_row)
-        for buffer, saved in self._saved_buffers:
-            buffer.copy_(saved)
-        return problem
+        self.guard.updated()
 
     def _end_update(self, stepped: set[int], step: int) -> None:
         """Clear what was stepped by, and let replicas that train apart agree on parameters."""
@@ -474,8 +409,7 @@ class OwnLoop(Engine):
             self.rule.after_step(step)
         self.step_count = step
         self._casting = False
-        if self.settings.nonfinite == "skip":
-            self._saved_buffers = self._buffers()
+        self.guard.remember()
 
     def _refuse_some_apart(self, stepped: set[int]) -> None:
         if len(stepped) < len(self.optimizers):
@@ -528,7 +462,7 @@ class OwnLoop(Engine):
             self._refuse_closure(optimizer)
             return (optimizer, self._agreed_loss_of(closure), *args[2:]), {k: v for k, v in keywords.items() if k != "closure"}
         self._check_own_step(number)
-        if self.loss_scale is not None:
+        if self.compute.loss_scale is not None:
             raise JobError("precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()")
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
@@ -618,13 +552,6 @@ class OwnLoop(Engine):
     def _global_samples(self) -> int:
         position = self.loader.position
         return 0 if position is None else position.total
-
-
-def _skipped(before: Position | None, now: Position) -> bool:
-    """Whether more than one batch was read since the last loss."""
-    if before is None:
-        return now.epoch == 0 and now.step == 1
-    return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0
 
 
 class _NoLoader:

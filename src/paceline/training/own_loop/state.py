@@ -110,7 +110,7 @@ def export(engine: OwnLoop, path: Path) -> None:
         problem = f"{path} exists already and is not overwritten. Remove it, or name another file."
     if problem := engine.group.gather_json(problem)[0]:
         raise RunError(problem)
-    with engine.rule.in_agreement(), engine._averaged_buffers():
+    with engine.rule.in_agreement(), engine.evaluation.averaged_buffers():
         try:
             _export_divided(engine, path) if engine.split is not None else _export_whole(engine, path)
         except OSError as error:

@@ -19,6 +19,7 @@ from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.split.memory import held_bytes
 from paceline.sync.traffic import Traffic
+from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.run import Lines
 from paceline.training.tensorboard import TensorBoard
 
@@ -33,7 +34,7 @@ USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.
 _PSS_SHARE = 0.001  # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
 
 
-class Recorder:
+class Recorder(Callback):
     """Writes `steps/rank-R.jsonl`. Times of a step stand in the line of that step, also where they are known one step later."""
 
     def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
@@ -44,11 +45,12 @@ class Recorder:
         self.board = _tensorboard(run) if engine.group.rank == 0 else None
         self._waiting: dict[int, str] = {}
 
-    def step(self, result: StepResult, local_samples: int, lr: float) -> None:
+    def on_step(self, info: StepInfo) -> None:
         """Write down a step."""
+        result, lr = info.result, info.lr
         epoch = (result.step - 1) // self.epoch_steps
         loss, norm = _json(result.loss), _json(result.grad_norm)
-        self._waiting[result.step] = _STEP % (result.step, epoch, time.time(), loss, result.samples, local_samples, lr, norm)
+        self._waiting[result.step] = _STEP % (result.step, epoch, time.time(), loss, result.samples, info.local_samples, lr, norm)
         if result.timing is not None:
             self._write(result.timing)
         if self.board is not None and self.use.fresh:
@@ -62,8 +64,8 @@ class Recorder:
         if self.board is not None:
             self.board.close()
 
-    def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Held-out metrics for TensorBoard (the run's own record of them is an event)."""
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Validation metrics for TensorBoard (the run's own record of them is an event)."""
         self._scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
 
     def _write(self, timing: Timing) -> None:

@@ -1,0 +1,163 @@
+"""How one rank computes a batch: its place and precision, the forward pass, and the share of the global loss that a part stands for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.comm.gather import gather
+from paceline.data.loader import Loader, Position
+from paceline.engine.calls import call
+from paceline.engine.expert_balance import ExpertBalance
+from paceline.engine.loss_scale import LossScale
+from paceline.engine.weighing import Weighing
+from paceline.errors import DataError
+from paceline.job.batch import Batch, place, rows, target_of
+from paceline.job.loss import Loss
+from paceline.plans.plan import Plan
+from paceline.sync import Replica
+
+if TYPE_CHECKING:
+    from paceline.split.apply import Split
+
+_AS_IT_IS = nullcontext()
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class LocalLoss:
+    """This rank's part of the global mean loss of a step.
+
+    Attributes:
+        total: sum over the microbatches of their mean losses, each times its share of the global batch.
+        items: the share of the global batch that they stand for, together.
+    """
+
+    total: float | Tensor = 0.0
+    items: float | Tensor = 0.0
+
+    def add(self, share: float | Tensor, items: float | Tensor) -> None:
+        """Add a microbatch's part of the loss, and the share of the global batch that it stands for."""
+        self.total = self.total + share if isinstance(self.total, Tensor) else share
+        self.items = self.items + items
+
+
+class Compute(ABC):
+    """Forward and backward passes of one rank. `WholeModel` and `SplitModel` say how.
+
+    Attributes:
+        model: the module on this rank; in a pipeline, this rank's stages.
+        forward: its forward pass, compiled where the plan asks for that.
+        loss: what the job minimises.
+        step_loss: what a step minimises: `loss`, in another form where the logits stay divided.
+        loader: this rank's share of every global batch.
+        group: all ranks; `data_group`: those that read different samples.
+        split: how the model is divided over the ranks of a replica; None where each holds all of it.
+        weighing: what the parts of a batch count for in the loss.
+        loss_scale: the factor of fp16 training; None in other precisions.
+        replica: what the sync rule sees of this rank.
+        casts: whether something else computes in low precision already (FSDP2).
+        divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum them.
+    """
+
+    replica: Replica
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, data_group: Group, precision: str, split: Split | None
+    ) -> None:
+        self.model, self.loss, self.loader, self.plan = model, loss, loader, plan
+        self.group, self.data_group, self.split, self.device = group, data_group, split, group.device
+        self.precision, self.step_loss = precision, loss
+        self.forward: Any = model
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        self.casts = self.divides_logits = False
+        self.weighing = Weighing(self)
+        self.experts = ExpertBalance(self)
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
+        """Accumulate the gradient of this rank's part of the global mean loss.
+
+        Args:
+            batch: this rank's share of the global batch; None where it is empty.
+            position: where in the data the batch stands.
+            step: the optimizer step under way, from 1, for error texts.
+        """
+
+    @abstractmethod
+    def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
+        """The model's output for a batch, and the batch as it was computed; None where another rank has it."""
+
+    def call(self, batch: Batch) -> Any:
+        """The model's output for a batch that is placed already."""
+        return call(self.forward, batch, loss=self.loss)
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch on this rank's device, in the precision and memory format of the plan."""
+        wide = torch.float64 if self.precision == "fp64" else None
+        return place(batch, self.device, dtype=wide, channels_last=self.plan.memory_format == "channels_last")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The forward pass in low precision, where the plan asks for that and FSDP2 does not do it."""
+        narrow = _NARROW.get(self.precision)
+        return torch.autocast(self.device.type, narrow) if narrow is not None and not self.casts else _AS_IT_IS
+
+    def prepare(self, batch: Batch | None) -> None:
+        """Before the first step, agree on what the loss is the mean over; every rank calls it.
+
+        `weighing.items_per_sample` is then the unit in which every replica weighs its part: items per sample, at most, in the first batch.
+        """
+        self.weighing.prepare()
+        if self.weighing.items_per_sample is None:
+            local = float(self.weighing.items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
+            unit = torch.tensor([local], dtype=torch.float64, device=self.device)
+            self.group.all_reduce(unit, "max")
+            self.weighing.items_per_sample = float(unit.item()) or 1.0
+
+    def weighed_loss(self, output: Any, part: Batch, batch: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
+        """The mean loss of a microbatch of `batch`, and the share of the global batch that it stands for.
+
+        Raises:
+            DataError: the target cannot be compared with the output; names the sample.
+        """
+        try:
+            return self._loss(output, part, position, step)
+        except DataError:
+            # says better where it is
+            self.check_target(output, batch, self.here(step), self.loader.indices, self.step_loss)
+            raise
+
+    def check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None) -> None:
+        """Have the loss look at the batch's target, which is still on the host, while a GPU computes the output."""
+        check = getattr(loss or self.loss, "check", None)
+        if check is not None and not (target := target_of(batch)).is_cuda:
+            check(output, target, where, samples)
+
+    def here(self, step: int) -> str:
+        """The place of an error, for its text."""
+        return f"in step {step} on rank {self.group.rank}"
+
+    @property
+    def is_whole_batch(self) -> bool:
+        """Whether every microbatch is a whole global batch, over which a loss is the mean already, whatever its items are."""
+        return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
+
+    def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
+        target = self.weighing.target(part)
+        if getattr(self.loss, "whole_batch", False):
+            counts = self.loader.partition.shares(position.step)
+            outputs = gather(self.data_group, output if isinstance(output, Tensor) else output.logits, counts)
+            targets = gather(self.data_group, target, counts)
+            # every rank has the same loss
+            return self.step_loss(outputs, targets), 1.0 / self.data_group.size
+        loss = self.step_loss(output, target)
+        if self.is_whole_batch:
+            return loss, 1.0
+        self.weighing.look(output, target, step, position)
+        return self.weighing.weighed(loss, part, position)

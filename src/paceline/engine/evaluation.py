@@ -1,0 +1,108 @@
+"""Measuring a validation set, exactly, however its samples are divided over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.engine.compute import Compute
+from paceline.engine.status import Phase
+from paceline.job.batch import Batch
+from paceline.job.loss import Metric
+from paceline.job.zoo.metrics import LossMetric
+from paceline.sync import SyncRule
+
+
+class Evaluation:
+    """Runs the model over validation batches, in eval mode and with what all replicas agree on.
+
+    Args:
+        statistics: whether buffers differ between replicas, so that their mean is measured (local batch norm).
+        seed: of random numbers that the model draws meanwhile.
+        on_phase: told that this rank lives, as a set may be long.
+    """
+
+    def __init__(self, compute: Compute, *, statistics: bool, seed: int, on_phase: Callable[[Phase], None]) -> None:
+        self.compute, self.seed, self.on_phase = compute, seed, on_phase
+        self._statistics = statistics
+
+    def means(self, batches: Iterable[Batch | None], metrics: list[Metric], rule: SyncRule) -> dict[str, float]:
+        """The metrics over the batches of all ranks. Every rank calls this."""
+        sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
+        with self.measuring(rule):
+            for i, batch in enumerate(batches):
+                self.begin(i)
+                sums += self._measured(batch, metrics)
+        sums = sums.to(self.compute.device)
+        self.compute.group.all_reduce(sums)
+        return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
+
+    @contextmanager
+    def measuring(self, rule: SyncRule) -> Iterator[None]:
+        """Within, the model is the one to be measured: in eval mode, its parameters and statistics those that all replicas agree on."""
+        compute = self.compute
+        compute.weighing.prepare()
+        # A user may keep some layers in eval mode.
+        training = [module for module in compute.model.modules() if module.training]
+        compute.model.eval()
+        devices = [compute.device.index or 0] if compute.device.type == "cuda" else []
+        # FSDP2 keeps what it gathers from one pass to the next, and what inference mode makes cannot be trained on.
+        without_gradients = torch.inference_mode() if compute.split is None else torch.no_grad()
+        try:
+            # Agreement comes first: what a transport allocates in inference mode could not be used after it.
+            with rule.in_agreement(), self.averaged_buffers(), torch.random.fork_rng(devices), without_gradients, compute.autocast():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def begin(self, number: int) -> None:
+        """Before a batch is computed: its random numbers are its own, where batches are dealt in turn."""
+        data_group = self.compute.data_group
+        torch.manual_seed(self.seed + number * data_group.size + data_group.rank)
+        self.on_phase("evaluate")
+
+    def averaged_buffers(self) -> AbstractContextManager[None]:
+        """Within, floating-point buffers hold their mean over the replicas."""
+        floating = [b for b in self.compute.model.buffers() if b.is_floating_point()]
+        if self.compute.data_group.size == 1 or not floating or not self._statistics:
+            return nullcontext()
+        return _AveragedBuffers(floating, self.compute.data_group)
+
+    def _measured(self, batch: Batch | None, metrics: list[Metric]) -> Tensor:
+        """(metrics, 2): what every metric adds up and counts in a batch; zeros where that is for another rank to tell."""
+        compute = self.compute
+        found = compute.output(batch)
+        if found is None or batch is None:
+            return torch.zeros(len(metrics), 2, dtype=torch.float64)
+        output, placed = found
+        compute.check_target(output, batch, "in the held-out set")
+        target: Any = compute.weighing.target(placed)
+        values = [compute.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target) for m in metrics]
+        return torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
+
+
+@dataclass
+class _AveragedBuffers(AbstractContextManager[None]):
+    """Floating-point buffers that hold their mean over the replicas within the context, and afterwards this replica's own again."""
+
+    buffers: list[Tensor]
+    group: Group
+    own: list[Tensor] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        self.own = [b.clone() for b in self.buffers]
+        flat = torch.cat([b.reshape(-1).double() for b in self.buffers])
+        self.group.all_reduce(flat, "mean")
+        for buffer, part in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+    def __exit__(self, *error: object) -> None:
+        for buffer, own in zip(self.buffers, self.own, strict=True):
+            buffer.copy_(own)

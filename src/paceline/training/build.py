@@ -1,0 +1,110 @@
+"""What a run trains, made from its job and plan: the model, this rank's share of the data, and the engine."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.data.loader import Loader
+from paceline.engine.engine import Engine, Settings
+from paceline.errors import DataError
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.plans.plan import Plan
+from paceline.split.mesh import Mesh
+from paceline.training.checkpoint.convert import Source, fitted, load_weights, weights_from
+
+if TYPE_CHECKING:
+    from paceline.split.deferred_init.initialise import DeferredModel
+
+
+def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
+    """The job's model; where the plan divides it, without memory for its weights."""
+    if not plan.splits:
+        return job.model.build()
+    from paceline.split.deferred_init.initialise import record
+
+    return record(job.model.build)
+
+
+def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: DataSets, group: Group) -> Engine:
+    """The engine of this rank for a job: its part of the model, its optimizer, loss and share of the data.
+
+    Raises:
+        PlanError: the plan cannot divide this model so, or has another number of ranks.
+    """
+    mesh = Mesh.of(plan, group)
+    loader = loader_of(job, mesh, data)
+    loss = job.loss.build()
+    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
+    source = _published(job, model)
+    if plan.splits:
+        from paceline.engine.split_model import divide
+
+        split = divide(model, plan, mesh, loader, loss, settings)
+        if source is not None:
+            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
+        optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
+        return Engine(split.model, optimizer, loss, loader, plan, group, settings, split)
+    assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
+    if source is not None:
+        load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
+    return Engine(model, job.optimizer.build(model.parameters(), fused=plan.fused), loss, loader, plan, group, settings)
+
+
+def _published(job: Job, model: nn.Module | DeferredModel) -> Source | None:
+    """The weights that the job starts from, if it names any; held to fit the model."""
+    if job.model.weights is None:
+        return None
+    return fitted(weights_from(job.model.weights), model if isinstance(model, nn.Module) else model.model)
+
+
+def _kept(buffers: dict[str, Tensor], source: Source) -> dict[str, Tensor]:
+    names = set(source)
+    return {name: buffer for name, buffer in buffers.items() if name in names}
+
+
+def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
+    """This data-parallel rank's share of the data."""
+    hosts = mesh.data_rank_hosts
+    host_samples = _host_samples(job, data, mesh.world)
+    partition = Partition(
+        job.partition,
+        samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
+        global_batch=job.global_batch,
+        seed=job.seed,
+        replica=mesh.data_rank,
+        replicas=mesh.data_ranks,
+        hosts=hosts,
+        host_samples=host_samples,
+        labels=getattr(data.train, "labels", None),
+        drop_last=job.drop_last,
+    )
+    return Loader(data.train, partition, num_workers=job.data.num_workers, pin_memory=mesh.world.device.type == "cuda")
+
+
+def seed_all(seed: int) -> None:
+    """Start every source of random numbers that models and data sets draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
+    """How many samples each host holds, where each holds only its own files."""
+    if not job.partition.host_files:
+        return None
+    lengths = group.gather_json(len(data.train))  # type: ignore[arg-type]
+    of_host: dict[int, set[int]] = {}
+    for host, length in zip(group.hosts, lengths, strict=True):
+        of_host.setdefault(host, set()).add(length)
+    for host, found in of_host.items():
+        if len(found) > 1:
+            raise DataError(f"the ranks of host {host} see training sets of different lengths: {sorted(found)}")
+    return [of_host[host].pop() for host in sorted(of_host)]

@@ -1,0 +1,73 @@
+"""The events of a run: written down, shown, and what gives rise to them in every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.engine.engine import Engine
+from paceline.training.record.callback import Callback, StepInfo
+from paceline.training.record.progress import PlainProgress
+from paceline.training.record.run import Lines, Run
+from paceline.training.record.slow_ranks import SlowRanks
+
+
+class Events(Callback):
+    """The events of a run, written on the first rank, and told to `progress`.
+
+    Attributes:
+        progress: shows the run on a terminal; None where the launcher does.
+    """
+
+    def __init__(self, run: Run, progress: PlainProgress | None, *, writes: bool) -> None:
+        self.run, self.progress = run, progress
+        self.lines = Lines(run.path / "events.jsonl", lossy=True) if writes else None
+
+    def __call__(self, event: str, details: dict[str, Any]) -> None:
+        """Write an event down."""
+        if self.lines is not None:
+            self.lines.event(event, details)
+        if self.progress is not None:
+            self.progress.event({"event": event, **details})
+
+    def on_step(self, info: StepInfo) -> None:
+        """Show the step."""
+        if self.progress is not None:
+            self.progress.step(info.result, info.epoch)
+
+    def missing(self, *files: Lines) -> None:
+        """Say in the record what is missing from it, once the disk takes lines again."""
+        for lines in (*files, self.lines):
+            if lines is not None and self.lines is not None and lines.missing and not self.lines.lost:
+                lost, lines.missing = lines.missing, 0
+                self("lines_lost", {"file": str(lines.path.relative_to(self.run.path)), "lines": lost})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.lines is not None:
+            self.lines.close()
+
+
+class Remarks(Callback):
+    """Events that rule, loss and ranks give rise to: what a rule found out, how a loss is weighed, a rank that is slow."""
+
+    def __init__(self, engine: Engine, events: Events) -> None:
+        self.engine, self.events = engine, events
+        self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
+        # how many lines of the rule are in the record
+        self._told = 0
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """See `Callback`."""
+        for event, details in self.slow_ranks.step(info.result.step, self.engine.signals.take_busy()):
+            self.events(event, details)
+        self.tell()
+        return None
+
+    def tell(self) -> None:
+        """Write down what rule and loss have said since the last time."""
+        said = self.engine.replica.said
+        if len(said) > self._told:
+            self.events("sync", {"said": said[self._told :]})
+            self._told = len(said)
+        if news := self.engine.compute.weighing.news():
+            self.events("loss", {"said": news})
