@@ -8,6 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.planner.check.state import moments
@@ -20,6 +21,7 @@ from paceline.plans.plan import Plan
 from paceline.plans.sync_info import CompressSpec, SyncSpec
 from paceline.trace.build import trace
 from paceline.trace.graph import Trace
+from paceline.units import count
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
@@ -65,6 +67,10 @@ class Layouts:
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
         """Layout of a plan. On CPUs its ranks compute with `threads` threads each."""
+        stages, blocks = plan.pp * STAGES_PER_RANK[plan.schedule] if plan.pp > 1 else 1, len(self.trace.blocks)
+        if stages > max(blocks, 1):
+            apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
+            raise PlanError(f"plan {plan} makes {stages} stages, and {apart}")
         precision = plan.precision_for(self.job)
         # bf16 is autocast's: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])

@@ -8,10 +8,11 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import Case, Check
+from paceline.planner.check.case import STAGES_PER_RANK, Case, Check
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 from paceline.plans.plan import Plan
+from paceline.units import count
 
 # (keys that the reason depends on, reason)
 Refusal = tuple[tuple[str, ...], str]
@@ -20,9 +21,14 @@ _FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")
 
 
 class Legality:
-    """Legality of plans that differ from a base plan in some keys."""
+    """Legality of plans that differ from a base plan in some keys.
 
-    def __init__(self, job: Job, cluster: Cluster, base: Plan) -> None:
+    Args:
+        blocks: of the traced model; no more stages can be predicted.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, base: Plan, blocks: int) -> None:
+        self.blocks = blocks
         self.case = Case(base, job, cluster, weighed=True)
         self._known: list[tuple[Check, dict[tuple[Any, ...], str | None]]] = [(check, {}) for check in CHECKS if check.keys != MEMORY]
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
@@ -60,7 +66,10 @@ class Legality:
 
     def _too_many_stages(self, pp: int) -> Refusal | None:
         one_a_rank = [self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) for schedule in ("1f1b", "gpipe")]
-        return next(iter(one_a_rank)) if all(one_a_rank) else None
+        if all(one_a_rank):
+            return next(iter(one_a_rank))
+        apart = f"no more than {count(self.blocks, 'block')} of the model can be predicted apart"
+        return (("pp",), f"makes {pp} stages, and {apart}: pp={self.blocks}.") if pp > self.blocks else None
 
     def divides_sequence(self, tp: int, cp: int) -> bool:
         """True if sequence parallelism is legal with these degrees."""
@@ -68,7 +77,8 @@ class Legality:
 
     def schedule_fits(self, schedule: str, pp: int) -> bool:
         """True if the model has blocks for the schedule's stages."""
-        return self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
+        stages = pp * STAGES_PER_RANK[schedule] if pp > 1 else 1
+        return stages <= self.blocks and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
 
     def sharing_refusal(self, schedule: str, pp: int) -> Refusal | None:
         """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""
