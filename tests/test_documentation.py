@@ -141,6 +141,7 @@ def test_the_map_has_every_folder_of_the_package_and_is_short() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     folders = [path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
     assert [folder for folder in folders if f"\n| `{folder}/` | " not in text] == []
+    assert [file.name for file in PACKAGE.glob("[!_]*.py") if f"`{file.name}`" not in text] == []
     assert len(text.splitlines()) <= 200
 
 

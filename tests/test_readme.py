@@ -16,6 +16,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from paceline.cluster.discover import discover
 from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic, Text
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.loss import LossSpec
@@ -26,6 +27,7 @@ from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS
 from paceline.job.zoo.losses import _LOSSES
 from paceline.job.zoo.metrics import _METRICS
+from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +140,10 @@ def test_every_figure_in_the_readme_is_one_of_the_results() -> None:
 def test_what_is_printed_in_the_readme_is_on_a_page_that_explains_it() -> None:
     [refusal] = [text for text in re.findall(r"```text\n(.*?)```", README, re.DOTALL) if "Nearest plan that works" in text]
     assert refusal in PLANS
+    [plan] = re.findall(r'--plan "([^"]+)"', refusal)
+    reasons = check_plan(Plan.parse(plan), Job.load(ROOT / "examples" / "gpt_text.yaml"), discover())
+    assert [reason for reason in reasons if reason not in refusal] == []
+    assert len(reasons) >= 3
 
 
 def section(title: str) -> str:
