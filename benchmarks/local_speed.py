@@ -44,7 +44,7 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.launch.local import ALLOCATOR
+from paceline.launch.seed import ALLOCATOR
 from paceline.planner.knobs import KNOBS
 from paceline.plans.plan import Plan, Transport, cores_of
 from paceline.stats import Interval, median_interval

@@ -39,7 +39,7 @@ from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.launch.local import ALLOCATOR
+from paceline.launch.seed import ALLOCATOR
 from paceline.plans.plan import Plan
 from paceline.stats import median_interval
 from paceline.training.build import build_engine

@@ -37,7 +37,7 @@ from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
 from paceline.errors import ClusterError, PacelineError
-from paceline.launch.local import ALLOCATOR
+from paceline.launch.seed import ALLOCATOR
 from paceline.planner.calibrate import Calibration
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.predict import modelled

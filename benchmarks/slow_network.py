@@ -44,7 +44,7 @@ from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate.hosts import Emulation
 from paceline.job.job import Job
-from paceline.launch.local import ALLOCATOR
+from paceline.launch.seed import ALLOCATOR
 from paceline.plans.plan import Plan
 from paceline.report.environment import described
 from paceline.report.rules_page import Rates, RuleFigures, write_rules_page

@@ -106,9 +106,18 @@ def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
+def rank_of(process: psutil.Process) -> int | None:
+    """The rank that a process is, by its title where it was forked, else by its environment; None where it is none."""
+    title = " ".join(process.cmdline())
+    if title.startswith("paceline rank "):
+        return int(title.split()[2])
+    rank = process.environ().get("RANK")
+    return None if rank is None else int(rank)
+
+
 def kill_rank(rank: int, launcher: subprocess.Popen[str]) -> None:
     """`kill -9` of one rank."""
-    [process] = [p for p in processes_of(launcher) if p.environ().get("RANK") == str(rank)]
+    [process] = [p for p in processes_of(launcher) if rank_of(p) == rank]
     process.send_signal(signal.SIGKILL)
 
 

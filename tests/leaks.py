@@ -18,6 +18,7 @@ import psutil
 from paceline.cluster.emulate.cgroup import place_of_group
 from paceline.cluster.emulate.record import FOLDER, Record
 from paceline.errors import ClusterError
+from paceline.launch.seed import shared_pid
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
 _SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
@@ -105,11 +106,12 @@ def _children() -> set[str]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Living processes that this one started, or adopted. Python's resource tracker is one a process, and stays."""
+    """Living processes that this one started, or adopted. Python's resource tracker and the seed are one a process, and stay."""
     living = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and not any("resource_tracker" in word for word in child.cmdline()):
+            stays = child.pid == shared_pid() or any("resource_tracker" in word for word in child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and not stays:
                 living.append(child)
     return living
 

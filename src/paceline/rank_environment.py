@@ -1,4 +1,4 @@
-"""A rank's place in its run, as its launcher tells it: the one reader and writer of RANK, MASTER_ADDR, PACELINE_… variables."""
+"""Environment variables of a rank: the one place where RANK, MASTER_ADDR and PACELINE_… are written and read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACE
 
 @dataclass(frozen=True)
 class HostEntry:
-    """What a process needs to enter an emulated host and to know its name.
+    """An emulated host, as a process that enters it needs it.
 
     Attributes:
         control_group: folder of the group that limits the host's cores; None where they are not limited.
@@ -39,7 +39,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place in a run: who it is, where the others are, and how its launcher watches it.
+    """A rank's place in its run: its number, the others' address, and its launcher's files.
 
     Attributes:
         local_rank: number among the ranks of its host, `local_world_size` of them.
@@ -99,6 +99,11 @@ class RankEnvironment:
         own = {name: str(value) for name, value in values.items() if value is not None}
         return own | (self.host.to_env() if self.host else {})
 
+    @staticmethod
+    def names() -> frozenset[str]:
+        """Every variable that `to_env` can write."""
+        return _NAMES
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         """The place that the variables name.
@@ -129,6 +134,10 @@ class RankEnvironment:
             store_fd=int(environ[_STORE_FD]) if _STORE_FD in environ else None,
             inherited_fds=_numbers(environ.get("PACELINE_INHERITED")),
         )
+
+
+_SOME = Path("/")
+_NAMES = frozenset(RankEnvironment(0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", _SOME), _SOME, _SOME, 0, 0, (0,)).to_env())
 
 
 def is_rank() -> bool:

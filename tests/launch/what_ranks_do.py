@@ -146,3 +146,45 @@ def fail_in_the_first_attempt(arguments: list[str]) -> None:
 def leave_a_child_behind(arguments: list[str]) -> None:
     child = subprocess.Popen(["sleep", "60"])
     Path(arguments[0], "child").write_text(str(child.pid))
+
+
+def tell_of_the_fork(arguments: list[str]) -> None:
+    """Write what an interpreter of its own would have of its own, and leave a file unflushed."""
+    import random
+    import resource
+
+    import numpy as np
+    import torch
+
+    before = len(os.listdir("/proc/self/task"))
+    large = torch.ones(512, 512)
+    assert bool((large @ large == 512).all())
+    descriptors = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    told = {
+        "parent": os.getppid(),
+        "threads": torch.get_num_threads(),
+        "threads_of_a_product": len(os.listdir("/proc/self/task")) - before + 1,
+        "random": [random.random(), np.random.rand()],
+        "torch_seed": torch.initial_seed(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "session": os.getsid(0) == os.getpid() == os.getpgid(0),
+        "sockets": sum(name.rpartition("/")[2].startswith("socket:") for name in descriptors),
+        "title": Path("/proc/self/cmdline").read_text().rstrip("\0"),
+    }
+    file = open(Path(arguments[0], f"fork-{os.environ['PACELINE_ATTEMPT']}-{RANK}.json"), "w")  # noqa: SIM115 - not to be closed
+    json.dump(told, file)
+    globals()["kept"] = file  # as code of users may keep a log
+
+
+def tell_of_the_fork_and_fail_once(arguments: list[str]) -> None:
+    tell_of_the_fork(arguments)
+    globals()["kept"].close()
+    if os.environ["PACELINE_ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_the_parent(_: list[str]) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)

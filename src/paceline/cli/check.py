@@ -40,6 +40,10 @@ def command(
     Exit code 1 where they differ, and 3 where the check cannot tell, because rounding or random numbers could hide a
     mistake.
     """
+    if not dry:
+        from paceline.launch.seed import warm_up
+
+        warm_up()  # it imports torch while this process imports what is left and reads the job
     from paceline.cli.where import to_run_on
     from paceline.console import Console
     from paceline.job.job import Job

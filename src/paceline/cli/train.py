@@ -34,9 +34,13 @@ def command(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")] = None,
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
+    from paceline.launch.seed import warm_up
+    from paceline.rank_environment import is_rank, own_rank
+
+    if not is_rank():
+        warm_up()  # it imports torch while this process imports what is left and reads the job
     from paceline.cli.where import to_run_on
     from paceline.printable import printable
-    from paceline.rank_environment import is_rank, own_rank
     from paceline.runner.torchrun import fail
     from paceline.runner.train import train
 

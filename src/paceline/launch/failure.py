@@ -260,7 +260,7 @@ def _shortened(stack: str) -> str:
     """faulthandler's output, the main thread first, without the frames around the rank's function, and short enough for one screen."""
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
-    around = ("launch/rank.py", "<frozen runpy>")
+    around = ("launch/rank.py", "launch/seed_process.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])
 

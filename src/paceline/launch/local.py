@@ -24,14 +24,10 @@ from paceline.files import scratch_folder
 from paceline.launch.failure import HOST, ErrorRecord, Failure, RankEnd, hang, root_cause
 from paceline.launch.place import Place, on_this_machine
 from paceline.launch.procfs import is_stopped, oom_kills
+from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment
 
-# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the step of a small
-# convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient, which would only lie there;
-# benchmarks/overhead.py measures what that brings.
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
 _TICK_S = 0.2
 _COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
@@ -64,7 +60,7 @@ def launch(
     env: Mapping[str, str] = {},
     inherited: Sequence[int] = (),
 ) -> Launched:
-    """Run `python -m paceline.launch.rank MODULE_ARGS…` once per rank, in its place, and wait until all have ended.
+    """Call a function on every rank, in its place, and wait until all have ended.
 
     SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is still starting gets
     SIGTERM for either.
@@ -136,7 +132,7 @@ class _Rank:
     """A started rank. Its process leads a session and process group of its own."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     pidfd: int
     record: Path
     alive_at: float = field(default_factory=time.time)
@@ -149,8 +145,12 @@ class _Rank:
 
     def kill(self) -> None:
         """SIGKILL, to the rank and all it started."""
-        if self.code is None:
+        if self.code is not None:
+            return
+        try:
             os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # a fork that is so new that it leads no group, and has started nothing
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def note_end(self) -> None:
         """Take the exit code, after what the rank started was ended; before, as the group's number is the rank's own only until then."""
@@ -179,11 +179,13 @@ class _Attempt:
         self.on_event = on_event
         self.ranks: list[_Rank] = []
         self.poll = select.poll()
+        self.seed: Seed | None = None
         self._told = False
         self._made = ExitStack()
 
     def __enter__(self) -> Self:
         self._oom_kills = oom_kills()
+        self.seed = self._seed()
         with self._made:  # undone here if a start fails half-way
             folder = self._made.enter_context(scratch_folder())
             self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
@@ -191,7 +193,7 @@ class _Attempt:
             self._made.callback(self._close_ranks)
             with self.setting.places[0].listen(self.setting.port, backlog=max(128, 2 * self.setting.ranks)) as listener:
                 for number in range(self.setting.ranks):
-                    self._start(number, folder, listener)
+                    self._start(number, folder, listener, self.seed)
             self._made = self._made.pop_all()
         return self
 
@@ -207,6 +209,9 @@ class _Attempt:
         while any(rank.code is None for rank in self.ranks):
             self._note_ends(_TICK_S)
             self._obey_signals()
+            if self.seed and self.seed.lost:
+                self._stop_all()
+                return Failure(f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they were stopped.", 0)
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
                 self._note_ends_for(_COLLECT_S)
                 return self._failed()
@@ -216,26 +221,51 @@ class _Attempt:
                 self.on_tick()
         return None
 
-    def _start(self, number: int, folder: Path, listener: socket.socket) -> None:
+    def _start(self, number: int, folder: Path, listener: socket.socket, seed: Seed | None) -> None:
         record = folder / f"rank-{number}.error"
         environment = self._environment(number, record, listener)
-        process = None
+        variables = {**os.environ, **self._variables(environment)}
+        process: subprocess.Popen[bytes] | ForkedRank | None = None
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.rank", *self.setting.module_args],
-                env={**os.environ, **self._variables(environment)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
-                pass_fds=[*environment.inherited_fds, *([] if environment.store_fd is None else [environment.store_fd])],
-            )
+            if seed is None:
+                process = self._interpreter(variables, environment)
+            else:
+                process = seed.fork(self.setting.module_args, variables, environment, listener if number == 0 else None)
             pidfd = os.pidfd_open(process.pid)
-        except OSError as error:
+        except (OSError, LaunchError) as error:
             if process:
                 process.kill()
                 process.wait()
             raise LaunchError(f"rank {number} of {self.setting.ranks} could not be started: {error}") from error
         self.ranks.append(_Rank(number, process, pidfd, record))
         self.poll.register(pidfd, select.POLLIN)
+
+    def _interpreter(self, variables: dict[str, str], environment: RankEnvironment) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "paceline.launch.rank", *self.setting.module_args],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
+            pass_fds=[*environment.inherited_fds, *([] if environment.store_fd is None else [environment.store_fd])],
+        )
+
+    def _seed(self) -> Seed | None:
+        """The process to fork the ranks from, ready; None where each is to be an interpreter of its own."""
+        variables = {**os.environ, **self._variables(None)}
+        if why_not(variables):
+            return None
+        seed = seed_for(variables)
+
+        def stopped() -> bool:
+            if self.on_tick:
+                self.on_tick()
+            return self.signals.first is not None
+
+        unfit = seed.wait_until_ready(self.setting.start_deadline_s, stopped)
+        if self.signals.first:
+            self._obey_signals()
+            raise LaunchError(f"{self.signals.first} stopped the run before rank 0 was ready to train.")
+        return None if unfit else seed
 
     def _environment(self, number: int, record: Path, listener: socket.socket) -> RankEnvironment:
         setting, port = self.setting, listener.getsockname()[1]
@@ -252,12 +282,12 @@ class _Attempt:
             inherited_fds=setting.inherited,
         )
 
-    def _variables(self, environment: RankEnvironment) -> dict[str, str]:
-        """All that the rank finds in its environment besides what this process has."""
+    def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
+        """All that a rank, or the seed of all, finds in its environment besides what this process has."""
         return {
             **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
-            **({"CUDA_VISIBLE_DEVICES": ""} if environment.host else {}),  # an emulated host has no GPU
-            **environment.to_env(),
+            **({"CUDA_VISIBLE_DEVICES": ""} if environment and environment.host else {}),  # an emulated host has no GPU
+            **(environment.to_env() if environment else {}),
             **self.setting.env,
         }
 
@@ -291,7 +321,7 @@ class _Attempt:
             print(f"paceline: {self.signals.first}: the ranks {what}. Ctrl-C kills them at once.", file=sys.stderr)
             if self.on_event:
                 self.on_event("stop", {"signal": self.signals.first})
-            for rank, status in zip(self.ranks, self.board.read(), strict=True):
+            for rank, status in zip(self.ranks, self.board.read() if self.ranks else (), strict=True):
                 # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends by itself.
                 if status.phase != "done":
                     rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])

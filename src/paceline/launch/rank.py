@@ -1,4 +1,4 @@
-"""One rank, as the launcher starts it: `python -m paceline.launch.rank pkg.mod:function ARGUMENT…` calls `function([ARGUMENT, …])`.
+"""One rank: a call of `pkg.mod:function` with a list of arguments, in a fork of the seed or as `python -m paceline.launch.rank`.
 
 It never outlives its launcher, and leaves an error as a record for the launcher, which shows the one that matters.
 """
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,19 +26,32 @@ from paceline.job.read.imports import load_object
 from paceline.launch.failure import ErrorRecord
 from paceline.rank_environment import RankEnvironment, own_rank
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of prctl
 _ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was killed
 
 
 def main() -> None:
-    """Run the function that the first argument names; exit 0 when it returns, its own code on SystemExit, 1 on any other exception."""
+    """Be the rank that the environment names, in an interpreter that the launcher has started."""
     environment = RankEnvironment.from_env()
     assert environment.launcher is not None
-    assert environment.error_file is not None
-    _end_with_launcher(environment.launcher)
     for descriptor in environment.inherited_fds:
         os.set_inheritable(descriptor, False)  # held by this rank, and not by a program that it starts
-    record = environment.error_file
+    run(sys.argv[1:], environment, environment.launcher, os.pidfd_open(environment.launcher))
+
+
+def run(
+    module_args: list[str], environment: RankEnvironment, parent: int, launcher: int, prepare: Callable[[], object] = lambda: None
+) -> None:
+    """Run the function that the first argument names; exit 0 when it returns, its own code on SystemExit, 1 on any other exception.
+
+    Args:
+        parent: process id of the launcher, or of the seed that ends when the launcher does.
+        launcher: a descriptor of the launcher's process.
+        prepare: called first of what may fail, once the rank is in its host and on its cores.
+    """
+    assert environment.error_file is not None
+    record, watch = environment.error_file, _Launcher(launcher, environment.error_file.parent)
+    watch.end_with(parent)
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
@@ -45,22 +59,40 @@ def main() -> None:
     try:
         enter_host(environment.host)  # before torch, or anything of the user's, starts a thread
         _pin(environment)
-        target, *arguments = sys.argv[1:]
+        prepare()
+        target, *arguments = module_args
         load_object(target)(arguments)
     except SystemExit as error:
         if error.code not in (None, 0):
-            _leave(error, record, error.code if isinstance(error.code, int) else 1)
+            _leave(error, record, watch, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the launcher shows it
-        _leave(error, record, 1)
-    _clean_up_for_the_launcher()
+        _leave(error, record, watch, 1)
+    watch.clean_up()
 
 
-def _end_with_launcher(launcher: int) -> None:
-    """Get SIGTERM when the launcher dies, so that the rank saves and ends; and SIGKILL, with all it started, if it does not."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:  # it died before it could have been noticed
-        sys.exit(1)
-    threading.Thread(target=_kill_when_orphaned, args=(os.pidfd_open(launcher),), name="launcher-watch", daemon=True).start()
+class _Launcher:
+    """The rank's end of its launcher: gone with it, and with the folder that a killed launcher leaves behind."""
+
+    def __init__(self, process: int, folder: Path) -> None:
+        self.process, self.folder = process, folder
+
+    def end_with(self, parent: int) -> None:
+        """Get SIGTERM when the launcher dies, so that the rank saves and ends; and SIGKILL, with all it started, if it does not."""
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before it could have been noticed
+            sys.exit(1)
+        threading.Thread(target=self._kill_when_orphaned, name="launcher-watch", daemon=True).start()
+
+    def clean_up(self) -> None:
+        """Remove the launcher's temporary folder, where it was killed and cannot."""
+        if select.select([self.process], [], [], 0)[0]:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_when_orphaned(self) -> None:
+        select.select([self.process], [], [])
+        time.sleep(_ORPHAN_GRACE_S)
+        self.clean_up()
+        os.killpg(0, signal.SIGKILL)
 
 
 def _record(error: BaseException, path: Path) -> None:
@@ -75,22 +107,8 @@ def _record(error: BaseException, path: Path) -> None:
         traceback.print_exception(error)
 
 
-def _clean_up_for_the_launcher() -> None:
-    """Remove the launcher's temporary folder, where it was killed and cannot."""
-    environment = RankEnvironment.from_env()
-    if os.getppid() != environment.launcher and environment.error_file is not None:
-        shutil.rmtree(environment.error_file.parent, ignore_errors=True)
-
-
-def _kill_when_orphaned(launcher_fd: int) -> None:
-    select.select([launcher_fd], [], [])
-    time.sleep(_ORPHAN_GRACE_S)
-    _clean_up_for_the_launcher()
-    os.killpg(0, signal.SIGKILL)
-
-
 def _pin(environment: RankEnvironment) -> None:
-    """Keep this rank on its cores. Must precede the import of torch, which sizes its thread pools by them."""
+    """Keep this rank on its cores. A new interpreter's torch, imported later, sizes its thread pools by them."""
     if not environment.cores:
         return
     try:
@@ -101,7 +119,7 @@ def _pin(environment: RankEnvironment) -> None:
         raise ClusterError(f"{who}: this process may use cores {allowed}") from error
 
 
-def _leave(error: BaseException, path: Path, code: int) -> None:
+def _leave(error: BaseException, path: Path, launcher: _Launcher, code: int) -> None:
     """Record the error and end at once: a thread that still waits for a peer must not keep a failed rank alive."""
     _record(error, path)
     logging.shutdown()
@@ -110,7 +128,7 @@ def _leave(error: BaseException, path: Path, code: int) -> None:
             stream.flush()
         except OSError:
             continue  # whoever read it has gone
-    _clean_up_for_the_launcher()
+    launcher.clean_up()
     os._exit(code)
 
 

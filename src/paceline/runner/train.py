@@ -22,6 +22,7 @@ from paceline.files import private_folder
 from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
+from paceline.launch.seed import warm_up
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan, cores_of
@@ -72,6 +73,8 @@ def train(
     """
     if is_our_rank():
         raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
+    if not is_rank():
+        warm_up()  # it imports while this process reads and checks
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
     cluster = to_run_on(cluster)

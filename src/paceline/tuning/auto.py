@@ -14,6 +14,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
+from paceline.launch.seed import wait_for_imports
 from paceline.planner.auto import auto_plan
 from paceline.planner.history import Pair, remember
 from paceline.planner.knobs import HEADING, SHARE_OF_RUN, Tried, knobs, longest_run_s, shown_s, steps_are_too_few
@@ -143,6 +144,7 @@ class _Search:
 
     def choose(self, known: Findings | None, too_few: str | None) -> Choice:
         """Predict, or take a cached prediction; then measure unless there is a reason against it. `too_few` steps are such a reason."""
+        wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
         self.before_s = known.before_s if known else 0.0
         calibration = _kept_calibration(self.job, self.cluster)
         if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):

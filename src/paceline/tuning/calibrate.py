@@ -19,6 +19,7 @@ from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
 from paceline.launch.probe import launch_to_look
+from paceline.launch.seed import wait_for_imports
 from paceline.planner.calibrate import (
     AXES,
     Anchor,
@@ -71,6 +72,7 @@ def calibrate(
         ClusterError: the cluster is not this machine, or has GPUs.
         LaunchError: the ranks failed; with the reason.
     """
+    wait_for_imports()
     found = _on_this_machine(job, _this_host(cluster), say, precisions, axes, again)
     if cluster is None or cluster.emulate is None or found.collective("tcp", "all_reduce") is not None:
         return found

@@ -1,0 +1,273 @@
+"""The launcher's handle on its seed: a process that imports torch once, from which ranks are forked.
+
+A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and never CUDA, which no fork
+would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank is a Python interpreter of its own.
+`seed_process.py` is what runs in the seed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.rank_environment import RankEnvironment
+
+# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the step of a small
+# convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient, which would only lie there;
+# benchmarks/overhead.py measures what that brings.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
+OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
+# Read by libgomp while it is loaded: it would keep all forks on the cores that it chose for the seed.
+_BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+# Not read by the imports, as nothing is that `RankEnvironment` names.
+_AFTER_FORK = {
+    "CUDA_VISIBLE_DEVICES",
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two, in the process that imports it
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch.compile sets these two
+    "TRITON_CACHE_DIR",
+}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread may be there when it forks
+_ANSWER_S = 60.0
+_TICK_S = 0.2
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass
+class ForkedRank:
+    """A forked rank. It stays a zombie until `wait`, so no other process gets its number before."""
+
+    pid: int
+    seed: Seed
+
+    def kill(self) -> None:
+        """SIGKILL, to the process alone."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal, as subprocess has it; that of SIGTERM where the seed was lost, whose forks get it."""
+        try:
+            return int(self.seed.ask({"do": "wait", "pid": self.pid})["code"])
+        except LaunchError:
+            return -signal.SIGTERM
+
+
+class Seed:
+    """A seed process. It ends with this process, however that ends, or at `end`.
+
+    Args:
+        variables: the environment that its ranks are to have, but for what `RankEnvironment` holds.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.made_for = made_for(variables)
+        self.owner = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_ANSWER_S)
+        self._lock = threading.Lock()
+        self._ready: dict[str, Any] | None = None
+        own_thread = threading.current_thread() is threading.main_thread()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.launch.seed_process", str(theirs.fileno()), str(self.owner), str(int(own_thread))],
+                env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # asked whether there is a GPU, it starts no CUDA
+                stdin=subprocess.DEVNULL,
+                stdout=_open_or_null(2),
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the seed process."""
+        return self._process.pid
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def wait_until_ready(self, deadline_s: float, stopped: Callable[[], object] = lambda: False) -> str | None:
+        """Wait until ranks can be forked. Returns why they cannot be: then each is to be an interpreter of its own.
+
+        Args:
+            stopped: called at least five times a second; if true, the waiting ends.
+
+        Raises:
+            LaunchError: the imports took longer than the deadline.
+        """
+        until = time.monotonic() + deadline_s
+        while self._ready is None and not stopped():
+            if time.monotonic() > until:
+                raise LaunchError(f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to be forked from")
+            if select.select([self._socket], [], [], _TICK_S)[0]:
+                with self._lock:
+                    self._ready = self._ready or self._answer()
+        return self._ready["unfit"] if self._ready else None
+
+    def fork(
+        self, module_args: Sequence[str], variables: Mapping[str, str], environment: RankEnvironment, listener: socket.socket | None
+    ) -> ForkedRank:
+        """Fork a rank. `variables` are all that it finds in its environment.
+
+        Args:
+            listener: the socket on which the rank serves the rendezvous; it is the rank's alone when the launcher closes its own end.
+
+        Raises:
+            LaunchError: the process could not be forked, or the seed is lost.
+        """
+        passed = [] if listener is None else [listener.fileno()]
+        order = {
+            "do": "fork",
+            "arguments": list(module_args),
+            "environment": dict(variables),
+            "folder": os.getcwd(),
+            "serves": bool(passed),
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
+        return ForkedRank(self.ask(order, [_open_or_null(1), _open_or_null(2), *passed, *environment.inherited_fds])["pid"], self)
+
+    def ask(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Send an order, and return the answer.
+
+        Raises:
+            LaunchError: the seed could not do it, or is lost.
+        """
+        with self._lock:
+            try:
+                send(self._socket, order, descriptors)
+                answer = self._answer()
+            except OSError as error:
+                raise LaunchError(f"the process that ranks are forked from (pid {self.pid}) is lost: {error}") from error
+        if "error" in answer:
+            raise LaunchError(answer["error"])
+        return answer
+
+    def end(self) -> None:
+        """End the process. Its ranks, if it has any, get SIGTERM."""
+        self._socket.close()
+        if self.owner == os.getpid():  # not in a fork of the launcher
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        gone = {"error": f"the process that ranks are forked from (pid {self.pid}) has ended", "unfit": "it has ended"}
+        try:
+            answer, _ = receive(self._socket)
+        except ConnectionError:
+            return gone
+        return gone if answer is None else answer
+
+
+_shared: Seed | None = None
+_sharing = threading.Lock()
+
+
+def warm_up() -> None:
+    """Start the shared seed, so that it imports torch while this process does other things."""
+    if why_not() is None:
+        seed_for({**DEFAULTS, **os.environ})
+
+
+def seed_for(variables: Mapping[str, str]) -> Seed:
+    """Shared seed for ranks with this environment.
+
+    It is replaced where the environment, or what else processes inherit from this one, has changed since its start.
+    """
+    global _shared
+    with _sharing:
+        if _shared is not None and (_shared.owner != os.getpid() or _shared.lost or _shared.made_for != made_for(variables)):
+            _shared.end()
+            _shared = None
+        if _shared is None:
+            _shared = Seed(_without_ranks(variables))
+            atexit.register(_shared.end)
+        return _shared
+
+
+def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
+    """Return when the shared seed, if there is one, has imported all and keeps no core busy: before anything is measured."""
+    with suppress(LaunchError):  # the launch will tell
+        if _shared is not None and _shared.owner == os.getpid():
+            _shared.wait_until_ready(deadline_s)
+
+
+def shared_pid() -> int | None:
+    """Process id of the shared seed; None where there is none."""
+    return _shared.pid if _shared is not None else None
+
+
+def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Reason against forking ranks with this environment; None where there is none."""
+    if environ.get(OFF) == "0":
+        return f"{OFF}=0"
+    return next((f"{name} is set" for name in _BEFORE_FORK if name in environ), None)
+
+
+def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that a fork keeps from the start of its seed, which serves only ranks that want the same."""
+    return {
+        "environment": {name: value for name, value in _without_ranks(variables).items() if name not in _AFTER_FORK},
+        "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "places": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid")] + [Path("/proc/self/cgroup").read_text()],
+        "mask": [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")],
+    }
+
+
+def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message; the other end gets copies of the descriptors."""
+    body = json.dumps(message).encode()
+    socket.send_fds(channel, [_LENGTH.pack(len(body))], descriptors)
+    channel.sendall(body)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Receive one message and its descriptors; None where the other end has gone."""
+    head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, 64, socket.MSG_CMSG_CLOEXEC)
+    if not head:
+        return None, descriptors
+    (length,) = _LENGTH.unpack(head)
+    body = bytearray()
+    while len(body) < length and (more := channel.recv(length - len(body))):
+        body += more
+    return (json.loads(body) if len(body) == length else None), descriptors
+
+
+def _open_or_null(descriptor: int) -> int:
+    """The descriptor; that of /dev/null, opened once, where this process was started with it closed."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return _null()
+    return descriptor
+
+
+@functools.cache
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in RankEnvironment.names()}

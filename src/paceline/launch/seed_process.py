@@ -1,0 +1,183 @@
+"""The seed process: it imports once, then forks a rank for every order, until the launcher is gone."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import io
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.launch.rank import PR_SET_PDEATHSIG, run
+from paceline.launch.seed import receive, send
+from paceline.rank_environment import RankEnvironment
+
+# What every rank needs: torch's first optimizer imports _dynamo, which imports most of the others.
+_IMPORTS = ("paceline.training.loop", "torch._dynamo")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A rank to become, as the launcher orders it.
+
+    Attributes:
+        folder: the launcher's current one; `limits` of resources and `cores` are the launcher's as well.
+        descriptors: for stdout, stderr, the rendezvous where the rank serves it, and those to hold.
+        seed: process id of the seed.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    serves: bool
+    limits: dict[str, tuple[int, int]]
+    cores: list[int]
+    descriptors: list[int]
+    seed: int
+
+
+def main() -> None:
+    """Import, and fork on order: `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`. Returns in ranks only, when they have done their work."""
+    descriptor, launcher, dies_with_thread = map(int, sys.argv[1:])
+    if dies_with_thread:  # also while it imports
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        watch = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        return
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    if os.getppid() == launcher:
+        send(channel, {"unfit": _imported()})
+        order = _fork_on_order(channel, watch)
+        if order is not None:
+            _become(order, watch)
+
+
+def _imported() -> str | None:
+    """Import what ranks need. Returns why no rank may be forked from this process."""
+    gc.disable()
+    try:
+        for name in _IMPORTS:
+            importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - the ranks will meet it, and show it
+        return traceback.format_exc()
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # no collection in a rank writes to what it shares with the others
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"something that is imported has started {threads - 1} threads"
+    if any(os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia-uvm") for fd in os.listdir("/proc/self/fd") if _is_open(fd)):
+        return "something that is imported has started CUDA, which no fork survives"
+    return None
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
+    """Obey until the launcher is gone; then None. In a rank: what it is to be."""
+    seed = os.getpid()
+    while True:
+        ready, _, _ = select.select([channel.fileno(), watch], [], [])
+        if watch in ready:
+            return None
+        message, descriptors = receive(channel)
+        if message is None:
+            return None
+        if message.pop("do") == "wait":
+            send(channel, {"code": os.waitstatus_to_exitcode(os.waitpid(message["pid"], 0)[1])})
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:
+            send(channel, {"error": str(error)})
+            continue
+        if pid == 0:
+            channel.close()
+            return _Order(**message, descriptors=descriptors, seed=seed)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send(channel, {"pid": pid})
+
+
+def _become(order: _Order, watch: int) -> None:
+    """Be the rank, in this fresh fork."""
+    os.setsid()  # the terminal's Ctrl-C is for the launcher, which forwards it once
+    out, err, *others = order.descriptors
+    for descriptor, standard in ((out, 1), (err, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    told = RankEnvironment.from_env(order.environment)
+    environment = replace(told, store_fd=others[0] if order.serves else None, inherited_fds=())  # they have other numbers here
+    os.environ.clear()
+    os.environ.update({name: value for name, value in order.environment.items() if name not in environment.names()})
+    os.environ.update(environment.to_env())
+    sys.argv[1:] = order.arguments
+    _call_the_process(f"paceline rank {environment.rank} of {environment.world_size}")
+    for name, limit in order.limits.items():
+        resource.setrlimit(getattr(resource, name), limit)
+    os.sched_setaffinity(0, order.cores)
+    run(order.arguments, environment, order.seed, watch, prepare=lambda: _settle(order.folder, environment.threads))
+    _end()
+
+
+def _end() -> NoReturn:
+    """End as an interpreter does, without taking its modules apart: that copies the memory shared with the seed."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, and asks executors to end
+    atexit._run_exitfuncs()  # as multiprocessing does in its forks
+    for file in gc.get_objects():  # without what the seed froze
+        if issubclass(type(file), io.IOBase):
+            with suppress(OSError, ValueError):  # closed, not to be written, or whoever read it has gone
+                file.flush()
+    os._exit(0)
+
+
+def _call_the_process(title: str) -> None:
+    """Show a title in `ps` and `top`, instead of the seed's command line."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # of the arguments; fields 48 and 49 of the file, counted from 1
+    ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def _settle(folder: str, threads: int | None) -> None:
+    """Set what a new interpreter has of its own: the folder to import from, threads, random numbers."""
+    start = str(Path.cwd())
+    os.chdir(folder)
+    if start in sys.path[:1]:
+        sys.path[0] = folder
+    importlib.invalidate_caches()
+    torch: Any = sys.modules["torch"]
+    if threads is not None:
+        torch.set_num_threads(threads)
+        if threads > 1:
+            _set_threads_of_numpy(threads)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own random does that by itself
+
+
+def _set_threads_of_numpy(threads: int) -> None:
+    """Set the threads of numpy's OpenBLAS, which took the seed's single one when it was loaded."""
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line.rpartition("/")[2]}
+    names = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+    for library in map(ctypes.CDLL, files):
+        for name in names:
+            if hasattr(library, name):
+                getattr(library, name)(threads)
+
+
+if __name__ == "__main__":
+    main()

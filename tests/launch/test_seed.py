@@ -1,0 +1,98 @@
+"""Ranks are forked from a process that has imported all; they are as good as interpreters of their own."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launch.local import launch
+from paceline.launch.seed import seed_for, shared_pid, warm_up, why_not
+
+WHAT = Path(__file__).with_name("what_ranks_do.py")
+
+
+def run(what: str, folder: Path, ranks: int = 2, threads: int = 1, **settings: Any) -> dict[str, dict[str, Any]]:
+    """Launch a function of what_ranks_do.py; what the ranks wrote, by attempt and rank."""
+    launch([f"{WHAT}:{what}", str(folder)], ranks=ranks, threads=threads, pin_cores=None, deadline_s=60, **settings)
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("fork-*"))}
+
+
+def test_a_fork_has_threads_random_numbers_and_a_session_of_its_own(tmp_path: Path) -> None:
+    first, second = run("tell_of_the_fork", tmp_path, threads=2).values()
+    assert first["threads"] == second["threads"] == 2
+    assert first["threads_of_a_product"] == 2  # which is right, as the fork has seen
+    assert first["random"][0] != second["random"][0]
+    assert first["random"][1] != second["random"][1]
+    assert first["torch_seed"] == second["torch_seed"]
+    assert first["title"] == "paceline rank 0 of 2"
+    assert first["session"]
+    assert second["session"]
+
+
+def test_a_fork_holds_no_socket_of_another_rank_or_of_the_launcher(tmp_path: Path) -> None:
+    first, second = run("tell_of_the_fork", tmp_path).values()
+    assert (first["sockets"], second["sockets"]) == (1, 0)  # the rendezvous that rank 0 serves
+
+
+def test_ranks_of_all_attempts_and_launches_are_forked_from_one_process(tmp_path: Path) -> None:
+    warm_up()
+    seed = shared_pid()
+    told = run("tell_of_the_fork_and_fail_once", tmp_path, restarts=1)
+    assert {"fork-1-0", "fork-1-1"} <= told.keys()
+    assert {one["parent"] for one in told.values()} == {seed} == {shared_pid()}
+
+
+def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up()
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
+    try:
+        [told] = run("tell_of_the_fork", tmp_path, ranks=1).values()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (told["files"], told["folder"]) == (500, str(tmp_path))
+    assert str(tmp_path) in told["path"]
+
+
+def test_ranks_are_stopped_and_started_again_where_their_seed_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"the process that the ranks were forked from \(pid \d+\) was killed, and they were stopped"):
+        run("kill_the_parent", tmp_path)
+    assert len(run("tell_of_the_fork", tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["PACELINE_FORK", "OMP_PROC_BIND"])
+def test_every_rank_is_an_interpreter_where_that_is_asked_for_or_a_fork_would_be_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "0" if name == "PACELINE_FORK" else "true")
+    assert why_not() is not None
+    [told] = run("tell_of_the_fork", tmp_path, ranks=1).values()
+    assert "paceline.launch.rank" in told["title"]
+
+
+def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = seed_for(os.environ)
+    assert seed_for({**os.environ, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "9", "RANK": "7"}) is before
+    after = seed_for({**os.environ, "TORCH_LOGS": "dynamo"})  # read when torch is imported
+    assert after is not before
+    assert before.lost
+
+
+def test_a_signal_while_the_seed_imports_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")  # so that a new one is needed
+    events: list[str] = []
+
+    def interrupt() -> None:
+        if not events:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings: dict[str, Any] = {"on_tick": interrupt, "on_event": lambda kind, _: events.append(kind)}
+    with pytest.raises(LaunchError, match="SIGTERM stopped the run before rank 0 was ready to train"):
+        launch(["os:getpid"], ranks=1, threads=1, pin_cores=None, deadline_s=60, **settings)
+    assert events == ["stop"]
