@@ -16,6 +16,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 CLEAN = (
+    "benchmark",
     "cli",
     "cluster",
     "comm",
@@ -23,6 +24,7 @@ CLEAN = (
     "job",
     "planner",
     "plans",
+    "report",
     "split",
     "sync",
     "trace",

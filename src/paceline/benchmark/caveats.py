@@ -1,4 +1,4 @@
-"""What makes the figures of a benchmark less sure, each in a sentence with its number."""
+"""Caveats of a benchmark's figures, each a sentence with its number."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
 
 
 def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]]) -> Iterator[str]:
-    """Plans of one job do the same work, so their losses agree; else the times compare different work."""
+    """Caveats where plans' losses differ.
+
+    Plans of one job do the same work, so their losses agree; else the times compare different work.
+    """
     strong = [s for s in settings if s.scaling == "strong"]
     first = next((runs[s.key][0] for s in strong if s.key == ONE), runs[strong[0].key][0] if strong else None)
     if first is None:
@@ -75,7 +78,10 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
 
 
 def _apart(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[int, float]:
-    """Up to which step two losses were compared, and their relative difference in the mean over the last steps before."""
+    """The last step compared of two losses, and their relative difference before it.
+
+    The difference is that of the means over the last steps.
+    """
     steps = min(len(one), len(other))
     pairs = [(a, b) for a, b in zip(one[:steps], other[:steps], strict=True) if a is not None and b is not None][-_LAST:]
     if not pairs:

@@ -18,7 +18,7 @@ PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
 
 
 class Directory:
-    """Where a benchmark keeps what it measures, so that one that was interrupted goes on where it stopped.
+    """The directory of a benchmark, from which an interrupted one continues.
 
     Raises:
         RunError: there is something in `path`, and it is no benchmark.
@@ -36,7 +36,7 @@ class Directory:
             raise RunError(f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out.")
 
     def begin(self, protocol: dict[str, Any]) -> None:
-        """Keep to `protocol` from now on, or go on with what was begun under the same one.
+        """Begin with `protocol`, or continue what was begun under the same one.
 
         Raises:
             RunError: what was begun here measures something else, all of which is named; or nothing can be written.
@@ -64,7 +64,7 @@ class Directory:
         return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
 
     def new_run(self, setting: Setting, round_: int) -> Path:
-        """The directory of a run that is to be made; what one that never finished left there is removed."""
+        """The directory of a new run, emptied of an unfinished one's files."""
         path = self.path / "runs" / f"{setting.key}-r{round_ + 1}"
         shutil.rmtree(path, ignore_errors=True)
         return path

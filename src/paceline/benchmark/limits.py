@@ -1,4 +1,4 @@
-"""What limits scaling, in two or three sentences that follow from the numbers, and no sentence where nothing can be said."""
+"""Limits of scaling in two or three sentences from the numbers, or none."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _name(setting: Measured) -> str:
 
 
 def _where_it_goes(one: Measured, many: Measured, weak: Measured | None) -> list[str]:
-    """What the step has beyond its ideal part by part, and what to do about the largest."""
+    """Sentences on the step's time beyond the ideal by part, and on the largest part."""
     lost_s = excess_s(one, many)
     total_s = sum(lost_s.values())
     gross_s = {part: lost for part, lost in lost_s.items() if lost > 0}
@@ -77,7 +77,10 @@ def _where_it_goes(one: Measured, many: Measured, weak: Measured | None) -> list
 
 
 def excess_s(one: Measured, many: Measured) -> dict[str, float]:
-    """Seconds that each part of a step takes on N devices beyond 1/N of what it takes on one, in the mean over the ranks."""
+    """Seconds of each part on N devices beyond 1/N of one device's.
+
+    In the mean over the ranks.
+    """
     before, after = _parts(one), _parts(many)
     return {part: after[part] - before[part] / many.devices for part in after}
 
@@ -108,7 +111,10 @@ def _advice(part: str, one: Measured, many: Measured, weak: Measured | None) -> 
 
 
 def _advice_on_compute(one: Measured, many: Measured, weak: Measured | None) -> str:
-    """Weak scaling tells a share that is too small from devices that slow each other: it has the share of one device."""
+    """Advice on slow compute: the share is too small, or devices slow each other.
+
+    Weak scaling tells them apart, as it has the share of one device.
+    """
     if weak is None or not weak.ranks:
         return "Either a device's share of the batch is too small, or the devices slow each other; weak scaling (--weak) tells which."
     ratio = _parts(weak)["compute"] / _parts(one)["compute"]

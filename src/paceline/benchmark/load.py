@@ -1,4 +1,4 @@
-"""How busy other processes kept the machine while a run was measured, and what that may have cost the run."""
+"""Load of other processes during a run, and its possible cost to the run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class OtherLoad:
         self._all_s, self._own_s = self._busy_s(), _own_cpu_s()
 
     def busy_cores(self) -> float | None:
-        """Cores that others kept busy on average since the beginning, among those that we may use; None where the system does not tell.
+        """Average number of cores kept busy by others; None if the system does not tell.
 
-        The time of this process and of all that it started and waited for is taken off, and time that a hypervisor gave to others is in.
+        Cores are those that we may use. The time of this process and of all that it started and waited for is taken
+        off, and time that a hypervisor gave to others is in.
         """
         passed_s = time.monotonic() - self._started
         all_s, own_s = self._busy_s() - self._all_s, _own_cpu_s() - self._own_s
@@ -36,7 +37,10 @@ class OtherLoad:
         return max(0.0, all_s - own_s) / passed_s
 
     def _busy_s(self) -> float:
-        """Without the time in interrupts, which belongs to no process and is largely our own traffic."""
+        """Busy seconds of the cores, without interrupts.
+
+        Interrupts belong to no process and are largely our own traffic.
+        """
         times = psutil.cpu_times(percpu=True)
         if self.cores and max(self.cores) < len(times):
             times = [times[core] for core in self.cores]
@@ -44,16 +48,19 @@ class OtherLoad:
 
 
 def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> float:
-    """The most that others may have slowed a run: the part of one core that they took from a rank, for all ranks wait for that one.
+    """Upper bound on a run's slowdown by others: the part of one core they took.
 
-    What fits on the cores that the run leaves free costs nothing.
+    All ranks wait for the slowest. What fits on the cores that the run leaves free costs nothing.
     """
     stolen = (other_cores or 0.0) - max(0, cores - devices)
     return min(stolen, _MOST_STOLEN) if stolen > NOISE_CORES else 0.0
 
 
 def undisturbed(time_s: Interval, stolen: float) -> Interval:
-    """Times of disturbed runs: undisturbed they may have been shorter by what was stolen, and not longer. Nothing is left out."""
+    """Interval of the undisturbed time, extended downwards by what was stolen.
+
+    Undisturbed runs may have been shorter, and not longer. Nothing is left out.
+    """
     return Interval(time_s.low * (1 - stolen), time_s.middle, time_s.high)
 
 

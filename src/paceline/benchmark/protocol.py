@@ -1,4 +1,7 @@
-"""`paceline.bench`: the same job under several settings, run round by round, so that whatever drifts on the machine meets all of them."""
+"""`paceline.bench`: one job under several settings, run in interleaved rounds.
+
+So whatever drifts on the machine affects all settings.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def bench(
     out: str | Path | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Measure how a job scales: the same job on one device and on several, in interleaved runs; the result is kept in `out`.
+    """Measure how a job scales, in interleaved runs on one device and on several.
+
+    The result is kept in `out`.
 
     Args:
         job: a `Job`, or the YAML file of one.
@@ -126,7 +131,7 @@ class Benchmark:
         self.runs = self.directory.finished(self.settings)
 
     def run(self) -> Report | None:
-        """Make the runs that are missing and write `report.json`; None where there is nothing to report.
+        """Make the missing runs and write `report.json`; None if there is nothing to report.
 
         A setting whose run fails is left out from then on, and the error is shown; a signal ends the benchmark.
         """
@@ -145,7 +150,7 @@ class Benchmark:
         return report
 
     def report(self) -> Report | None:
-        """What the finished runs say; None before the first."""
+        """The report of the finished runs; None before the first."""
         runs = self.runs
         settings = [s for s in self.settings if runs[s.key]]
         if not settings:
@@ -177,7 +182,10 @@ class Benchmark:
     # What is to be measured
 
     def _base(self) -> tuple[Plan, list[str]]:
-        """The plan for N devices and what was tried: the automatic one, and where a benchmark goes on, the one that it was begun with."""
+        """The plan for N devices, and the plans tried.
+
+        It is the automatic plan; a continued benchmark keeps the one that it was begun with.
+        """
         if before := self.directory.protocol:
             return Plan.parse(before["plan"]), before["knobs"]
         choice = choose(self.job, self.cluster, self._say, runs=self.repeat * _SETTINGS)
@@ -230,7 +238,7 @@ class Benchmark:
             self._tell(setting, result, time.monotonic() - started)
 
     def _was_stopped(self, run: Path) -> bool:
-        """Whether a signal ended the run; the launcher notes it."""
+        """True if a signal ended the run, as the launcher records."""
         stops = [event["signal"] for event in read_lines(run / "events.jsonl") if event["event"] == "stop"]
         self.stopped_by = stops[0] if stops else None
         return bool(stops)
@@ -258,7 +266,7 @@ class Benchmark:
 
 
 def rounds(settings: Sequence[Setting], repeat: int) -> Iterator[tuple[int, Setting]]:
-    """Every setting once in each round, each round beginning with another one: A B C, B C A, C A B, …"""
+    """Every setting once per round, rotated: A B C, B C A, C A B, …"""
     for round_ in range(repeat):
         first = round_ % len(settings)
         yield from ((round_, setting) for setting in (*settings[first:], *settings[:first]))

@@ -1,4 +1,4 @@
-"""What a benchmark found, as plain values: written by `bench/`, drawn by `report/`, kept as `report.json`."""
+"""Results of a benchmark as plain values: made here, drawn by `report/`, kept as `report.json`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ Scaling = Literal["strong", "weak"]
 
 @dataclass(frozen=True)
 class RankUse:
-    """What one rank did in a step, in the median over the measured steps of all repeats.
+    """One rank's use of time and resources in a step: medians over all repeats.
+
+    Only measured steps count.
 
     Attributes:
         parts_s: seconds of a step by part, the names of `paceline.engine.meter.PARTS`; they sum to the step.
-        wire_bytes: what the rank put on the wire to the other replicas per step.
-        saved_bytes: what compression took off that.
-        compression_error: L2 norm of what compression left out, over that of what was to be sent; None where nothing was compressed.
+        wire_bytes: bytes that the rank sends to the other replicas per step.
+        saved_bytes: bytes that compression saved of that.
+        compression_error: L2 norm of compression's error, relative to the data's; None if nothing was compressed.
         memory_bytes: largest resident memory seen (shared pages by their share).
     """
 
@@ -37,7 +39,7 @@ class RankUse:
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss over the run of one repeat: what a step found, at which second of training and after how many samples."""
+    """Losses of one run: at each step, with seconds of training and samples so far."""
 
     steps: list[int]
     seconds: list[float]
@@ -116,7 +118,7 @@ class Report:
 
     @property
     def on_cores(self) -> bool:
-        """Whether the report is of a machine without GPUs, whose devices are cores."""
+        """True if the machine has no GPUs, so that its devices are cores."""
         return not any(rank.gpu_memory_bytes for setting in self.settings for rank in setting.ranks)
 
     def to_json(self) -> str:

@@ -1,4 +1,7 @@
-"""What a benchmark compares: the same job on 1 and N devices, with the same global batch and the same batch per device, and other plans."""
+"""Settings of a benchmark: one job on 1 and N devices, and other plans.
+
+N devices have the same global batch (strong scaling) or the same batch per device (weak scaling).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Setting:
 
 
 def target_of(job: Job) -> str | None:
-    """The loss or metrics that the job's stop rule names, in words; None where it names none."""
+    """The loss or metrics of the job's stop rule as text; None without any."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
     return " or ".join([*rules, *(f"{name} > {value:g}" for name, value in job.stop.metric_above.items())]) or None
 
@@ -63,7 +66,7 @@ def settings_for(
     steps: int | None,
     weak: bool,
 ) -> list[Setting]:
-    """One device, then N at the same global batch, then the plans, then N at the same batch per device.
+    """One device, then N devices (strong scaling), the plans, and N devices (weak scaling).
 
     Args:
         base: the plan that is run on N devices, with `dp=N` and, without GPUs, one thread per device.
@@ -99,9 +102,10 @@ def settings_for(
 
 
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
-    """The base plan on so many devices, without GPUs with one thread each, so that N devices are N cores.
+    """The base plan on `devices` devices; without GPUs, with one thread each.
 
-    Where its replicas take several devices and these are no whole number of replicas, every device is a replica.
+    So N devices are N cores. Where its replicas take several devices and these are no whole number of replicas, every
+    device is a replica.
     """
     threads = base.threads if cluster.kind == "cuda" else 1
     if devices % (base.ranks // base.dp) == 0:

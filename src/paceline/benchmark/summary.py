@@ -1,4 +1,4 @@
-"""From run directories to figures: what one run measured, and what all repeats of a setting say together."""
+"""Figures from run directories: results of one run and of a setting's repeats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _REACHED = ("metric_above", "loss_below")  # stop rules that are a target
 
 @dataclass(frozen=True)
 class Finished:
-    """One run of a benchmark: a line of `measured.jsonl`, with all that the report needs, so that the run itself may go.
+    """One run of a benchmark: a line of `measured.jsonl` with all the report needs.
+
+    So the run's directory may be removed.
 
     Attributes:
         samples: of a step, in the median: fewer than the global batch where the data set is smaller.
@@ -57,13 +59,13 @@ class Finished:
 
     @classmethod
     def load(cls, values: dict[str, Any]) -> Finished:
-        """From the values of a line."""
+        """A finished run from a line's values."""
         ranks = [RankUse(**rank) for rank in values["ranks"]]
         return cls(**(values | {"ranks": ranks, "curve": Curve(**values["curve"])}))
 
 
 def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> Finished:
-    """What a run that has ended measured.
+    """The measurements of a run that has ended.
 
     Raises:
         RunError: it ended within the warm-up, so that no step counts.
@@ -134,7 +136,10 @@ def measured(
 
 
 def _compared(result: Measured, setting: Setting, runs: Sequence[Finished], one: Sequence[Finished], cores: int) -> Measured:
-    """The result with its speedup over one device: of training times where the job trains to its end, else of times per sample."""
+    """The result with its speedup over one device.
+
+    It compares training times where the job trains to its end, else times per sample.
+    """
     whole = setting.steps is None
     own, base = _comparable_times(runs, whole), _comparable_times(one, whole)
     pairs = [base[round_] / own[round_] for round_ in sorted(own.keys() & base.keys())]
@@ -189,7 +194,10 @@ def _use_of(lines: list[dict[str, Any]]) -> RankUse:
 
 
 def _typical(parts_s: Sequence[dict[str, float]], whole_s: Sequence[float]) -> dict[str, float]:
-    """The parts of the median whole: their means over the middle half of the wholes, scaled to sum to it (medians of parts would not)."""
+    """Typical parts of the median step, scaled to sum to it.
+
+    They are means over the middle half of the steps; medians of parts would not sum to the median.
+    """
     order = sorted(range(len(whole_s)), key=lambda i: whole_s[i])
     quarter = len(order) // 4
     middle = order[quarter : len(order) - quarter]
@@ -199,7 +207,7 @@ def _typical(parts_s: Sequence[dict[str, float]], whole_s: Sequence[float]) -> d
 
 
 def _per_step(lines: list[dict[str, Any]], counter: str) -> float | None:
-    """What a counter grew by per step between the first and the last reading that have it; None with fewer than two."""
+    """A counter's growth per step between first and last reading; None with fewer than two."""
     readings = [(line["step"], line["use"][counter]) for line in lines if counter in line.get("use", {})]
     if len(readings) < 2:
         return None
@@ -207,7 +215,10 @@ def _per_step(lines: list[dict[str, Any]], counter: str) -> float | None:
 
 
 def _memory_bytes(readings: list[dict[str, Any]]) -> int | None:
-    """The peak of the resident memory, less what the newest reading of the proportional set size took off for sharing."""
+    """Peak resident memory in bytes, corrected for shared pages by the newest reading.
+
+    The correction is the difference between resident and proportional set size.
+    """
     peaks = [use.get("peak_memory_bytes", use.get("memory_bytes", 0)) for use in readings]
     shared = next((use["memory_bytes"] - use["pss_bytes"] for use in reversed(readings) if "pss_bytes" in use), 0)
     return max(peaks) - shared if peaks else None

@@ -1,4 +1,4 @@
-"""A report as a person sees it on the screen, and its numbers by name for machines."""
+"""A report as tables on the screen for people, and named numbers for machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PART_NAMES = {part: "exposed" if part == "comm" else part for part in PARTS}
 
 
 def show(report: Report, console: Console) -> None:
-    """Print what the report says, its figures, where a step goes, what makes it less sure, each definition, and how it was measured."""
+    """Print a report: findings, figures, step breakdown, caveats, definitions, and circumstances."""
     report = worded(report)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for i, sentence in enumerate(("", *report.limits, "")):
@@ -54,7 +54,10 @@ def worded(report: Report) -> Report:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """The numbers by name, for machines: `throughput_2_devices`, `speedup_2_devices_weak`, … A speedup is there only where it is one."""
+    """The numbers by name, for machines: `throughput_2_devices`, `speedup_2_devices_weak`, …
+
+    A speedup is included only if there is one.
+    """
     found: dict[str, float] = {}
     for setting in report.settings:
         name = setting.label.replace(" ", "_") + ("_weak" if setting.scaling == "weak" else "")
@@ -68,7 +71,7 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def definitions(report: Report) -> Iterator[tuple[str, str]]:
-    """What each column and row of the tables means, in a line."""
+    """Definitions of the tables' columns and rows, a line each."""
     batch = report.settings[0].global_batch
     yield "strong", f"N devices share the global batch of {batch}."
     if any(s.scaling == "weak" for s in report.settings):
@@ -161,7 +164,7 @@ def _breakdown(report: Report) -> Table:
 
 
 def _circumstances(report: Report) -> Iterator[tuple[str, str]]:
-    """How it was measured, and where."""
+    """Facts on how and where the benchmark was measured."""
     each = f"{report.steps} steps" if report.steps else f"training to {report.target}"
     synthetic = ", on synthetic data" if report.synthetic else ""
     yield "measured", f"{report.job}{synthetic}: {count(report.repeats, 'run')} of {each} per setting, interleaved, {report.created}"

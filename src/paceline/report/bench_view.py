@@ -1,4 +1,4 @@
-"""What the page of a benchmark says: its headline, cards, table and charts, from the values of a `Report`."""
+"""View of a benchmark's page: headline, cards, table and charts, from a `Report`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures besi
 
 @dataclass(frozen=True)
 class Card:
-    """One of the big figures at the top: a definition's name, the figure or the words in its place, and what to compare it with."""
+    """A big figure at the top: a definition's name, a figure or words, a comparison."""
 
     term: str
     cell: Cell
@@ -34,7 +34,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a definition's name and a figure, or words in its place, for each setting."""
+    """A line of the table: a definition's name, and a figure or words per setting."""
 
     term: str
     cells: list[Cell]
@@ -64,7 +64,7 @@ class BenchView:
 
     @property
     def created(self) -> str:
-        """When the benchmark was made, as people write it."""
+        """The benchmark's date and time, formatted for people."""
         try:
             return datetime.fromisoformat(self.report.created).strftime("%Y-%m-%d %H:%M %Z").strip()
         except ValueError:
@@ -78,7 +78,7 @@ class BenchView:
 
     @property
     def verdict(self) -> str:
-        """What one learns, in one sentence; never a speedup where there is no difference."""
+        """The result in one sentence; never a speedup if there is no difference."""
         best = self.best
         if best is self.reference:
             return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
@@ -95,7 +95,7 @@ class BenchView:
         return f"{gain} times as fast with {devices}{same}.{self._medians_say(best)}"
 
     def _medians_say(self, best: Measured) -> str:
-        """Why the speedup is not the ratio of the figures beside it, where a reader would see that."""
+        """The reason why the speedup differs visibly from the ratio of the shown figures."""
         if self.reference is None or best.speedup is None:
             return ""
         ratio = best.throughput.middle / self.reference.throughput.middle
@@ -124,7 +124,7 @@ class BenchView:
         return cards
 
     def _of_one(self, name: str, shown: Callable[[Interval], Shown] = units.seconds) -> str:
-        """The same figure of one device."""
+        """The text with one device's value of the same figure."""
         if self.reference is None or self.reference is self.best or getattr(self.reference, name) is None:
             return ""
         of_one = shown(getattr(self.reference, name))
@@ -132,7 +132,10 @@ class BenchView:
 
     @property
     def lost(self) -> list[tuple[str, Shown]]:
-        """What each part adds to the headline's step beyond the ideal, the largest first; the sum stands last, without a name."""
+        """Time that each part adds to the headline's step beyond the ideal, largest first.
+
+        The sum stands last, without a name.
+        """
         best, one = self.best, self.reference
         if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
             return []
@@ -146,7 +149,7 @@ class BenchView:
 
     @property
     def rows(self) -> list[Row]:
-        """Every figure of every setting; rows that this job or machine cannot have are left out."""
+        """Every figure of every setting, without rows that this job or machine cannot have."""
         has_tokens = any(s.tokens_per_sample for s in self.settings)
         has_gpu = any(rank.gpu_memory_bytes for s in self.settings for rank in s.ranks)
         to_end = any(s.training_time_s for s in self.settings)
@@ -172,7 +175,7 @@ class BenchView:
 
     @property
     def _compressed_rows(self) -> list[Row]:
-        """What compression saves and loses; nothing where no plan compresses."""
+        """Rows on what compression saves and loses; none if no plan compresses."""
         errors = [max((r.compression_error for r in s.ranks if r.compression_error is not None), default=None) for s in self.settings]
         if errors == [None] * len(errors):
             return []
@@ -190,7 +193,7 @@ class BenchView:
 
     @property
     def plans(self) -> Chart | None:
-        """The plans for several devices beside each other; none where no two are for as many."""
+        """A chart of the plans for several devices; None if no two use equally many."""
         compared = [s for s in self.settings if s.scaling == "strong" and s.devices > 1]
         if len({s.devices for s in compared}) == len(compared):
             return None
@@ -242,7 +245,7 @@ class BenchView:
 
 
 def _best(settings: Sequence[Measured]) -> Measured:
-    """What the headline is about: strong scaling on the most devices, and of several such plans the fastest."""
+    """The headline's setting: strong scaling, most devices, then the fastest plan."""
     return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.devices, s.throughput.middle))
 
 

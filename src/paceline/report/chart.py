@@ -1,4 +1,7 @@
-"""A chart as it stands in a page: an id, the figure, and its content in words for who cannot see it."""
+"""A chart of a page: an id, the figure, and its content in words.
+
+The words are for those who cannot see it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import plotly.graph_objects as go
 
 @dataclass(frozen=True)
 class Chart:
-    """One plotly figure of a page; `note` is what its caption must say beside the definitions."""
+    """One plotly figure of a page; `note` is added to its caption's definitions."""
 
     name: str
     figure: go.Figure

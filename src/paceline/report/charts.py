@@ -1,4 +1,4 @@
-"""The charts of a page, as plotly figures: transparent, so that they stand on a light page and on a dark one."""
+"""The charts of a page as plotly figures, transparent for light and dark pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POINTS = 400  # a curve of more is drawn by the means of its stretches
 
 @dataclass(frozen=True)
 class Bar:
-    """One rank's step in a breakdown: seconds by part, and what the step would take if the scaling were ideal."""
+    """One rank's step in a breakdown: seconds by part, and the ideal step time."""
 
     group: str
     rank: str
@@ -60,7 +60,10 @@ class Mark:
 
 
 def scaling(settings: Sequence[Measured]) -> go.Figure:
-    """Speedup over devices, strong and weak, against the ideal; what is no speedup is a hollow point at 1 that says so."""
+    """Speedup over devices, strong and weak, against the ideal.
+
+    A point without a speedup is hollow, stands at 1 and says so.
+    """
     figure = empty_figure("devices", "times the speed of one device")
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
@@ -84,7 +87,10 @@ def scaling(settings: Sequence[Measured]) -> go.Figure:
 
 
 def _curve(points: Sequence[Measured], colour: str, *, from_one: bool) -> dict[str, object]:
-    """A trace through the points, from one device on where it is a curve at all, each with its interval."""
+    """A trace through the points, each with its interval.
+
+    A curve begins at one device.
+    """
     gains = [p.speedup for p in points if p.speedup is not None]
     at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
     words = [f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)]
@@ -111,7 +117,10 @@ def _curve(points: Sequence[Measured], colour: str, *, from_one: bool) -> dict[s
 
 
 def breakdown(bars: Sequence[Bar]) -> go.Figure:
-    """One step of each rank, part by part, as stacked bars under the heading of their group; a tick marks the ideal."""
+    """One step of each rank as stacked bars of its parts, under group headings.
+
+    A tick marks the ideal.
+    """
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     places, headings, rows = _rows(bars)
@@ -147,7 +156,7 @@ def breakdown(bars: Sequence[Bar]) -> go.Figure:
 
 
 def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
-    """The bars' places from the top, the headings and theirs, and how many rows that makes."""
+    """The bars' places from the top, the headings with theirs, and the number of rows."""
     places, headings, place = [], [], 0.0
     for number, bar in enumerate(bars):
         if number == 0 or bar.group != bars[number - 1].group:
@@ -161,7 +170,10 @@ def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], fl
 
 
 def losses(curves: Sequence[tuple[Measured, str, Curve]], over: str) -> go.Figure:
-    """The training loss of each setting over `steps`, `seconds` or `samples`; a plan keeps its colour, weak scaling is dashed."""
+    """The training loss of each setting over `steps`, `seconds` or `samples`.
+
+    A plan keeps its colour; weak scaling is dashed.
+    """
     plans = list(dict.fromkeys(setting.plan for setting, _, _ in curves))
     series = [
         Line(name, getattr(curve, over), curve.losses, SERIES[plans.index(setting.plan) % len(SERIES)], dashed=setting.scaling == "weak")
@@ -181,7 +193,7 @@ def lines(
     middle: Middle = statistics.fmean,
     log_if_wide: bool = False,
 ) -> go.Figure:
-    """Series over one axis, long ones thinned, a few `points` as markers, and `marks` of what happened."""
+    """Series over one axis: long ones thinned, `points` as markers, `marks` for events."""
     figure = empty_figure(over, what)
     for line in series:
         x, y = _thinned(line, middle)
@@ -206,7 +218,7 @@ def lines(
 
 
 def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) -> go.Figure:
-    """Where the time of the steps went as training went on: areas that add up to the step."""
+    """The parts of the step time over training, as stacked areas that sum to it."""
     figure = empty_figure("step", "ms per step")
     for part, definition in PARTS.items():
         x, y = _thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
@@ -244,12 +256,15 @@ def empty_figure(x: str, y: str) -> go.Figure:
 
 
 def steps_per_point(steps: int) -> int:
-    """How many steps stand behind one point of a curve."""
+    """Number of steps that one point of a curve stands for."""
     return max(1, math.ceil(steps / POINTS))
 
 
 def _thinned(line: Line, middle: Middle) -> tuple[list[float], list[float | None]]:
-    """At most `POINTS` points: each is the middle of a stretch of the line; a stretch without any value is a gap."""
+    """At most `POINTS` points, each the middle of a stretch of the line.
+
+    A stretch without any value is a gap.
+    """
     size = steps_per_point(len(line.x))
     if size == 1:
         return list(line.x), list(line.y)

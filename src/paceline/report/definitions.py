@@ -1,4 +1,4 @@
-"""What each figure means: one definition, printed with its label wherever the figure stands."""
+"""Definitions of all figures, one each, printed with the label wherever a figure stands."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ DEFINITIONS = PARTS | {name: Definition(*words) for name, words in _FIGURES.item
 
 
 class Used:
-    """Looks definitions up and remembers which a page has used, in order: those stand in its list of definitions."""
+    """Looks definitions up and remembers the used ones, in order, for the page's list."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""The environment of a measurement as lines of a table: what is known by name first, the rest as it was written."""
+"""The environment of a measurement as table lines: known names first, others as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page of `paceline links`: bandwidth over size for every collective and transport, on logarithmic axes, against the limit."""
+"""The page of `paceline links`: bandwidth over size per collective and transport.
+
+Axes are logarithmic; the hardware's limit is drawn, too.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ class Section:
 
 
 class LinksView:
-    """What was measured, as the template shows it."""
+    """The measurements as the template shows them."""
 
     def __init__(self, measured: Sequence[Measured], cluster: str) -> None:
         self.measured, self.cluster = measured, cluster
@@ -132,7 +135,7 @@ class LinksView:
 
     @property
     def cards(self) -> list[Card]:
-        """Of each transport, its latency and its largest bus bandwidth."""
+        """Latency and largest bus bandwidth of each transport."""
         cards = []
         for transport in self.transports:
             own = [s for s in self.speeds if s.transport == transport]
@@ -147,7 +150,7 @@ class LinksView:
 
     @property
     def limits(self) -> list[tuple[str, str]]:
-        """What the hardware allows, by what was measured."""
+        """The hardware's limits as measured, or why they were not."""
         found = []
         if self.limit.stream is not None and self.limit.latency_s is not None:
             found.append(("TCP stream between hosts, each way", f"{units.bandwidth(self.limit.stream)}, the slowest of all at once"))

@@ -1,4 +1,7 @@
-"""Pages about a benchmark or a run: one HTML file each, with all that it needs inside; it asks no host for anything."""
+"""Pages about a benchmark or a run: one self-contained HTML file each.
+
+A page asks no host for anything.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ _NOT_OURS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 
 def write_bench_page(report: Report, folder: Path) -> Path:
-    """Write `report.html` about a benchmark into its folder, which the report's run directories are relative to.
+    """Write `report.html` about a benchmark into its folder.
+
+    The report's run directories are relative to that folder.
 
     Raises:
         RunError: nothing was measured, or the file cannot be written.
@@ -65,7 +70,9 @@ def write_run_page(run: Run) -> Path:
 
 
 def write_page(file: Path, template: str, *, on_cores: bool = False, **values: Any) -> Path:
-    """Render a template of this package to a file; `facts` are what its list of the environment says.
+    """Render a template of this package to a file.
+
+    `facts` are the entries of its list of the environment.
 
     With `on_cores`, the page calls devices cores.
 
@@ -103,5 +110,8 @@ def _scripts() -> tuple[Markup, Markup]:
 
 
 def _hash(script: str) -> str:
-    """The name by which the page's policy lets this script run and no other, also none that slipped in with a job's name."""
+    """The hash by which the page's policy allows this script and no other.
+
+    Others might slip in with a job's name.
+    """
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Plans or rules beside each other: one panel of bars for each figure, so that all are seen at once."""
+"""Panels of bars, one per figure, that compare plans or rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _LABEL_WIDTH = 26  # characters; a longer plan is broken into lines
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of everything compared: values in the order of the names, None where there is none; drawn times `factor`."""
+    """One figure for everything compared: values in the order of the names.
+
+    None where there is no value; drawn times `factor`.
+    """
 
     title: str
     values: Sequence[float | None]
@@ -26,7 +29,7 @@ class Panel:
 
 
 def panelled(names: Sequence[str], panels: Sequence[Panel]) -> go.Figure:
-    """A row of bars per name in each panel, the panels under each other; one without any value is left out."""
+    """A bar per name in each panel, panels under each other, empty ones left out."""
     panels = [panel for panel in panels if any(value is not None for value in panel.values)]
     labels = ["<br>".join(escape(line) for line in textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
     rows = sum(label.count("<br>") + 1 for label in labels)

@@ -1,4 +1,4 @@
-"""The charts of a plan's page: time against memory and cost, parts of the step and of the memory, the pipeline, more devices."""
+"""Charts of a plan's page: time against memory and cost, parts, pipeline, more devices."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def pareto(points: Sequence[Point], x: str, *, room: float | None = None, log: b
 
 
 def _padded(values: Sequence[float], before: float, after: float) -> list[float]:
-    """A range with room at both ends, as parts of its width; positions count in such a picture, so it need not begin at 0."""
+    """A range with a margin at both ends, in parts of its width.
+
+    Positions count in such a picture, so it need not begin at 0.
+    """
     low, high = min(values), max(values)
     width = (high - low) or 0.2 * high or 1.0
     return [max(0.0, low - before * width), high + after * width]
@@ -115,7 +118,10 @@ def stacked(
     what: str,
     room: float | None = None,
 ) -> go.Figure:
-    """A bar for each plan, from the top, under its text, made of its parts; `room`: a line at the most that there is."""
+    """A bar of parts for each plan, from the top, under its text.
+
+    `room`: a line at the upper limit.
+    """
     figure = empty_figure(what, "")
     rows = list(range(len(plans)))
     for part, values in parts.items():
@@ -146,7 +152,7 @@ def holder_colours(holders: Sequence[str]) -> dict[str, str]:
 
 
 def pipeline(spans: Sequence[Span]) -> go.Figure:
-    """What each stage does when: a row for each, from the top."""
+    """A row for each pipeline stage, from the top, with its work over time."""
     end = max(span.end_s for span in spans)
     factor, unit = (1e3, "ms") if end < 1 else (1.0, "s")
     figure = empty_figure(f"{unit} since the step began", "")

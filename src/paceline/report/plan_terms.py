@@ -1,4 +1,4 @@
-"""What each figure on the page of a plan means: all of them are predicted."""
+"""Definitions of the figures on a plan's page, all of which are predicted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _TERMS = {
             "compute": "Forward and backward pass: products of matrices and other kernels.",
             "recompute": "What the backward pass computes again instead of keeping it (remat).",
             "launch": "Kernels that wait for the host to start them.",
-            "tp": "Sums and gathers between the ranks that share out a layer’s matrices.",
-            "cp": "Keys and values between the ranks that share out a sequence.",
+            "tp": "Sums and gathers between the ranks that shard a layer’s matrices.",
+            "cp": "Keys and values between the ranks that shard a sequence.",
             "ep": "Tokens on their way to experts and back.",
             "fsdp": "Gathering weights and scattering gradients, as far as computing does not hide it.",
             "pp": "Activations on their way from stage to stage, as far as they hold up the next one.",

@@ -91,7 +91,7 @@ class PlanView:
 
     @property
     def badges(self) -> list[str]:
-        """What the job is."""
+        """Badges of the job: parameters, tokens, global batch, precision."""
         tokens = [f"{self.explanation.tokens:,} tokens a sample"] if self.explanation.tokens > 1 else []
         parameters = f"{units.large(self.best.layout.trace.parameters)} parameters"
         return [parameters, *tokens, f"global batch {self.job.global_batch:,}", self.best.plan.precision_for(self.job)]
@@ -115,7 +115,7 @@ class PlanView:
 
     @property
     def limit(self) -> str:
-        """What the step is made of, as a sentence of its own."""
+        """The parts of the step, as a full sentence."""
         return self.explanation.limit[0].upper() + self.explanation.limit[1:]
 
     # The pictures
@@ -129,7 +129,7 @@ class PlanView:
 
     @property
     def cost_chart(self) -> Chart:
-        """Time against cost, for the plans of this cluster and for the best of fewer and more devices."""
+        """Time against cost, for this cluster's plans and for fewer and more devices."""
         priced = self.explanation.cluster.price_per_hour
         cost = self.explanation.cost(self.best)
         of = cost.of if cost else "a step"
@@ -164,7 +164,7 @@ class PlanView:
 
     @property
     def spans(self) -> list[tuple[str, str]]:
-        """What stages do, in words, with its colour."""
+        """The activities of pipeline stages as text, with their colours."""
         named = {"weight": "gradients of weights", "wait": "waiting"}
         return [(named.get(kind, kind), colour) for kind, colour in charts.SPAN_COLOURS.items()]
 
@@ -189,19 +189,19 @@ class PlanView:
 
     @property
     def room(self) -> float | None:
-        """GiB of a device; None where all plans leave most of it free, so that it is no matter."""
+        """Memory of a device in GiB; None if all plans leave most of it free."""
         room, most = self.explanation.room_bytes, max(c.prediction.memory_bytes for c in self.found.best)
         return room / _GIB if most > _MATTERS * room else None
 
     @property
     def parts(self) -> list[str]:
-        """Those parts of a step that any of the plans shown spends time in."""
+        """The parts of a step that any of the shown plans spends time in."""
         there = {part.name for c in self.found.best[:_BARS] for part in shares_of_time(c)}
         return [part for part in PARTS if part in there]
 
     @cached_property
     def holders(self) -> dict[str, str]:
-        """What holds memory in any of the plans shown, with its colour."""
+        """The users of memory in any of the shown plans, with their colours."""
         names = dict.fromkeys(name for c in self.found.best[:_BARS] for name, size in c.prediction.memory.items() if size > 0)
         return charts.holder_colours(list(names))
 
@@ -229,7 +229,7 @@ class PlanView:
 
     @property
     def tables(self) -> list[list[tuple[int, Row]]]:
-        """The best plans, and the rest; a number with each."""
+        """The best plans, and the others; a number with each."""
         rows = list(enumerate(self.candidates, 1))
         return [part for part in (rows[:_LISTED], rows[_LISTED:]) if part]
 
@@ -253,7 +253,7 @@ class PlanView:
 
     @property
     def heads(self) -> list[str]:
-        """Of the columns of `candidates`, the definitions' names; the second one has none."""
+        """Definitions' names for the columns of `candidates`; the second has none."""
         priced = self.explanation.cost(self.best) is not None
         return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
 
@@ -273,7 +273,7 @@ class PlanView:
 
     @property
     def changes(self) -> list[Row]:
-        """What would help, the most first."""
+        """Changes that would help, the most effective first."""
         return [Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+")) for row in self.explanation.helps]
 
 

@@ -1,4 +1,7 @@
-"""A page that compares sync rules at several speeds of the network: a table, loss against time, and the figures as bars, for each."""
+"""A page that compares sync rules at several network speeds.
+
+For each speed there is a table, loss against time, and the figures as bars.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class RuleFigures:
 
 @dataclass(frozen=True)
 class Rates:
-    """What was compared: the rules at each speed of the network, by its name."""
+    """The compared rules at each speed of the network, by its name."""
 
     title: str
     about: str

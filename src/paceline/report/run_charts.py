@@ -1,4 +1,4 @@
-"""The charts of a run's page, after the breakdown: losses, held-out metrics, throughput, the parts over the steps, memory."""
+"""Charts of a run's page: losses, validation metrics, throughput, parts over steps, memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _losses(record: RunRecord) -> Iterator[Drawn]:
 
 
 def _marks(record: RunRecord) -> dict[int, str]:
-    """What a reader of the curve should know of, by the first step after it."""
+    """Notable events on the curve, by the first step after each."""
     steps, marks = record.ranks[0], dict[int, str]()
     for event in record.events:
         if event["event"] in _MARKED:

@@ -1,4 +1,4 @@
-"""The files of a run's directory as values, with a word for each thing that is missing or cannot be read."""
+"""The files of a run's directory as values, with a note on each missing one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run wrote down.
+    """The records of a run.
 
     Attributes:
         ranks: the steps of each rank, each step once, in order.
@@ -59,7 +59,10 @@ class RunRecord:
 
     @cached_property
     def clock_s(self) -> list[float]:
-        """Seconds of training at the end of each step of rank 0: the time between two attempts is left out."""
+        """Seconds of training at the end of each step of rank 0.
+
+        The time between two attempts is left out.
+        """
         steps = self.ranks[0]
         attempts = [e["time"] for e in self.events if e["event"] in ("start", "resume")]
         clock = [steps[0]["step_s"]]
@@ -80,7 +83,7 @@ def timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ranks(run: Run) -> Iterator[int]:
-    """The ranks that wrote steps, whatever the plan says: an earlier attempt may have had more."""
+    """The ranks that wrote steps; an earlier attempt may have had more than the plan."""
     for file in (run.path / "steps").glob("rank-*.jsonl"):
         number = file.stem[5:]
         if number.isascii() and number.isdecimal() and len(number) < 10 and str(int(number)) == number:
@@ -99,7 +102,7 @@ def _missing(there: list[int], planned: int) -> Iterator[str]:
 
 
 def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps: list[str]) -> list[dict[str, Any]]:
-    """The lines of a file that are as a run writes them; what is left out is told in `gaps`."""
+    """Lines of a file as a run writes them; others are reported in `gaps`."""
     whole, broken = [], 0
     try:
         for line in whole_lines(folder / name, FILE_LIMIT):

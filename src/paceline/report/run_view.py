@@ -1,4 +1,4 @@
-"""What the page of a run says: its headline, sentences and events, from the files of its directory."""
+"""View of a run's page: headline, sentences and events, from its directory's files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RunView:
 
     @property
     def verdict(self) -> str:
-        """How far it came and how it ended, in one sentence."""
+        """The run's progress and end, in one sentence."""
         newest = self.steps[-1]["step"]
         steps = units.count(newest, "step")
         if self.end is None:
@@ -100,13 +100,16 @@ class RunView:
 
     @cached_property
     def mean_parts_s(self) -> dict[int, dict[str, float]]:
-        """Seconds of each part in the mean step of every rank, warm-up excluded; only ranks that have such steps."""
+        """Seconds of each part in the mean step of every rank, without warm-up.
+
+        Only ranks that have such steps.
+        """
         steps_of = {rank: timed(steps) for rank, steps in self.record.ranks.items()}
         return {rank: {p: statistics.fmean(s[f"{p}_s"] for s in steps) for p in PARTS} for rank, steps in steps_of.items() if steps}
 
     @property
     def sentences(self) -> list[str]:
-        """Where the time goes, and which rank the others wait for."""
+        """Sentences on where the time goes and which rank the others wait for."""
         each = list(self.mean_parts_s.values())
         if not each:
             return []
@@ -118,7 +121,7 @@ class RunView:
 
     @cached_property
     def sync(self) -> SyncView:
-        """What is known of how the replicas agree."""
+        """The known facts about the synchronisation of replicas."""
         each = list(self.mean_parts_s.values())
         step_s = sum(sum(parts.values()) for parts in each)
         return SyncView(self.record, self.run.plan, sum(parts["comm"] for parts in each) / step_s if step_s else None)
@@ -150,7 +153,7 @@ class RunView:
 
     @property
     def missing(self) -> list[str]:
-        """What could not be drawn, and why."""
+        """Reasons for everything that could not be drawn."""
         notes = list(self.record.gaps)
         if not self.timed:
             notes.append(
@@ -163,7 +166,7 @@ class RunView:
 
     @property
     def happened(self) -> list[tuple[str, str, bool]]:
-        """Time, sentence and whether it is trouble, for each event that a person is told of; checkpoints are only counted."""
+        """Time, sentence and trouble flag of each event for people; checkpoints are only counted."""
         told = [
             (f"{event['time'] - self.events[0]['time']:,.1f} s", sentence, event["event"] in TROUBLE)
             for event in self.events

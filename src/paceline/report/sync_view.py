@@ -1,4 +1,4 @@
-"""What the page of a run says of its replicas: how they agree, what they send for it, and what compression saves and loses."""
+"""Replicas on a run's page: their rule, bytes sent, and effects of compression."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SyncView:
 
     @property
     def shown(self) -> bool:
-        """Whether there are replicas that agree, and anything is known of it."""
+        """True if there are replicas that synchronise, and anything is known of it."""
         return self.plan.dp > 1 and (any(self.sent.values()) or bool(self._said))
 
     @property
     def sentences(self) -> list[str]:
-        """What the rule said of itself, and whether communication is what the run mostly does."""
+        """The rule's messages, and a sentence if communication dominates the run."""
         return [*self._said, *self._dominance()]
 
     @property
@@ -60,7 +60,7 @@ class SyncView:
 
     @property
     def rows(self) -> list[Row]:
-        """The figures of a mean step: of the rank that sends most, and the links' totals."""
+        """Figures of a mean step for the rank that sends most, with the links' totals."""
         found = []
         if sent := _largest(self.sent):
             found.append(Row("wire", [units.size(sent)]))
@@ -112,7 +112,7 @@ Growth = list[tuple[int, int, float]]  # step of a reading, steps since the one 
 
 
 def per_step(steps: list[dict[str, Any]], counter: str) -> Growth:
-    """What a counter grew by per step between its readings."""
+    """Growth of a counter per step between its readings."""
     found: Growth = []
     before = 0
     for step in steps:
