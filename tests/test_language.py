@@ -21,6 +21,7 @@ CLEAN = (
     "cluster",
     "comm",
     "data",
+    "engine",
     "job",
     "planner",
     "plans",

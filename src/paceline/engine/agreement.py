@@ -1,4 +1,4 @@
-"""Agreement between the backward pass and the update: gradients, loss, norm and votes of a step, over all ranks."""
+"""Agreement of all ranks on a step: gradients, loss, gradient norm and votes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class SynchronousAgreement:
         self._norm = 0.0
 
     def agree(self, local: LocalLoss) -> Agreed:
-        """Have the rule agree; from here on gradients are those of the mean over all items of the global batch."""
+        """Average gradients, loss and votes by the rule.
+
+        From here on gradients are those of the mean over all items of the global batch.
+        """
         own_busy_s = self.signals.seal(self.meter, local)
         if self.split is not None:
             self.split.after_backward()
@@ -62,17 +65,17 @@ class SynchronousAgreement:
 
     @property
     def deciders(self) -> Group:
-        """The ranks that see the same loss and gradient, and so decide alike whether to update."""
+        """Ranks that have the same loss and gradient, and so decide alike on the update."""
         return self.world
 
     def _scale(self, factor: float) -> None:
-        """Fewer or more items than the first batch had per sample: the mean is over the items that there were."""
+        """Rescale gradients for batches with fewer or more items per sample than the first one."""
         if factor != 1.0:
             torch._foreach_mul_(self.replica.gradients, factor)
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> None:
-        """Sum the signals and the squares of the gradients over all ranks, in one collective of their own."""
+        """All-reduce the signals and the squared gradient norm in one collective."""
         tensor = self.signals.tensor
         together = torch.cat([tensor, split.gradient_square()])
         self.world.all_reduce(together)
@@ -81,7 +84,9 @@ class SynchronousAgreement:
 
 
 class LocalAgreement(SynchronousAgreement):
-    """Every replica takes the step of its own gradient and loss; all know of it in the steps in which the rule agrees.
+    """Agreement of local rules: every replica steps by its own gradient and loss.
+
+    All ranks know of losses and votes in the steps in which the rule agrees.
 
     Within a replica that is divided, its ranks agree in every step.
     """
@@ -111,7 +116,10 @@ class LocalAgreement(SynchronousAgreement):
         return self.replica.inner
 
     def _sum_over_replica(self, split: Split, loss: float, items: float, everywhere: bool) -> tuple[float, float]:
-        """Loss and items of this replica, whose norm is kept; with `everywhere`, signals are summed over all ranks on the way."""
+        """Loss and items of this replica; its gradient norm is kept.
+
+        With `everywhere`, signals are summed over all ranks in the same collective.
+        """
         tensor, replicas, place = self.signals.tensor, split.mesh.sizes["dp"], split.mesh.place["dp"]
         own = tensor.new_tensor([loss, items, 0.0])
         # `gradient_square` divides by the replicas

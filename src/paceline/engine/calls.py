@@ -1,4 +1,4 @@
-"""How a model is given a batch, and made ready for its precision."""
+"""Calling a model with a batch, and preparing it for its precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from paceline.sync.batchnorm import synchronise
 
 
 def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
-    """The model's output: a tuple's inputs go to it in their order, a mapping's by name, with the labels where the loss is the model's."""
+    """The model's output for a batch.
+
+    A tuple's inputs are passed in order, a mapping's by name; labels only where the model computes the loss.
+    """
     if isinstance(batch, (tuple, list)):
         return model(*batch[:-1])
     if isinstance(loss, ModelsOwn) or reads_models_loss(loss):
@@ -27,7 +30,10 @@ def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
 
 
 def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group) -> nn.Module:
-    """The model in its precision and with its batch norms synchronised where the job asks for that; before it is divided."""
+    """The model in its precision, with synchronised batch norms where the job asks for them.
+
+    Called before the model is split.
+    """
     if precision == "fp64":
         model.double()
         choose = getattr(model, "set_experts_implementation", None)
@@ -46,7 +52,10 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Grou
 
 
 def _prepare_embeddings(model: nn.Module, data_group: Group) -> None:
-    """Have embeddings make dense gradients, which every sum over ranks takes, and the same optimizer steps follow from."""
+    """Have embeddings make dense gradients, which every collective takes.
+
+    Optimizer steps are the same.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue

@@ -1,4 +1,4 @@
-"""Making what a model computes comparable between one process and many ranks: nothing dropped at random, and all in float64 where asked.
+"""Comparable computations on one process and on many ranks: no dropout, and float64 where asked.
 
 Everything here is undone at the end of its context.
 """
@@ -26,7 +26,10 @@ _TO_NARROW = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 @contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """Within, torch's dropout functions return what they are given: masks are drawn per rank, so two plans have others."""
+    """Torch's dropout functions return their input within this context.
+
+    Masks are drawn per rank, so two plans have different ones.
+    """
     before = {name: getattr(F, name) for name in _DROPOUTS}
     for name in _DROPOUTS:
         setattr(F, name, _returned)
@@ -48,7 +51,9 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def random_module(compute: Compute, batch: Batch) -> str | None:
-    """The first module whose output differs between two passes over a batch with other random states; None where none does.
+    """First module whose output depends on random numbers, or None.
+
+    Found by two passes over a batch with different random states.
 
     `the loss`, where only that differs.
     """
@@ -68,7 +73,7 @@ def random_module(compute: Compute, batch: Batch) -> str | None:
 
 
 def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
-    """The sum of every module's output, and of the loss, in the order in which they were computed."""
+    """Sum of every module's output and of the loss, in order of computation."""
     sums: dict[str, float] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -123,7 +128,10 @@ def in_float64(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Wide(TorchFunctionMode):
-    """While this is on, floating-point numbers are of float64: what is asked for in fewer bits, and what is mixed with them."""
+    """Mode in which floating-point tensors are float64.
+
+    Applies to tensors asked for in fewer bits, and to operations that mix both.
+    """
 
     def __enter__(self) -> Any:
         self.default = torch.get_default_dtype()
@@ -152,7 +160,7 @@ class _Wide(TorchFunctionMode):
 
 
 def _is_mixed(values: tuple[Any, ...]) -> bool:
-    """Whether there are floating-point tensors of float64 and of fewer bits."""
+    """True if some floating-point tensors are float64 and others are not."""
     tensors = [t for v in values for t in (v if isinstance(v, (tuple, list)) else (v,)) if isinstance(t, Tensor) and t.is_floating_point()]
     return len({t.dtype == torch.float64 for t in tensors}) == 2
 

@@ -1,4 +1,4 @@
-"""How one rank computes a batch: its place and precision, the forward pass, and the share of the global loss that a part stands for."""
+"""Forward and backward passes of one rank: placement, precision, loss and its weight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LocalLoss:
     items: float | Tensor = 0.0
 
     def add(self, share: float | Tensor, items: float | Tensor) -> None:
-        """Add a microbatch's part of the loss, and the share of the global batch that it stands for."""
+        """Add a microbatch's weighted loss and its share of the global batch."""
         self.total = self.total + share if isinstance(self.total, Tensor) else share
         self.items = self.items + items
 
@@ -92,7 +92,7 @@ class Compute(ABC):
 
     @abstractmethod
     def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
-        """The model's output for a batch, and the batch as it was computed; None where another rank has it."""
+        """The model's output for a batch, and the placed batch; None on ranks without it."""
 
     def call(self, batch: Batch) -> Any:
         """The model's output for a batch that is placed already."""
@@ -104,12 +104,12 @@ class Compute(ABC):
         return place(batch, self.device, dtype=wide, channels_last=self.plan.memory_format == "channels_last")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The forward pass in low precision, where the plan asks for that and FSDP2 does not do it."""
+        """Autocast context of the plan's precision; empty where FSDP2 casts itself."""
         narrow = _NARROW.get(self.precision)
         return torch.autocast(self.device.type, narrow) if narrow is not None and not self.casts else _AS_IT_IS
 
     def prepare(self, batch: Batch | None) -> None:
-        """Before the first step, agree on what the loss is the mean over; every rank calls it.
+        """Agree on the items that the loss averages over, before the first step.
 
         `weighing.items_per_sample` is then the unit in which every replica weighs its part: items per sample, at most, in the first batch.
         """
@@ -121,7 +121,7 @@ class Compute(ABC):
             self.weighing.items_per_sample = float(unit.item()) or 1.0
 
     def weighed_loss(self, output: Any, part: Batch, batch: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
-        """The mean loss of a microbatch of `batch`, and the share of the global batch that it stands for.
+        """Mean loss of a microbatch of `batch`, and its share of the global batch.
 
         Raises:
             DataError: the target cannot be compared with the output; names the sample.
@@ -134,7 +134,7 @@ class Compute(ABC):
             raise
 
     def check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None) -> None:
-        """Have the loss look at the batch's target, which is still on the host, while a GPU computes the output."""
+        """Have the loss validate the target on the host while a GPU computes the output."""
         check = getattr(loss or self.loss, "check", None)
         if check is not None and not (target := target_of(batch)).is_cuda:
             check(output, target, where, samples)
@@ -145,7 +145,7 @@ class Compute(ABC):
 
     @property
     def is_whole_batch(self) -> bool:
-        """Whether every microbatch is a whole global batch, over which a loss is the mean already, whatever its items are."""
+        """True if every microbatch is a whole global batch, so its loss needs no weight."""
         return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
 
     def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:

@@ -1,4 +1,7 @@
-"""The engine: one optimizer step of a plain model over all replicas, for paceline's own loop and for users' loops alike."""
+"""The engine: one optimizer step of a plain model over all replicas.
+
+paceline's own loop and users' loops run the same one.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did, the same on every rank but for `timing`.
+    """Result of one step, the same on every rank but for `timing`.
 
     Where replicas train apart (local rules), `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not `agreed`.
 
@@ -68,7 +71,7 @@ class StepResult:
 
 @dataclass
 class Settings:
-    """What the engine does besides forward, backward and update; the defaults are those of `setup`."""
+    """Settings of the engine; the defaults are those of `setup`."""
 
     clip_norm: float | None = None
     nonfinite: Policy = "stop"
@@ -177,7 +180,9 @@ class Engine:
         return StepResult(step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere)
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
-        """Another `DataLoader` dealt to the ranks, as the one given to `setup`: a second data set, an actor's stream, a validation set.
+        """Deal another `DataLoader` to the ranks, as the one given to `setup`.
+
+        For a second data set, an actor's stream, a validation set.
 
         Iterating it yields this rank's share of each batch; its `position` tells the samples of the share and of the global batch.
         Every rank must call this, in the same order.
@@ -186,7 +191,9 @@ class Engine:
         return deal(loader, self.data_group, self.group, self.settings.seed + 7919 * self._dealt)
 
     def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
-        """The metrics over all data-parallel ranks' `batches`, exact for any division of the samples; the model is in eval mode meanwhile.
+        """Metrics over the batches of all data-parallel ranks, exact for any division of samples.
+
+        The model is in eval mode meanwhile.
 
         Every rank must call this, and where a replica has several data-parallel ranks each with as many batches as the others: None where
         it has none left. For the measurement, replicas that train apart take the parameters that they agree on, and batch-norm statistics
@@ -215,7 +222,7 @@ class Engine:
 
     @property
     def parts(self) -> dict[str, Part] | None:
-        """What this rank holds of every parameter that it has; None where that is all of each."""
+        """Parts that this rank holds of its parameters; None where it holds all of each."""
         return self.split.parts if self.split is not None else None
 
     @property
@@ -224,7 +231,7 @@ class Engine:
         return self.split.parameter_count if self.split is not None else sum(p.numel() for p in self.model.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer steps on, by the names in the undivided model."""
+        """Parameters that this rank's optimizer steps on, by their names in the unsplit model."""
         extra = {name: p for name, p in self.extra.items() if isinstance(p, nn.Parameter)}
         return self.split.parameters if self.split is not None else {**dict(self.model.named_parameters()), **extra}
 
@@ -236,7 +243,7 @@ class Engine:
     # How the model is set up
 
     def _made_ready(self, model: nn.Module, plan: Plan) -> nn.Module:
-        """The model on this rank's device in its precision, and the loader held to what it needs."""
+        """The model on this rank's device, in its precision; checks the loader's batches."""
         settings = self.settings
         if plan.threads:
             torch.set_num_threads(plan.threads)
@@ -292,18 +299,18 @@ class Engine:
             )
 
     def _owners(self) -> dict[Tensor, int]:
-        """Which optimizer steps on a parameter, by number; {} where there is one."""
+        """Index of the optimizer that steps on each parameter; {} where there is only one."""
         return {}
 
     def _held_by_optimizer(self) -> list[nn.Parameter]:
         return [p for g in self.optimizer.param_groups for p in g["params"]]
 
     def _signature(self) -> tuple[int, ...]:
-        """What changes when the optimizer gets or loses a trainable parameter, also by freezing and unfreezing."""
+        """Key that changes when the optimizer gets or loses a trainable parameter."""
         return tuple([id(p) if p.requires_grad else 0 for p in self._held_by_optimizer()])
 
     def _follow_changes(self, *, forward_is_done: bool = False) -> None:
-        """Agree on the gradients of parameters that were unfrozen, or added to the optimizer, since the last step.
+        """Agree on parameters that were unfrozen or added to the optimizer since the last step.
 
         Raises:
             PlanError: the plan divides the model, so its parts were settled at the start.
@@ -336,7 +343,7 @@ class Engine:
 
     @contextmanager
     def _gradients(self, go: Literal["collected", "kept"]) -> Iterator[None]:
-        """Where the backward passes within leave their gradients; outside, plain `loss.backward()` is refused."""
+        """Context that says where backward passes leave gradients; outside, `loss.backward()` is refused."""
         self.replica.gradients_go = go
         try:
             yield
@@ -344,7 +351,7 @@ class Engine:
             self.replica.gradients_go = "refused"
 
     def _position(self, batch: Batch | None) -> Position:
-        """Where in the data the batch stands, and how much of the global batch it is."""
+        """Position of the batch in the data, and its share of the global batch."""
         position = self.loader.position
         if position is None or rows(batch) != position.local:
             raise DataError(
@@ -355,7 +362,7 @@ class Engine:
         return position
 
     def _clear_gradients(self) -> None:
-        """As `optimizer.zero_grad`, and also for parameters that the optimizer does not hold: theirs would add up from step to step."""
+        """Clear the gradients of all parameters, also of those that no optimizer holds."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -375,7 +382,10 @@ class Engine:
         self.guard.updated()
 
     def _agree_on_parameters(self, step: int) -> None:
-        """Replicas that train apart do this in every step: others wait in it also for one that left its update out."""
+        """Agree on parameters, as local rules do in every step.
+
+        A replica that left its update out takes part, since others wait for it.
+        """
         self.meter.mark(OPTIMIZER)
         self.on_phase("sync", step)
         self.rule.after_step(step)

@@ -20,7 +20,7 @@ from paceline.sync import SyncRule
 
 
 class Evaluation:
-    """Runs the model over validation batches, in eval mode and with what all replicas agree on.
+    """Runs the model over validation batches, with parameters that all replicas agree on.
 
     Args:
         statistics: whether buffers differ between replicas, so that their mean is measured (local batch norm).
@@ -45,7 +45,7 @@ class Evaluation:
 
     @contextmanager
     def measuring(self, rule: SyncRule) -> Iterator[None]:
-        """Within, the model is the one to be measured: in eval mode, its parameters and statistics those that all replicas agree on."""
+        """Context in which the model is in eval mode, with parameters all replicas agree on."""
         compute = self.compute
         compute.weighing.prepare()
         # A user may keep some layers in eval mode.
@@ -63,7 +63,7 @@ class Evaluation:
                 module.training = True
 
     def begin(self, number: int) -> None:
-        """Before a batch is computed: its random numbers are its own, where batches are dealt in turn."""
+        """Seed the random numbers of a validation batch, and show that this rank lives."""
         data_group = self.compute.data_group
         torch.manual_seed(self.seed + number * data_group.size + data_group.rank)
         self.on_phase("evaluate")
@@ -76,7 +76,10 @@ class Evaluation:
         return _AveragedBuffers(floating, self.compute.data_group)
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> Tensor:
-        """(metrics, 2): what every metric adds up and counts in a batch; zeros where that is for another rank to tell."""
+        """Totals and counts of every metric in a batch, shape (metrics, 2).
+
+        Zeros where another rank counts it.
+        """
         compute = self.compute
         found = compute.output(batch)
         if found is None or batch is None:
@@ -90,7 +93,7 @@ class Evaluation:
 
 @dataclass
 class _AveragedBuffers(AbstractContextManager[None]):
-    """Floating-point buffers that hold their mean over the replicas within the context, and afterwards this replica's own again."""
+    """Context in which floating-point buffers hold their mean over the replicas."""
 
     buffers: list[Tensor]
     group: Group

@@ -1,4 +1,4 @@
-"""Mixtures of experts on tensors without values: which expert a token goes to is not known, so all of them get equally many."""
+"""Even routing of tokens to experts, for dry runs, where no router has values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.split.expert import sent_to_experts
 
 
 def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) -> None:
-    """Have `experts`, divided over `ep` or not, take the tokens in turn instead of by what the router says.
+    """Have `experts`, split over `ep` or not, take tokens in turn instead of by router.
 
     The indices are real, so the module's own code can look at them, for which the modes of tensors without values are left; `watch` stays.
     """

@@ -1,4 +1,4 @@
-"""What the sequences of a microbatch count for in the load balance of mixtures of experts."""
+"""Weights of sequences in the load-balance loss of mixtures of experts."""
 
 from __future__ import annotations
 

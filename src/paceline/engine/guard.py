@@ -1,4 +1,4 @@
-"""The guard before an update: one whose loss or gradient is NaN or Inf is left out, by the job's policy."""
+"""Guard before each update: NaN or Inf in loss or gradient stops or skips it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.job.batch import Batch
 
 
 class Guard:
-    """Decides on each update, and undoes what the forward pass wrote where it is left out.
+    """Decides on each update, and restores buffers where it is left out.
 
     Args:
         policy: `stop` raises; `skip` and `rewind` leave the update out.
@@ -33,7 +33,7 @@ class Guard:
             self._saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
 
     def problem(self, deciders: Group, batch: Batch | None, samples: list[int], *, step: int, loss: float, norm: float) -> str | None:
-        """Why the update of a step is left out; None where it is to be made.
+        """Reason to leave the update of a step out; None to make it.
 
         Args:
             deciders: the ranks that have this loss and gradient; all of them call this.

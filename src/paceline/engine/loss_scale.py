@@ -1,4 +1,7 @@
-"""The loss scale of fp16 training: as large as the gradients allow, so that small ones do not vanish (Micikevicius et al., 2017)."""
+"""Dynamic loss scale of fp16 training (Micikevicius et al., 2017).
+
+As large as the gradients allow, so that small ones do not vanish.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,13 @@ class LossScale:
             self.value *= _GROWTH
 
     def shrink(self) -> str:
-        """Note a gradient that overflowed; returns what to say of the update that is left out."""
+        """Note a gradient that overflowed; returns the message about the skipped update."""
         before, self._good_steps = self.value, 0
         self.value *= _BACKOFF
         return f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is left out, and the scale is now {self.value:g}"
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """State as JSON values."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings with `max_norm`: every rank shortens the rows that any rank looked up, as one process would."""
+"""Embeddings with `max_norm`: all ranks renormalise the rows that any rank looked up."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def has_max_norm(module: nn.Module) -> bool:
-    """Whether a module is an embedding that shortens the rows that it looks up."""
+    """True if a module is an embedding that renormalises the rows that it looks up."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 class MaxNorm:
-    """Takes over from torch the shortening of rows, which the forward pass of an embedding does to those that it looks up.
+    """Renormalises embedding rows in agreement, in place of torch's forward pass.
 
     A row is shortened once per step, before it is looked up for the first time, and before the update on the ranks that did not look it
     up. All ranks do the same to the same bits, so they keep the same parameters.

@@ -1,4 +1,4 @@
-"""Where the time of each step goes: data wait, compute, bubble, exposed communication, imbalance wait, optimizer, checkpoint stall.
+"""Step timing by part: data, compute, bubble, exposed communication, imbalance, optimizer, checkpoint.
 
 The clock is read at the boundaries between the parts and each part ends where the next begins, so they sum to the step exactly.
 """
@@ -68,17 +68,17 @@ class Meter:
             self._start = self._event()
 
     def busy_s(self) -> float:
-        """Seconds this rank needed before it could communicate: since the last agreement; on CUDA those of the step before."""
+        """Seconds this rank computed since the last agreement; on CUDA of the previous step."""
         return self.previous_busy_s if self.device.type == "cuda" else self._last - self._agreed
 
     def waited_in_pipeline(self, seconds: float) -> None:
-        """So much of what is booked as computing was waiting for the neighbours in a pipeline (on CUDA the host's wait)."""
+        """Move seconds from compute to pipeline bubble (on CUDA the host's wait)."""
         moved = min(seconds, self.current.parts_s[COMPUTE]) if self.device.type != "cuda" else 0.0
         self.current.parts_s[BUBBLE] += moved
         self.current.parts_s[COMPUTE] -= moved
 
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
-        """Divide the time booked as communication: waiting for the slowest rank is imbalance, the rest is exposed communication.
+        """Split communication time into imbalance, waiting for the slowest rank, and exposed communication.
 
         All ranks leave an all-reduce at about the same moment, so the times that they were busy since then tell when each came to the
         next one, and no two hosts' clocks are compared.
@@ -93,7 +93,10 @@ class Meter:
         self.current.parts_s[COMM] -= moved
 
     def finish(self, step: int) -> Timing | None:
-        """End the step; returns the newest step whose times are known: this one, on CUDA the one before (None at the first)."""
+        """End the step; returns the newest timed step.
+
+        That is this one, on CUDA the previous one (None at the first).
+        """
         done = self.current
         done.step = step
         self.current = Timing(step + 1)

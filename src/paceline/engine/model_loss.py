@@ -1,4 +1,4 @@
-"""What a loss that the model computes itself is the mean over: found by watching the model compute the loss of a few samples.
+"""Items that a model's own loss averages over, found by watching a few samples.
 
 Models call torch's cross-entropy with labels of their batch, some of which are left out (-100). A part of a batch has to be weighed by the
 labels that its loss counted, so the labels are traced back to the batch: as they are, shifted by a token, or masked.
@@ -28,7 +28,7 @@ _REFUSED = 1e-2  # a loss that differs by more is not one with a small term besi
 
 
 def examine(compute: Compute) -> list[str]:
-    """Set the terms of a model's own loss; returns what a user must know of it. Every rank calls this.
+    """Find the terms of a model's own loss; returns remarks for the user. Every rank calls this.
 
     Raises:
         PlanError: the model's loss compares the samples of a batch with each other, and the plan computes it in parts.
@@ -73,7 +73,7 @@ def examine(compute: Compute) -> list[str]:
 
 
 class _SetAside(ExitStack):
-    """Within, the model is in eval mode and draws from other random states; afterwards all is as before."""
+    """Context in which the model is in eval mode with random states of its own."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _told(compute: Compute, value: float | None) -> float:
 
 
 def _told_terms(compute: Compute, terms: list[Term]) -> list[Term]:
-    """The terms of the ranks that have seen the loss, in a pipeline those of the last stage, on all."""
+    """Loss terms as seen by the ranks that own the loss, on all ranks."""
     told = compute.group.gather_json([[t.key, t.shifted, t.ignored, t.masked] for t in terms])
     return [Term(*found) for found in max(told, key=len)]
 
@@ -141,7 +141,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _traced(call: tuple[Tensor, int], batch: Batch) -> Term | None:
-    """Where in the batch the labels of a call come from; None where that is nowhere."""
+    """Key of the batch from which the labels of a call come, or None."""
     if not isinstance(batch, Mapping):
         return None
     labels, ignored = call

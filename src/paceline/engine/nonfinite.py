@@ -1,4 +1,4 @@
-"""What happens when NaN or Inf appears: find out where it came from, say so on every rank, and follow the job's policy."""
+"""NaN or Inf in a step: where it came from, and each policy's error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 20  # updates left out in a row before the run is called broken
 
 
 def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int, loss: float, norm: float, rank: int | None = None) -> str:
-    """One sentence that names the step, the quantity, and the rank and samples where it started.
+    """One sentence naming the step, the quantity, and the rank and samples it came from.
 
     Args:
         group: the ranks whose loss and gradient it is; all of them call this.

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError
 
 
 class Optimizers:
-    """The parameter groups and states of several optimizers, one after the other, under the names that one optimizer has for them."""
+    """Several optimizers with the interface of one: parameter groups and states in order."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
@@ -41,7 +41,7 @@ class Optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Optimizer.state_dict`, parameters numbered over all."""
+        """State as `Optimizer.state_dict` gives it, parameters numbered over all."""
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for first, own in zip(self._firsts(), (o.state_dict() for o in self.optimizers), strict=True):

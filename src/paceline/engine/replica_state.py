@@ -1,4 +1,4 @@
-"""Whether ranks that ought to hold the same state do: parameters and buffers, compared by digests while a run trains."""
+"""Comparison of replicas' parameters and buffers by digests while a run trains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart
 
 
 class ReplicaState:
-    """Compares what ranks hold alike, just before an update: in the first one, after 2, 4, 8, …, then every `EVERY`.
+    """Compares tensors that ranks should hold alike, before updates 1, 2, 4, … and every `EVERY`.
 
     Only under `sync=allreduce`, whose replicas are the same at every step. Buffers are compared along the ranks that read different
     samples: those that a checkpoint keeps, but for statistics of norms that are each replica's own.
@@ -41,7 +41,7 @@ class ReplicaState:
         self._compares = exact and engine.group.size > 1 and not engine.group.rehearsed
 
     def before_update(self) -> None:
-        """Make what forward passes write into parameters the same on all ranks, and compare where that is due.
+        """Agree on what forward passes wrote into parameters, and compare ranks where that is due.
 
         Raises:
             SyncError: ranks differ in a parameter or buffer; names it, and the ranks.
@@ -58,7 +58,7 @@ class ReplicaState:
         self.max_norm.close()
 
     def _held_alike(self) -> Iterator[tuple[Group, dict[str, Tensor], bool]]:
-        """Groups of ranks, the tensors that their ranks hold alike, and whether these have to have the same bits."""
+        """Groups of ranks, tensors they hold alike, and if these must be bitwise equal."""
         engine, split = self.engine, self.engine.split
         parameters = {name: local(p).detach() for name, p in engine.named_parameters().items()}
         if split is None:
@@ -81,7 +81,7 @@ class ReplicaState:
         return {n: b.detach() for n, b in self.engine.named_buffers().items() if id(b) in persistent and id(b) not in own}
 
     def _refuse(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
-        """Raise for tensors that ranks hold differently; bring those together that differ by rounding, where that can be."""
+        """Raise for tensors that differ between ranks; re-synchronise those that differ by rounding."""
         from paceline.sync.compress.machines import same_machines
 
         found = group.gather_json([self.engine.group.rank, {name: int(_digest(named[name])) for name in differing}])
@@ -117,12 +117,15 @@ _BUFFER = (
 
 
 def _keeps_its_own(module: nn.Module) -> bool:
-    """Whether a module's running statistics are of a replica's own samples, as a job with batch_norm: local asks for."""
+    """True if a module's running statistics are a replica's own (batch_norm: local)."""
     return isinstance(module, _NormBase) and not is_synchronised(module)
 
 
 def _differing(group: Group, named: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that are not the same on all ranks of a group, from one small collective; the same list on each."""
+    """Names of tensors that differ between the ranks of a group, the same on each.
+
+    Takes one small collective.
+    """
     if not named:
         return []
     digests = torch.stack([_digest(tensor) for tensor in named.values()])
@@ -135,7 +138,7 @@ def _differing(group: Group, named: Mapping[str, Tensor]) -> list[str]:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """A 64-bit number of the bits of a tensor and their places: sums of words weighed by odd numbers, modulo 2^64."""
+    """64-bit digest of a tensor: sums of words weighted by odd numbers, modulo 2^64."""
     words = _words(tensor)
     weights = _weights(words.device)
     rows = len(words) // _COLUMNS
@@ -144,7 +147,7 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as 64-bit numbers, in the order in which it lies there."""
+    """Memory of a tensor as 64-bit integers, in storage order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
@@ -167,7 +170,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _is_rounding(group: Group, tensor: Tensor) -> bool:
-    """Whether the ranks' values of a tensor differ by no more than rounding does."""
+    """True if the ranks' values of a tensor differ by no more than rounding."""
     if not tensor.is_floating_point():
         return False
     extremes = torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]).double()

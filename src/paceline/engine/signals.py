@@ -1,4 +1,4 @@
-"""Small numbers that ride along with the gradients, so that ranks agree on them without a collective of their own."""
+"""Scalars of a step that travel with the gradients, without a collective of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_BUSY = FIRST_VOTE + len(VOTES)
 
 @dataclass(slots=True)
 class Agreed:
-    """What came back: sums over the replicas.
+    """Sums of a step's signals over the replicas.
 
     Attributes:
         loss: mean over the items that there were.
@@ -38,7 +38,7 @@ class Agreed:
 
 
 class StepSignals:
-    """The layout of `Replica.notes`: loss, items, one number per vote, then the busy time of every replica in its own place."""
+    """Layout of `Replica.notes`: loss, items, votes, then each rank's busy time."""
 
     def __init__(self, group: Group, dtype: torch.dtype = torch.float32) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class StepSignals:
         self.busy_s: list[float] = []  # of every rank, before the newest agreement; read by `take_busy`
 
     def vote(self, what: str) -> None:
-        """Ask all ranks for something in `VOTES`; it is agreed at the end of the next step in which the replicas agree."""
+        """Ask all ranks for something in `VOTES`; decided when the replicas next agree."""
         self._asked.add(what)
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
@@ -69,7 +69,7 @@ class StepSignals:
         return busy_s
 
     def take_busy(self) -> list[float]:
-        """How long each rank was busy before the newest agreement; once, so empty after a step without one."""
+        """Busy seconds of each rank before the newest agreement; empty if already taken."""
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
@@ -78,7 +78,7 @@ class StepSignals:
         return float(local.total), float(local.items)
 
     def scaled(self, loss: float, items: float) -> Agreed:
-        """What a replica knows of itself from its share of the loss and of the items; what was asked for stays asked."""
+        """Result of a step that only this replica knows; votes stay pending."""
         rescale = self._rescale(items)
         return Agreed(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
 

@@ -1,4 +1,4 @@
-"""How a rank computes its part of a step where the model is divided over several ranks: its microbatches, pipeline and tokens."""
+"""Forward and backward passes of a rank that holds a part of the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def divide(model: nn.Module | DeferredModel, plan: Plan, mesh: Mesh, loader: Loa
 
 
 def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
-    """The same in shapes only, until `Split.allocate`."""
+    """This rank's part of a model in shapes only, until `Split.allocate`."""
     precision = plan.precision or settings.precision
     recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*DATA_AXES))
     example = loader.example(max(1, loader.smallest_share() // plan.microbatches))
@@ -56,7 +56,7 @@ def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Load
 
 
 class SplitModel(Compute):
-    """A replica over several ranks, each of which computes its part of the model, of the layers, or of the tokens.
+    """A replica over several ranks, each with its part of layers, matrices or tokens.
 
     All ranks that wait for each other compute equally often: a rank that has no sample left in a step computes one that it saw before,
     and counts it as nothing.
@@ -112,7 +112,7 @@ class SplitModel(Compute):
         return (output, placed) if batch is not None and self.split.owns_loss else None
 
     def _addend(self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int) -> Tensor:
-        """This part's addend of the global mean loss; `local` gets it where this rank is the one that counts it."""
+        """This microbatch's weighted loss; added to `local` on the rank that owns the loss."""
         if batch is None:
             return self.step_loss(output, self.weighing.target(part)) * 0.0
         loss, items = self.weighed_loss(output, part, batch, position, step)
@@ -128,7 +128,10 @@ class SplitModel(Compute):
         return scaled
 
     def _placed(self, batch: Batch | None, count: int) -> Batch:
-        """The tokens of the batch that are this rank's, on its device; those of `count` times one sample where there is no batch."""
+        """This rank's tokens of the batch, on its device.
+
+        Without a batch, `count` copies of one sample.
+        """
         placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed
 

@@ -1,4 +1,4 @@
-"""What each rank is doing right now: a small file in memory that the ranks write and their launcher reads.
+"""Status board: a file in memory where ranks say what they are doing right now.
 
 A mark costs three 8-byte stores, so ranks may mark every phase of every step. Nothing here imports torch.
 """
@@ -52,7 +52,7 @@ class StatusBoard:
 
     @classmethod
     def create(cls, path: Path, ranks: int, attempt: int = 0) -> StatusBoard:
-        """Make the file for `ranks` ranks, readable by its owner only; every rank is `starting` from now on."""
+        """Create the file for `ranks` ranks, readable by its owner only; all are `starting`."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, ranks * _SLOT_BYTES)
@@ -66,7 +66,7 @@ class StatusBoard:
 
     @classmethod
     def of_this_rank(cls) -> StatusBoard:
-        """This rank's slot of its launcher's board; without a launcher of ours, a board that nobody reads."""
+        """This rank's slot of its launcher's board; a private one without such a launcher."""
         environment = RankEnvironment.from_env() if is_our_rank() else None
         if environment is None or environment.status_file is None:
             return cls(mmap.mmap(-1, _SLOT_BYTES))
@@ -83,7 +83,7 @@ class StatusBoard:
         slot[_CHANGED] = time.monotonic_ns()
 
     def read(self) -> list[RankStatus]:
-        """What every rank is doing, in rank order."""
+        """Phase and step of every rank, in rank order."""
         words = self._settled()
         width = _SLOT_BYTES // 8
         slots = [words[first : first + width] for first in range(0, len(words), width)]
@@ -96,7 +96,7 @@ class StatusBoard:
         self._memory.close()
 
     def _settled(self) -> list[int]:
-        """All words, read until two readings agree, so that a phase is not paired with another mark's step."""
+        """All words, read until two readings agree, so phase and step belong together."""
         words = self._words.tolist()
         for _ in range(10):  # ranks that mark faster than this reads are alive anyway
             words, before = self._words.tolist(), words

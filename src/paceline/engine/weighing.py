@@ -1,4 +1,4 @@
-"""What the parts of a batch count for in its loss, and whether the loss is what the engine takes it for.
+"""Weights of a batch's parts in the loss, and checks that it is a mean.
 
 A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a sum. Where a batch is
 computed in several parts, a loss of the user's own is held against that: before the first update, and in steps 2, 4, 8, … again, as early
@@ -63,11 +63,11 @@ class Weighing:
 
     @property
     def counts(self) -> bool:
-        """Whether the loss is the mean over other items than samples, which a part's tokens or labels tell."""
+        """True if the loss averages over other items than samples, such as tokens."""
         return self._count is not None
 
     def prepare(self) -> None:
-        """Find out what a loss that the model computes is the mean over; every rank calls this before its first batch."""
+        """Find the items that a model's own loss averages over; every rank calls this first."""
         if self._prepared or active_fake_mode() is not None:
             return
         self._prepared = True
@@ -78,16 +78,16 @@ class Weighing:
                 self._tell(text)
 
     def news(self) -> list[str]:
-        """What was said since the last call."""
+        """Remarks made since the last call."""
         told, self._told = self._told, len(self.said)
         return self.said[told:]
 
     def target(self, batch: Batch) -> Any:
-        """What the loss compares the output with; the batch itself, where the model does and there are no `labels`."""
+        """Target of a batch; the batch itself for models that compute their loss without `labels`."""
         return batch if self.by_model and isinstance(batch, Mapping) and "labels" not in batch else target_of(batch)
 
     def items(self, batch: Batch) -> float | Tensor:
-        """What the loss's mean over this batch is taken over: the items that the loss counts, else the samples."""
+        """Number of items that the loss averages over in this batch; samples by default."""
         if isinstance(self.loss, ModelsOwn):
             items = self.loss.items_in(batch)
         elif self._count is None:
@@ -97,7 +97,7 @@ class Weighing:
         return items.double() if isinstance(items, Tensor) and items.is_cuda else float(items)
 
     def weighed(self, loss: Tensor, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
-        """The mean loss of a part of a global batch, and the share of the global mean that it stands for.
+        """Mean loss of a part of a batch, and its weight in the global mean.
 
         Raises:
             JobError: the loss is not one number.
@@ -129,7 +129,7 @@ class Weighing:
     # Whether it is what it is taken for
 
     def look(self, output: Any, target: Any, step: int, position: Position) -> None:
-        """In steps 1, 2, 4, 8, …: hold the loss of a part against the losses of its own parts.
+        """Compare a part's loss with those of its own parts, in steps 1, 2, 4, …
 
         Raises:
             PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
@@ -141,7 +141,7 @@ class Weighing:
             self.hold(*pair)
 
     def hold(self, output: Any, target: Tensor) -> None:
-        """Hold the loss of two samples or more against the losses of their parts, where it is a user's own.
+        """Compare a user's own loss of several samples with the losses of their parts.
 
         Raises:
             PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
@@ -155,7 +155,10 @@ class Weighing:
             self._examine(output, target)
 
     def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:
-        """An output and target of two samples or more: this part's; with those of an earlier part or of other ranks, where it has one."""
+        """Output and target of two samples or more, or None.
+
+        A part of one sample is joined with an earlier part, or with those of other ranks.
+        """
         compute, output = self.compute, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
         if len(target) > 1:
             return output, target
@@ -226,7 +229,7 @@ class Weighing:
             return output, target, self._value(output, target)
 
     def _tell(self, text: str) -> None:
-        """Say something once: in the run's record, or, in a loop of the user's own, as a warning on the first rank."""
+        """Add a remark once; in loops of users' own it is a warning, too."""
         if text not in self.said:
             self.said.append(text)
             if self.warns:

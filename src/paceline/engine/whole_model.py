@@ -16,7 +16,7 @@ from paceline.plans.plan import Plan
 
 
 class WholeModel(Compute):
-    """Each rank is a replica: it computes its share of the batch in microbatches, one after the other."""
+    """A replica on one rank: computes its share of the batch in microbatches, in turn."""
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
