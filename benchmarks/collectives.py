@@ -35,7 +35,7 @@ from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.plans.plan import Transport
+from paceline.plans.choices import Transport
 from paceline.stats import Interval, median_interval
 from served import Ranks
 

@@ -46,7 +46,8 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.launch.seed import ALLOCATOR
 from paceline.planner.knobs import KNOBS
-from paceline.plans.plan import Plan, Transport, cores_of
+from paceline.plans.choices import Transport
+from paceline.plans.plan import Plan, cores_of
 from paceline.stats import Interval, median_interval
 from paceline.training.build import build_engine
 from paceline.training.loop import Loop

@@ -28,7 +28,8 @@ from paceline.comm.backend import joined
 from paceline.data.loader import held_out_batches
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
-from paceline.plans.plan import Plan, Transport
+from paceline.plans.choices import Transport
+from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.training.build import build_engine, built, loader_of, seed_all
 from paceline.training.loop import Loop

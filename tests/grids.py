@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
+from paceline.plans.axes import AXES
 from paceline.split.layout import Layout
-from paceline.split.mesh import AXES, Mesh
+from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from commands import BIN, ended, events, kill_rank, losses, paceline, processes_of, started, wait_for_step, write_job
-from paceline.comm.transport import Transport, choose
+from paceline.comm.transport import choose
 from paceline.errors import ClusterError, LaunchError
+from paceline.plans.choices import Transport
 from ranks import Ranks
 
 _CLONE_NEWNET = 0x40000000

@@ -91,7 +91,7 @@ def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("schedule=dualpipe", 'schedule is gpipe or 1f1b or interleaved or zero-bubble, not "dualpipe"'),
+        ("schedule=dualpipe", 'schedule is 1f1b or gpipe or interleaved or zero-bubble, not "dualpipe"'),
         ("fsdp=0", 'fsdp is a whole number, at least 1, not "0"'),
         ("zero=4", 'zero is a whole number, at least 1 and at most 3, not "4"'),
         ("sequence=1", 'sequence is on or off, not "1"'),

@@ -15,8 +15,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
-from paceline.planner.check.case import DEGREES
 from paceline.planner.check.check_plan import check_plan
+from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.units import count

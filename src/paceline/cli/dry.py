@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
+from paceline.plans.axes import AXES
 from paceline.units import count, size
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def together(lines: Iterable[str]) -> list[str]:
 def _table(found: Rehearsal) -> Table:
     from rich.table import Table
 
-    axes = [axis for axis in _AXES if any(axis in role.sent_bytes for role in found.roles)]
+    axes = [axis for axis in reversed(AXES) if any(axis in role.sent_bytes for role in found.roles)]
     piped = len(found.roles) > 1
     table = Table(*(["stage"] if piped else []), "parameters", "gradients", "optimizer", "peak", box=None, pad_edge=False)
     for axis in axes:
@@ -92,9 +93,6 @@ def _table(found: Rehearsal) -> Table:
         sizes = (*role.state, role.peak_bytes, *(role.sent_bytes.get(axis, 0) for axis in axes))
         table.add_row(*first, *(str(size(size_bytes)) for size_bytes in sizes))
     return table
-
-
-_AXES = ("tp", "cp", "ep", "fsdp", "pp", "dp")  # from those that talk most
 
 
 def _looks(found: Rehearsal) -> list[str]:

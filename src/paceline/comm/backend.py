@@ -21,8 +21,9 @@ from paceline.comm.address import host_identity, own_interface
 from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
-from paceline.comm.transport import Transport, choose
+from paceline.comm.transport import choose
 from paceline.errors import ClusterError, LaunchError, tell_of_failure
+from paceline.plans.choices import Transport
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment, is_rank, take_store_fd
 
 

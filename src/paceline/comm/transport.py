@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -15,8 +15,8 @@ from paceline.comm.shm import futex
 from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
+from paceline.plans.choices import Transport
 
-Transport = Literal["auto", "shm", "gloo", "tcp"]
 _SEVERAL_HOSTS = "the ranks are on several hosts"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
-from paceline.plans.plan import Compile
+from paceline.plans.choices import Compile
 from paceline.split.compile_cache import keep_compiled_code_private
 
 

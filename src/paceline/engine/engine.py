@@ -31,9 +31,9 @@ from paceline.engine.whole_model import WholeModel
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
+from paceline.plans.axes import REPLICA
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
-from paceline.split.mesh import REPLICA
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm, unsynchronise

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.comm import Group
 from paceline.engine.max_norm import MaxNorm
 from paceline.errors import SyncError
+from paceline.plans.axes import AXES, DATA_AXES
 from paceline.plans.sync_info import SyncSpec
-from paceline.split.mesh import DATA_AXES
 from paceline.split.parts import local
 from paceline.sync.batchnorm import is_synchronised
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 EVERY = 100  # updates between comparisons, after the first ones: a digest reads the parameters once, an update reads them several times
-_AXES = ("dp", "fsdp", "cp", "ep", "tp")
+_AXES = tuple(axis for axis in AXES if axis != "pp")
 _COLUMNS = 4096
 _ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart that do not compute the same bits
 

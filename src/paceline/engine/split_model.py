@@ -18,10 +18,11 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
 from paceline.job.zoo.losses import CrossEntropy
+from paceline.plans.axes import DATA_AXES
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, deferred_from
-from paceline.split.mesh import DATA_AXES, Mesh
+from paceline.split.mesh import Mesh
 from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 

@@ -18,6 +18,8 @@ from paceline.job.read.messages import explain
 from paceline.job.spec import Spec
 from paceline.job.stop import StopSpec
 
+Precision = Literal["fp32", "bf16", "fp64"]
+
 
 class EvaluateSpec(Spec):
     """Steps or epochs between evaluations on the validation set (default: every epoch; always at the end)."""
@@ -69,7 +71,7 @@ class Job(Spec):
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
     buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # what NaN or Inf in the loss or the gradients does
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Precision = "fp32"
     partition: PartitionSpec = PartitionSpec()
     seed: int = Field(0, ge=0, lt=2**31)
     stop: StopSpec

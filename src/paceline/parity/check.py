@@ -15,10 +15,10 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
-from paceline.job.job import Job
+from paceline.job.job import Job, Precision
 from paceline.launch.probe import Launch, launch_to_look
 from paceline.planner.check.check_plan import check_plan
-from paceline.plans.plan import Plan, Precision
+from paceline.plans.plan import Plan
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.tuning.auto import choose
 from paceline.units import percent

@@ -19,8 +19,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.files import open_to_append, private_folder
 from paceline.job.job import Job
-from paceline.planner.check.case import DEGREES
 from paceline.planner.cost.prediction import Prediction
+from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
 from paceline.units import count
 

@@ -12,13 +12,15 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import DEGREES, Case
+from paceline.planner.check.case import Case
 from paceline.planner.check.rules import CHECKS, reasons_of
 from paceline.planner.check.split_check import MEANT_FOR, microbatches_fit
+from paceline.plans.axes import DEGREES
+from paceline.plans.choices import REMATS, SCHEDULES
 from paceline.plans.plan import Plan
 
 VARIED = (*DEGREES, "zero", "sequence", "schedule")
-_VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble")}
+_VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": SCHEDULES}
 
 
 def legal_plans(
@@ -80,7 +82,7 @@ def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[
 
 def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
     """Variants of the plan: every value of the keys that are meaningful with its degrees."""
-    values: dict[str, Sequence[Any]] = {"remat": ("none", "selective", "block") if "remat" in keys else (plan.remat,)}
+    values: dict[str, Sequence[Any]] = {"remat": REMATS if "remat" in keys else (plan.remat,)}
     for key, (degree, default) in MEANT_FOR.items():
         values[key] = (getattr(plan, key),) if getattr(plan, degree) > 1 else (default,)
         if key in _VALUES and key in keys and getattr(plan, degree) > 1 and (key, plan.pp > 1) != ("zero", True):

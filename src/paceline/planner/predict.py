@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.planner.check.state import moments
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import BYTES, Layout, Machines, Stack
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.history import corrected
 from paceline.planner.machines import machines
+from paceline.plans.axes import DEGREES
+from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import CompressSpec, SyncSpec
 from paceline.trace.build import trace
@@ -77,7 +78,7 @@ class Layouts:
         return Layout(
             trace=self.trace if precision == self.job.precision else trace(self.job, precision),
             machines=self.machines,
-            **{axis: getattr(plan, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
+            **{axis: getattr(plan, axis) for axis in DEGREES},
             zero=plan.zero,
             sequence=plan.sequence,
             samples=_fullest_share(self.job, plan) / plan.microbatches,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from paceline.cluster.cluster import Cluster
 from paceline.job.data import Digits, Synthetic
 from paceline.job.job import Job
-from paceline.planner.check.case import DEGREES
 from paceline.planner.history import correction
 from paceline.planner.knobs import PLAN_S, SHARE_OF_RUN
+from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 from paceline.cluster.cluster import Host
 from paceline.errors import PlanError
-from paceline.job.job import Job
+from paceline.job.job import Job, Precision
 from paceline.job.read.nearest import nearest
+from paceline.plans.axes import DEGREES
+from paceline.plans.choices import REMATS, SCHEDULES, Compile, MemoryFormat, Remat, Schedule, Transport
 from paceline.plans.sync_info import SyncSpec, problem_with
 
 T = TypeVar("T")
-Precision = Literal["fp32", "bf16", "fp64"]
-MemoryFormat = Literal["contiguous", "channels_last"]
-Compile = Literal["off", "on", "reduce-overhead"]
-Transport = Literal["auto", "shm", "gloo", "tcp"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-Remat = Literal["none", "selective", "block"]
-
-_LEAST = {**dict.fromkeys(("dp", "fsdp", "tp", "pp", "cp", "ep", "microbatches"), 1), "threads": 0, "zero": 1}
+_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "zero": 1}
 _MOST = {"zero": 3}
 _CHOICES = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
-    "remat": ("none", "selective", "block"),
-    "precision": ("fp32", "bf16", "fp64"),
-    "memory_format": ("contiguous", "channels_last"),
-    "compile": ("off", "on", "reduce-overhead"),
-    "transport": ("auto", "shm", "gloo", "tcp"),
+    "schedule": SCHEDULES,
+    "remat": REMATS,
+    "precision": get_args(Precision),
+    "memory_format": get_args(MemoryFormat),
+    "compile": get_args(Compile),
+    "transport": get_args(Transport),
 }
 _TEXTS = ("cut", "sync", "compress")
 _EXAMPLES = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.comm.bucket import Bucket
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.plans.axes import REPLICA
 from paceline.plans.plan import Plan
 from paceline.split.context.division import Context, divide_context
 from paceline.split.deferred_init.allocate import allocate
@@ -19,7 +20,7 @@ from paceline.split.deferred_init.initialise import DeferredModel
 from paceline.split.expert import divide_experts
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.fsdp_units import inseparable, refuse_writes, watched
-from paceline.split.mesh import REPLICA, Mesh
+from paceline.split.mesh import Mesh
 from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
 from paceline.split.pipeline.pipeline import Pipeline, fitting_microbatches

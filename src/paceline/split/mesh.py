@@ -12,14 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm import Group
 from paceline.errors import PlanError
+from paceline.plans.axes import AXES, DATA_AXES, REPLICA
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
-
-# the last one varies fastest: its ranks are neighbours, which talk most
-AXES = ("dp", "pp", "fsdp", "cp", "ep", "tp")
-# along these the ranks read different samples; along the others the same ones
-DATA_AXES = ("dp", "fsdp", "ep")
-REPLICA = ("pp", "fsdp", "cp", "ep", "tp")
 
 
 @dataclass

@@ -26,7 +26,8 @@ from paceline.planner.predict import Layouts, predict
 from paceline.planner.search.branch_and_bound import Hunt
 from paceline.planner.search.result import Found
 from paceline.planner.search.search import search
-from paceline.planner.search.space import REMATS, SCHEDULES, Space
+from paceline.planner.search.space import Space
+from paceline.plans.choices import REMATS, SCHEDULES
 from paceline.plans.plan import Plan
 
 ROOT = Path(__file__).parents[3]

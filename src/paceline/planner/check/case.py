@@ -11,15 +11,12 @@ from paceline.cluster.cluster import Cluster, spread
 from paceline.job.data import Synthetic, Text
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
+from paceline.plans.axes import DEGREES
+from paceline.plans.choices import STAGES_PER_RANK
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
     from paceline.trace.anatomy import Anatomy
-
-DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-# along these the ranks read different samples
-DATA_AXES = ("dp", "fsdp", "ep")
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 def loss_is_tried(job: Job, plan: Plan) -> bool:

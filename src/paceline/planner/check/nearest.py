@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.job.read.nearest import closest
-from paceline.planner.check.case import DATA_AXES, DEGREES, Case, Check
+from paceline.planner.check.case import Case, Check
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
+from paceline.plans.axes import DATA_AXES, DEGREES
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan

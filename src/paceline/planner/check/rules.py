@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import DATA_AXES, DEGREES, Case, Check, degrees
+from paceline.planner.check.case import Case, Check, degrees
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.planner.check.sync_check import SYNC_CHECKS
+from paceline.plans.axes import DATA_AXES, DEGREES
 from paceline.units import count, size
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from paceline.job.read.nearest import nearest
 from paceline.partition import contiguous, starts
-from paceline.planner.check.case import DEGREES, Case, Check
+from paceline.planner.check.case import Case, Check
 from paceline.planner.check.state import crowded
+from paceline.plans.axes import DEGREES
 from paceline.units import count
 
 # optimizers whose step of an element needs no other element, so that they work on any shard

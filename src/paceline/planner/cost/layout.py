@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec
+from paceline.plans.axes import AXES
+from paceline.plans.choices import Remat, Schedule
 from paceline.trace.graph import Trace
 
 if TYPE_CHECKING:
@@ -113,9 +115,9 @@ class Layout:
     sequence: bool = False
     samples: float = 1.0
     microbatches: int = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    schedule: Schedule = "1f1b"
     chunks: int = 1
-    remat: Literal["none", "selective", "block"] = "none"
+    remat: Remat = "none"
     precision: Precision = "fp32"
     parameter_bytes: float = 4.0
     gradient_bytes: float = 4.0
@@ -125,7 +127,7 @@ class Layout:
     sync_bytes: float = 4.0
     sync_every: int = 1
     stack: Stack = field(default_factory=Stack)
-    order: tuple[str, ...] = ("tp", "ep", "cp", "fsdp", "pp", "dp")
+    order: tuple[str, ...] = AXES[::-1]
     # of a rank on CPUs
     threads: int = 1
     transport: str = "auto"  # between ranks on CPUs

@@ -23,6 +23,7 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
 from paceline.planner.cost.pipeline import simulate, work_of
 from paceline.planner.cost.prediction import PARTS
+from paceline.plans.axes import DEGREES
 from paceline.trace.graph import Trace
 
 # fraction of the time to read a calibration point's samples that does not grow with their number
@@ -168,7 +169,7 @@ def added_by(layout: Layout, found: Calibration) -> Added:
 
 
 def _axes(layout: Layout) -> list[str]:
-    return [axis for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep") if getattr(layout, axis) > 1] or ["none"]
+    return [axis for axis in DEGREES if getattr(layout, axis) > 1] or ["none"]
 
 
 def _fused_gain_s(layout: Layout, found: Calibration) -> float:

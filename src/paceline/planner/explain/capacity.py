@@ -10,6 +10,7 @@ from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.partition import contiguous
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
+from paceline.plans.axes import DEGREES
 from paceline.trace.graph import Trace
 from paceline.units import size
 
@@ -68,7 +69,7 @@ def least(layout: Layout, global_batch: int) -> Least:
 
 def words(layout: Layout) -> str:
     """The degrees of a layout as a plan's words."""
-    degrees = [f"{axis}={n}" for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep") if (n := getattr(layout, axis)) > 1]
+    degrees = [f"{axis}={n}" for axis in DEGREES if (n := getattr(layout, axis)) > 1]
     remat = [] if layout.remat == "none" else [f"remat={layout.remat}"]
     return " ".join([*degrees, *remat]) or "dp=1"
 

@@ -21,6 +21,7 @@ from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
 from paceline.planner.cost.traffic import all_reduce_s, way
 from paceline.planner.search.space import Ints
+from paceline.plans.choices import STAGES_PER_RANK
 from paceline.trace.graph import Block, Trace
 
 Floats = NDArray[np.float64]
@@ -116,7 +117,7 @@ class Bounds:
         key = pp, microbatches, schedule
         found = self._passes.get(key)
         if found is None:
-            chunks = 2 if schedule in ("interleaved", "zero-bubble") and pp > 1 else 1
+            chunks = STAGES_PER_RANK[schedule] if pp > 1 else 1
             even, none = [0.5 / pp / chunks] * (pp * chunks), [0.0] * (pp * chunks)
             work = pipeline_s(even, even, microbatches, 0.0, pp, schedule)
             found = self._passes[key] = work, pipeline_s(none, none, microbatches, 1.0, pp, schedule)
@@ -179,7 +180,7 @@ class Bounds:
 
         It holds if that has no fewer layers than the smallest stage of an even cut.
         """
-        chunks = 2 if schedule in ("interleaved", "zero-bubble") else 1
+        chunks = STAGES_PER_RANK[schedule]
         layers = self.layers // (pp * chunks)
         if schedule == "zero-bubble":
             flight = np.minimum(microbatches, 2 * pp) + 1

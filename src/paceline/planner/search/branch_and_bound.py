@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
@@ -17,7 +16,9 @@ from paceline.planner.predict import Layouts
 from paceline.planner.search.bounds import Bounds, Core, Floats, Whole
 from paceline.planner.search.rejected import Tally
 from paceline.planner.search.result import Candidate
-from paceline.planner.search.space import REMATS, SCHEDULES, Ints, Space, divisors, numbered
+from paceline.planner.search.space import Ints, Space, divisors, numbered
+from paceline.plans.axes import DEGREES
+from paceline.plans.choices import REMATS, SCHEDULES, STAGES_PER_RANK
 
 # rows that are expanded together, most promising first
 _FIRST_BLOCK, _BLOCK = 64, 4096
@@ -278,7 +279,7 @@ class Hunt:
     def _keep(self, values: dict[str, Any], layout: Layout) -> None:
         self.evaluated += 1
         prediction = estimate(layout)
-        key = tuple(values[name] for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
+        key = tuple(values[name] for name in DEGREES)
         known = self.found.get(key)
         if prediction.step_time_s < self._last_s and (known is None or prediction.step_time_s < known.prediction.step_time_s):
             plan = replace(self.space.base, **values)

@@ -12,6 +12,7 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.explain.capacity import smallest_that_works
 from paceline.planner.search.result import Candidate, Excluded
 from paceline.planner.search.space import Space
+from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
 from paceline.units import count, percent, size
 
@@ -106,7 +107,7 @@ def _cause(part: str, other: Candidate, winner: Candidate) -> str:
         return f": {plan.ranks:,} of {winner.plan.ranks:,} ranks"
     if part == "compute":
         return _shapes(plan, layout.samples, winner.plan, winner.layout.samples)
-    if part in ("tp", "cp", "ep", "fsdp", "pp", "dp"):
+    if part in DEGREES:
         network = layout.link(part).name == layout.machines.between.name and layout.machines.hosts > 1
         return f": {part}={getattr(plan, part)}" + (" over the network between hosts" if network else "")
     return ""

@@ -14,12 +14,11 @@ from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
 from paceline.planner.check.split_check import microbatches_fit
 from paceline.planner.search.legal import Legality, Refusal
+from paceline.plans.choices import REMATS, SCHEDULES
 from paceline.plans.plan import Plan
 from paceline.trace.graph import Trace
 
 Ints = NDArray[np.int64]
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
-REMATS = ("none", "selective", "block")
 COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
 # shm and tcp are what auto takes within a host and between hosts
 _TRANSPORTS = ("auto", "gloo")

@@ -15,12 +15,11 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
 from paceline.planner.search.legal import Legality
 from paceline.planner.search.result import Candidate
+from paceline.plans.axes import AXES, DATA_AXES
 
 # fraction of the step below which a gain is not reported
 _LEAST_GAIN = 0.01
 # axes of a run's mesh; ranks along the last one are neighbours
-_MESH = ("dp", "pp", "fsdp", "cp", "ep", "tp")
-_DATA_AXES = ("dp", "fsdp", "ep")
 Floats = NDArray[np.float64]
 
 
@@ -33,7 +32,7 @@ def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | Non
     layout = best.layout
     if not layout.machines.speeds or job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
         return None, 0.0
-    speeds = _speeds(layout, _DATA_AXES)
+    speeds = _speeds(layout, DATA_AXES)
     weights = tuple(float(round(speed / speeds.mean(), 3)) for speed in speeds)
     shares = _shares(job, weights)
     if shares.min() < layout.microbatches:
@@ -72,10 +71,10 @@ def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], 
 
 def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
     """Speed of each position along some axes: that of its slowest rank."""
-    ranks = np.arange(layout.ranks).reshape([getattr(layout, axis) for axis in _MESH])
+    ranks = np.arange(layout.ranks).reshape([getattr(layout, axis) for axis in AXES])
     hosts = np.minimum(ranks // layout.machines.per_host, len(layout.machines.speeds) - 1)
     of_ranks = np.asarray(layout.machines.speeds, np.float64)[hosts]
-    others = tuple(i for i, axis in enumerate(_MESH) if axis not in axes)
+    others = tuple(i for i, axis in enumerate(AXES) if axis not in axes)
     return np.asarray(of_ranks.min(axis=others).reshape(-1))
 
 

@@ -20,7 +20,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.partition import contiguous, starts
-from paceline.planner.check.case import STAGES_PER_RANK
+from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, local
 from paceline.split.pipeline.balance import costs

@@ -33,14 +33,15 @@ from paceline.errors import DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
-from paceline.planner.check.case import STAGES_PER_RANK
 from paceline.planner.check.check_plan import check_plan
+from paceline.plans.axes import AXES
+from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, record
 from paceline.split.expert import mixtures
 from paceline.split.memory import StateBytes, predicted_bytes
-from paceline.split.mesh import AXES, Mesh
+from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks
 from paceline.training.build import loader_of
 from paceline.training.dry_run.memory_watch import Watch

@@ -22,8 +22,9 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
-from paceline.planner.check.case import DEGREES, Case, Check
+from paceline.planner.check.case import Case, Check
 from paceline.planner.check.nearest import nearest_plan
+from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
 from paceline.trace.anatomy import anatomy
 from paceline.training.dry_run.dry_run import StepFailed, as_rehearsed, rehearsed_role, with_data_at_hand

@@ -17,11 +17,13 @@ from paceline.data.loader import Loader
 from paceline.engine.engine import Settings
 from paceline.engine.nonfinite import Policy
 from paceline.errors import DataError, JobError, PlanError
+from paceline.job.job import Precision
 from paceline.job.loss import Loss
 from paceline.job.zoo.items import hands_on_models_loss
 from paceline.job.zoo.losses import ModelsOwn
-from paceline.plans.plan import Plan, Precision
-from paceline.split.mesh import DATA_AXES, Mesh
+from paceline.plans.axes import DATA_AXES
+from paceline.plans.plan import Plan
+from paceline.split.mesh import Mesh
 from paceline.training.own_loop.loop import OnStep, OwnLoop
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from paceline.plans.axes import AXES
 from paceline.plans.plan import Plan
-from paceline.split.mesh import AXES
 
 WINDOW = 20  # steps over which a rank's median is taken
 WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another
