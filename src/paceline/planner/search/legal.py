@@ -8,9 +8,10 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import STAGES_PER_RANK, Case, Check
+from paceline.planner.check.case import Case, Check
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
+from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.units import count
 
