@@ -99,7 +99,3 @@ class Marks:
             ends[i] = min(ends[i], ends[i - 1]) if ends[i] else ends[i - 1]
         self._backward.append([max(0.0, before - after) for before, after in pairwise(ends)])
         self.seconds = now - self._started
-
-
-def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(values) for values in zip(*passes, strict=True)]

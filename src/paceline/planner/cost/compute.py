@@ -49,7 +49,7 @@ class BlockTime(NamedTuple):
 def share(layout: Layout) -> Share:
     """The part of a layout that a block's time depends on."""
     stack, device = layout.stack, device_of(layout)
-    floor = stack.kernel_floor_s if stack.kernel_floor_s is not None else max(device.launch_s, constants.LAUNCH_S)
+    floor = max(device.launch_s, constants.LAUNCH_S)
     adds_up = layout.microbatches > 1 and not (layout.fsdp > 1 and layout.zero == 3)
     return Share(
         device,

@@ -30,7 +30,6 @@ class Stack:
     Attributes:
         name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
         derating: multiplies all compute times.
-        kernel_floor_s: the least time of a kernel, from Python to its end; None: the device's own.
         overlaps_gradients: True if gradients are reduced during the backward pass.
         flash: True if attention is one fused kernel that does not store its scores.
         attention: the generation of that kernel: FlashAttention 1, or 2 and later.
@@ -43,7 +42,6 @@ class Stack:
 
     name: str = "paceline"
     derating: float = 1.0
-    kernel_floor_s: float | None = None
     overlaps_gradients: bool = True
     flash: bool = True
     attention: int = 2
