@@ -99,7 +99,7 @@ _FIGURES = {
     ),
     "loss": ("training loss", "Mean loss over a step’s global batch, before the update of that step."),
     "final_loss": ("final loss", "Training loss in the mean over the last 10 steps; of several runs the median."),
-    "held_out": ("held-out metric", "A measure of the model on samples that it is not trained on."),
+    "held_out": ("validation metric", "A measure of the model on held-out samples, which it is not trained on."),
     "knobs": ("knobs", "Settings that change the speed and not the result, tried on the real model; the fastest are kept."),
     "load": ("load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."),
 }

@@ -47,7 +47,7 @@ def _losses(record: RunRecord) -> Iterator[Drawn]:
     for over, place in places.items():
         training = charts.Line("training", list(place.values()), losses)
         held_out = charts.Line(
-            "held out", [place[e["step"]] for e in evaluated], [e["metrics"]["loss"] for e in evaluated], charts.VERMILLION
+            "validation", [place[e["step"]] for e in evaluated], [e["metrics"]["loss"] for e in evaluated], charts.VERMILLION
         )
         figure = charts.lines(
             [training],
@@ -77,8 +77,8 @@ def _metrics(record: RunRecord) -> Iterator[Drawn]:
     for number, name in enumerate(names):
         measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
         line = charts.Line(name, [step for step, _ in measured], [value for _, value in measured], charts.GREEN)
-        label = f"{name} on held-out samples; newest {digits(measured[-1][1])}."
-        yield Drawn(f"Held out: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label))
+        label = f"{name} on held-out (validation) samples; newest {digits(measured[-1][1])}."
+        yield Drawn(f"Validation: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label))
 
 
 def _throughput(record: RunRecord) -> Drawn:
