@@ -67,17 +67,19 @@ def test_the_wheel_trains_the_demo_in_an_empty_environment_and_folder(copy: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.needs_chromium
-def test_the_site_is_built_without_a_dead_link_and_its_pages_ask_for_nothing_from_elsewhere(copy: Path, tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_dead_link_and_its_pages_ask_for_nothing_from_elsewhere(
+    copy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     # The hook of the site imports paceline: that of the copy.
     command = "import sys; sys.path.insert(0, 'src'); from mkdocs.__main__ import cli; cli()"
     run(sys.executable, "-c", command, "build", "--strict", "--quiet", folder=copy)
     site = copy / "build" / "site"
     reference = (site / "reference" / "api.html").read_text()
     assert all(f'id="paceline.{name}"' in reference for name in ("train", "setup", "Job", "Plan"))
-    (tmp_path / "browser").mkdir()
-    with opened(tmp_path / "browser") as browser:
+    with opened(tmp_path_factory.mktemp("chromium")) as browser:  # a socket of the browser bears no long path
         for name in PAGES:
             browser.open(site / name)
             assert browser.all("h1"), name
             assert browser.requests() == [], name
-            assert browser.console() == [], name
+            # The search alone needs a server: browsers start no workers in pages that are opened from files.
+            assert [line for line in browser.console() if "search_index.js" not in line] == [], name
