@@ -38,7 +38,7 @@ from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan, cores_of
 from paceline.stats import Interval, median_interval
 from paceline.tuning.auto import Choice, choose
-from paceline.tuning.candidate import Contender, part_of
+from paceline.tuning.candidate import TrialCandidate, part_of
 from served import Ranks
 
 RANKS, ROUNDS, BLOCK_S, LONG_STEPS = 2, 3, 1.2, 20_000
@@ -165,15 +165,17 @@ def serve(folder: Path) -> None:
                 plan = Plan.parse(text)
                 cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else os.sched_getaffinity(0)
                 try:
-                    contender = Contender(job, plan, data, part_of(group, plan), threads=plan.threads_for(host, plan.ranks), cores=cores)
-                    contender.warm_up()
+                    candidate = TrialCandidate(
+                        job, plan, data, part_of(group, plan), threads=plan.threads_for(host, plan.ranks), cores=cores
+                    )
+                    candidate.warm_up()
                     print(json.dumps(None), flush=True)
                 except PacelineError as error:
                     print(json.dumps(str(error)), flush=True)
                 continue
-            contender.settles, contender.steps_a_turn = True, question["steps"]
+            candidate.settles, candidate.steps_a_turn = True, question["steps"]
             group.barrier()
-            print(json.dumps(contender.turn()), flush=True)
+            print(json.dumps(candidate.turn()), flush=True)
 
 
 if __name__ == "__main__":

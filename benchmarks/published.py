@@ -144,7 +144,7 @@ def _percent(value: float) -> str:
 
 
 def _print_what_is_behind(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Sequence[Row]) -> None:
-    used = {each.row.layout.stack.name for each in predicted}
+    used = {each.row.layout.framework.name for each in predicted}
     print("\nderating of each software stack (computing takes so many times what the physics say):")
     print("  " + ", ".join(f"{facts.stack.name} {facts.stack.derating:.2f}" for facts in STACKS if facts.stack.name in used))
     if aside:

@@ -23,7 +23,7 @@ from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.planner.cost import compute, constants, stages
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout, Machines
-from paceline.planner.cost.traffic import all_reduce_s, way
+from paceline.planner.cost.traffic import all_reduce_s, link_path
 from paceline.trace.graph import Trace
 from published import TABLES
 from published_rows import Row, read, set_aside
@@ -70,7 +70,7 @@ def main() -> None:
     by_stack = defaultdict(list)
     for row in kept:
         if row.table != STACK_TABLE:
-            by_stack[row.layout.stack.name].append(derating(row))
+            by_stack[row.layout.framework.name].append(derating(row))
     for name, values in by_stack.items():
         each = ", ".join(f"{value:.2f}" for value in values)
         print(f"derating of {name}: {statistics.median(values):.3f}, the median of {each}")
@@ -95,8 +95,8 @@ def collectives() -> Callable[[dict[str, float]], np.ndarray]:
     machines = Machines(CATALOGUE["A100-SXM-80"], 1, 8, CATALOGUE["A100-SXM-80"].network)
 
     def logs(_: dict[str, float]) -> np.ndarray:
-        ways = {size: way(Layout(Trace(()), machines, tp=size), "tp") for size in range(2, 9)}
-        pairs = ((all_reduce_s(float(row["bytes"]), ways[int(row["group_size"])]), float(row["time_ms"]) / 1e3) for row in timed)
+        paths = {size: link_path(Layout(Trace(()), machines, tp=size), "tp") for size in range(2, 9)}
+        pairs = ((all_reduce_s(float(row["bytes"]), paths[int(row["group_size"])]), float(row["time_ms"]) / 1e3) for row in timed)
         return np.array([np.log(ours / measured) for ours, measured in pairs])
 
     return logs
@@ -107,7 +107,7 @@ def of_rows(rows: Sequence[Row]) -> Callable[[dict[str, float]], np.ndarray]:
 
     def logs(values: dict[str, float]) -> np.ndarray:
         own = {name: value for name, value in values.items() if name.islower()}
-        layouts = [replace(row.layout, stack=replace(row.layout.stack, **own)) for row in rows]  # type: ignore[arg-type]
+        layouts = [replace(row.layout, framework=replace(row.layout.framework, **own)) for row in rows]  # type: ignore[arg-type]
         return np.array([np.log(estimate(each).step_time_s / (row.seconds or 1)) for each, row in zip(layouts, rows, strict=True)])
 
     return logs
@@ -117,7 +117,7 @@ def derating(row: Row) -> float:
     """With which the row's step takes what was measured."""
 
     def over(value: float) -> float:
-        layout = replace(row.layout, stack=replace(row.layout.stack, derating=value))
+        layout = replace(row.layout, framework=replace(row.layout.framework, derating=value))
         return estimate(layout).step_time_s - (row.seconds or 0.0)
 
     low, high = 0.2, 6.0
@@ -129,7 +129,7 @@ def _set(free: Sequence[Free], values: Sequence[float]) -> dict[str, float]:
     for name, value in named.items():
         if name.isupper():
             setattr(constants, name, value)
-    for memo in (compute.block_time, compute.product_s, stages.block_cost, stages.summed, stages.paced):
+    for memo in (compute.block_time, compute.product_s, stages.block_cost, stages.summed, stages._stage_times):
         memo.cache_clear()
     return named
 

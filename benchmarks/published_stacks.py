@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.planner.cost.layout import Layout, Stack
+from paceline.planner.cost.layout import FrameworkProfile, Layout
 
 
 @dataclass(frozen=True)
 class StackFacts:
-    """A stack, and its habits with numbers: gradients of 4 bytes where it adds them up in fp32, what an update keeps."""
+    """A framework profile, and its state in bytes: gradients of 4 bytes where it adds them up in fp32, what an update keeps."""
 
-    stack: Stack
+    stack: FrameworkProfile
     gradient_bytes: float = 2.0
     sync_bytes: float = 2.0
     parameter_bytes: float = 2.0
@@ -23,11 +23,11 @@ class StackFacts:
         """With this stack, and its bytes for each parameter in the row's precision."""
         precision = cells.get("precision", "").lower()
         if "tf32" in precision or ("fp32" in precision and "16" not in precision):
-            return replace(layout, stack=self.stack, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0, sync_bytes=4.0)
+            return replace(layout, framework=self.stack, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0, sync_bytes=4.0)
         adds_up_in_fp32 = "fp32 grad" in precision
         return replace(
             layout,
-            stack=self.stack,
+            framework=self.stack,
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=4.0 if adds_up_in_fp32 else self.gradient_bytes,
             optimizer_bytes=self.optimizer_bytes,
@@ -36,21 +36,23 @@ class StackFacts:
 
 
 _FULL = {"parameter_bytes": 4.0, "gradient_bytes": 4.0, "optimizer_bytes": 8.0, "sync_bytes": 4.0}  # autocast over fp32 parameters
-_MEGATRON = Stack(overlaps_gradients=False, flash=False, softmax_of=4, stops_early=False)
+_MEGATRON = FrameworkProfile(overlaps_gradients=False, flash=False, softmax_of=4, stops_early=False)
 _EAGER = replace(_MEGATRON, loss=2.50, kernels=5.55)
 
 MEGATRON_EAGER = StackFacts(replace(_EAGER, name="Megatron-DeepSpeed eager", derating=0.81))
 MEGATRON_ZERO = StackFacts(replace(_EAGER, name="Megatron-DeepSpeed", derating=1.16))
 MEGATRON_LM = StackFacts(replace(_MEGATRON, name="Megatron-LM", derating=1.03, loss=2.0, kernels=2.0, scatters_hops=True))
 MEGATRON_CORE = StackFacts(
-    Stack("Megatron Core", derating=1.03, loss=2.0, kernels=1.5, scatters_hops=True, stops_early=False), gradient_bytes=4.0, sync_bytes=4.0
+    FrameworkProfile("Megatron Core", derating=1.03, loss=2.0, kernels=1.5, scatters_hops=True, stops_early=False),
+    gradient_bytes=4.0,
+    sync_bytes=4.0,
 )  # as Megatron-LM's
-DEEPSPEED = StackFacts(Stack("DeepSpeed", derating=1.09, kernels=2.0, stops_early=False))  # as FSDP's
-FSDP = StackFacts(Stack("FSDP", derating=1.09, kernels=1.5), **_FULL)  # as Composer's
-COMPOSER = StackFacts(Stack("Composer FSDP, FlashAttention 1", derating=1.09, kernels=1.5, attention=1), **_FULL)
-HOROVOD = StackFacts(Stack("TensorFlow 1 with Horovod", derating=2.57, flash=False, kernels=1.5), **_FULL)
-DDP = StackFacts(Stack("DDP", derating=1.09, flash=False, kernels=1.5), **_FULL)
-OTHER = StackFacts(Stack("other", derating=1.05))  # between those that are known
+DEEPSPEED = StackFacts(FrameworkProfile("DeepSpeed", derating=1.09, kernels=2.0, stops_early=False))  # as FSDP's
+FSDP = StackFacts(FrameworkProfile("FSDP", derating=1.09, kernels=1.5), **_FULL)  # as Composer's
+COMPOSER = StackFacts(FrameworkProfile("Composer FSDP, FlashAttention 1", derating=1.09, kernels=1.5, attention=1), **_FULL)
+HOROVOD = StackFacts(FrameworkProfile("TensorFlow 1 with Horovod", derating=2.57, flash=False, kernels=1.5), **_FULL)
+DDP = StackFacts(FrameworkProfile("DDP", derating=1.09, flash=False, kernels=1.5), **_FULL)
+OTHER = StackFacts(FrameworkProfile("other", derating=1.05))  # between those that are known
 STACKS = (MEGATRON_EAGER, MEGATRON_ZERO, MEGATRON_LM, MEGATRON_CORE, DEEPSPEED, FSDP, COMPOSER, HOROVOD, DDP, OTHER)
 
 

@@ -9,7 +9,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.planner.cost.prediction import PARTS, Prediction
-from paceline.planner.search.result import Candidate, Excluded, Found, Hint
+from paceline.planner.search.result import Candidate, Excluded, Hint, SearchResult
 from paceline.plans.plan import Plan
 from paceline.trace.graph import Block, Gemm, Trace
 
@@ -67,7 +67,7 @@ def candidate(plan: str, *, why: str = "", memory: float = 30e9, **parts: float)
     return Candidate(read, layout, prediction, why)
 
 
-def found(**changes: Any) -> Found:
+def found(**changes: Any) -> SearchResult:
     """Three candidates, the second 10 % slower than the first."""
     best = (
         candidate("dp=2 tp=8", compute=0.8, tp=0.15, dp=0.03, optimizer=0.02),
@@ -84,4 +84,4 @@ def found(**changes: Any) -> Found:
         "seconds": 0.21,
         "hints": (Hint("sync=local:8", 0.2, "replicas agree in every eighth step only"),),
     }
-    return Found(**values | changes)
+    return SearchResult(**values | changes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.calibrate import Calibration, Pace
+from paceline.planner.calibrate import Calibration, PassTiming
 from paceline.planner.cost.prediction import PARTS, Prediction
 from paceline.plans.plan import Plan
 
@@ -77,7 +77,7 @@ def test_the_picture_works_offline(local: Any, tmp_path: Path) -> None:
 
 def test_what_was_measured_is_kept_and_predicted_again(local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(local, "1 worker", "microbatches=2", 1.0, 2.0)]
-    calibration = Calibration("k", {}, 0.0, 1.0, 2, 2, 32, 1, ("",), (Pace(1, 2, "fp32", "none", 32, (0.1,), (0.1,)),))
+    calibration = Calibration("k", {}, 0.0, 1.0, 2, 2, 32, 1, ("",), (PassTiming(1, 2, "fp32", "none", 32, (0.1,), (0.1,)),))
     local.save(tmp_path / "kept.json", {"mlp": calibration}, rows)
     monkeypatch.setattr(local, "prediction", lambda case, calibrations: rows[0].predicted)
     calibrations, found = local.loaded(tmp_path / "kept.json", ["mlp"])

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from paceline.cluster.cluster import Host
 from paceline.job.job import Job
 from paceline.planner.calibrate import (
-    Anchor,
     Calibration,
+    CalibrationPoint,
     Collective,
-    Pace,
+    PassTiming,
     cache_file,
     interpolated,
     keep,
     kept,
     key_of,
     machine_of,
-    tempo_s,
+    reference_time_s,
     why_stale,
 )
 
@@ -31,14 +31,14 @@ FOUND = Calibration(
     key="digits-0",
     machine=machine_of(HOST),
     created=1e9,
-    tempo_s=1e-3,
+    reference_s=1e-3,
     cores=2,
     ranks=2,
     global_batch=64,
     parameters=1000,
     segments=("", "blocks.0", "/end"),
-    paces=(Pace(2, 1, "fp32", "none", 32, (0.1, 0.2, 0.3), (0.2, 0.4, 0.6), 5000),),
-    anchors=(Anchor("dp", 2, "fp32", 16, 1, 0.001, 0.5, 0.0, 0.01, 0.02, 10**8),),
+    timings=(PassTiming(2, 1, "fp32", "none", 32, (0.1, 0.2, 0.3), (0.2, 0.4, 0.6), 5000),),
+    points=(CalibrationPoint("dp", 2, "fp32", 16, 1, 0.001, 0.5, 0.0, 0.01, 0.02, 10**8),),
     collectives=(Collective("shm", "all_reduce", 2, (1024, 2**20), (1e-5, 2e-4), (1e-5, 2e-4)),),
     optimizer_s={"plain": 0.01, "fused": 0.002},
     baseline_bytes=3 * 10**8,
@@ -69,18 +69,18 @@ def test_what_was_measured_is_read_back_as_it_was() -> None:
 
 def test_what_is_kept_is_found_again() -> None:
     assert "kept in" in keep(FOUND)
-    assert kept(FOUND.key, HOST, tempo=1e-3) == (None, f"the calibration in {cache_file(FOUND.key)} is stale: {_age(FOUND)}")
+    assert kept(FOUND.key, HOST, reference_s=1e-3) == (None, f"the calibration in {cache_file(FOUND.key)} is stale: {_age(FOUND)}")
     fresh = replace(FOUND, created=4e9)
     keep(fresh)
-    assert kept(FOUND.key, HOST, tempo=1.1e-3) == (fresh, None)
+    assert kept(FOUND.key, HOST, reference_s=1.1e-3) == (fresh, None)
 
 
 def _age(found: Calibration) -> str:
-    return str(why_stale(found, HOST, tempo=1e-3))
+    return str(why_stale(found, HOST, reference_s=1e-3))
 
 
 @pytest.mark.parametrize(
-    ("changes", "tempo", "words"),
+    ("changes", "reference_s", "words"),
     [
         ({"machine": machine_of(HOST) | {"torch": "1.0"}}, 1e-3, "torch 1.0"),
         ({"machine": machine_of(HOST) | {"cpu": "Another"}}, 1e-3, "cpu Another"),
@@ -89,21 +89,21 @@ def _age(found: Calibration) -> str:
         ({}, 0.5e-3, "100% faster"),
     ],
 )
-def test_a_stale_calibration_says_why(changes: dict[str, object], tempo: float, words: str) -> None:
-    reason = why_stale(replace(FOUND, **changes), HOST, tempo=tempo, now=1e9)  # type: ignore[arg-type]
+def test_a_stale_calibration_says_why(changes: dict[str, object], reference_s: float, words: str) -> None:
+    reason = why_stale(replace(FOUND, **changes), HOST, reference_s=reference_s, now=1e9)  # type: ignore[arg-type]
     assert reason is not None
     assert words in reason
 
 
 def test_one_that_holds_is_not_stale() -> None:
-    assert why_stale(FOUND, HOST, tempo=1.1e-3, now=1e9 + 86400) is None
+    assert why_stale(FOUND, HOST, reference_s=1.1e-3, now=1e9 + 86400) is None
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 0}', '{"format": 1, "paces": 3}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 0}', '{"format": 2, "timings": 3}'])
 def test_a_corrupt_file_is_said_to_be_one(text: str) -> None:
     cache_file("digits-1").parent.mkdir(parents=True)
     cache_file("digits-1").write_text(text)
-    found, why = kept("digits-1", HOST, tempo=1e-3)
+    found, why = kept("digits-1", HOST, reference_s=1e-3)
     assert found is None
     assert why is not None
     assert "cannot be read" in why
@@ -122,11 +122,11 @@ def test_a_cache_that_cannot_be_written_costs_no_run(tmp_path: Path, monkeypatch
 
 
 def test_the_nearest_number_of_ranks_stands_for_those_not_measured() -> None:
-    alone = Pace(1, 2, "fp32", "none", 32, (0.1,), (0.1,))
-    found = replace(FOUND, paces=(*FOUND.paces, alone))
-    assert found.paces_of(1, "fp32") == [alone]
-    assert found.paces_of(4, "fp32") == list(FOUND.paces)
-    assert found.paces_of(1, "bf16") == []
+    alone = PassTiming(1, 2, "fp32", "none", 32, (0.1,), (0.1,))
+    found = replace(FOUND, timings=(*FOUND.timings, alone))
+    assert found.timings_of(1, "fp32") == [alone]
+    assert found.timings_of(4, "fp32") == list(FOUND.timings)
+    assert found.timings_of(1, "bf16") == []
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=5), st.floats(0, 100))
@@ -138,5 +138,5 @@ def test_a_time_between_sizes_lies_between_their_times(times: list[float], size:
         assert ascending[0] * (1 - 1e-9) <= value <= ascending[-1] * (1 + 1e-9)
 
 
-def test_the_tempo_of_a_machine_is_a_time() -> None:
-    assert 0 < tempo_s() < 1
+def test_the_reference_time_of_a_machine_is_a_time() -> None:
+    assert 0 < reference_time_s() < 1

@@ -12,7 +12,7 @@ from paceline.planner.check.check_plan import check_plan
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts
-from paceline.planner.search.legal import Legality
+from paceline.planner.search.legal import LegalPlans
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.search import search
 from paceline.planner.search.uneven import cut_by_speed, weights_by_speed
@@ -61,7 +61,7 @@ def test_a_slow_host_gets_fewer_layers() -> None:
     named = job(model=model, data={"kind": "synthetic", "vocab": 1000, "shape": [256]})
     cluster, plan = mixed("A100-80", "H100-SXM"), Plan(pp=2, microbatches=16)
     tried = candidate(named, cluster, plan)
-    cut, gain = cut_by_speed(tried, Legality(named, cluster, Plan(), len(tried.layout.trace.blocks)))
+    cut, gain = cut_by_speed(tried, LegalPlans(named, cluster, Plan(), len(tried.layout.trace.blocks)))
     assert len(cut) == 1
     assert gain > 0.05
     assert check_plan(Plan(pp=2, microbatches=16, cut=",".join(cut)), named, cluster) == []

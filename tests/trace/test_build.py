@@ -22,9 +22,9 @@ from paceline.job.job import Job
 from paceline.job.read.dimensions import Dimensions
 from paceline.split.tensor.proof import prove
 from paceline.trace import build as tracing
-from paceline.trace.anatomy import anatomy, without_memory
 from paceline.trace.build import trace
 from paceline.trace.graph import Block, Trace
+from paceline.trace.model_info import model_info, without_memory
 from paceline.trace.sample import batch_of, with_values
 from paceline.trace.transformer import transformer
 from paceline.training.dry_run.memory_watch import Watch
@@ -114,14 +114,14 @@ def counted(of: Job, samples: int = 2) -> float:
 @pytest.mark.parametrize("name", ZOO)
 def test_a_trace_of_the_zoo_has_every_parameter_and_every_flop(name: str) -> None:
     found = trace(zoo(name))
-    assert found.parameters == anatomy(zoo(name).model).numel
+    assert found.parameters == model_info(zoo(name).model).numel
     assert found.flops == pytest.approx(counted(zoo(name)), rel=1e-9)
     assert found.notes == ()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_trace_of_hugging_face_models_has_every_parameter_and_every_flop(name: str, family: Any) -> None:
-    found, wanted = trace(family(name)), anatomy(family(name).model)
+    found, wanted = trace(family(name)), model_info(family(name).model)
     assert found.parameters == wanted.numel
     assert sum(block.experts for block in found) == wanted.total.experts
     assert found.flops == pytest.approx(counted(family(name)), rel=1e-9)
@@ -327,7 +327,7 @@ class Sentences(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.zeros(16, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
 
 
-class Stack(nn.Module):
+class FrameworkProfile(nn.Module):
     """Two blocks between two linear layers; subclasses do something odd in between."""
 
     def __init__(self, width: int = 16) -> None:
@@ -346,12 +346,12 @@ class Stack(nn.Module):
         return cast("Tensor", self.last(x))
 
 
-class ReadsValues(Stack):
+class ReadsValues(FrameworkProfile):
     def between(self, x: Tensor) -> Tensor:
         return x[x.sum(1).abs() >= 0]
 
 
-class Asks(Stack):
+class Asks(FrameworkProfile):
     def between(self, x: Tensor) -> Tensor:
         return x if x.norm().item() < 100 else x / x.norm()
 

@@ -21,15 +21,15 @@ from paceline.job.job import Job
 from paceline.job.stop import StopSpec
 from paceline.planner.auto import auto_plan
 from paceline.planner.history import pairs
-from paceline.planner.knobs import Tried
+from paceline.planner.knobs import Trial
 from paceline.planner.shortlist import Forecast
 from paceline.plans.plan import Plan
 from paceline.runner.train import choose_plan
 from paceline.training.record.run import Run
 from paceline.tuning import auto
 from paceline.tuning.auto import Choice, choose, remember_run
-from paceline.tuning.findings import Findings
 from paceline.tuning.forecast import predicted
+from paceline.tuning.result import TuningResult
 
 CLUSTER = discover()
 WITHOUT_BOUND = {"stop": {"loss_below": -1.0}}  # so compiling, which takes long, is not tried
@@ -183,7 +183,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     monkeypatch.setattr(auto, "_MOST_OTHER_WORK", 2.0)
     predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
     forecasts(monkeypatch, *predictions)
-    monkeypatch.setattr(auto, "Findings", partial(Findings, knobs=False))
+    monkeypatch.setattr(auto, "TuningResult", partial(TuningResult, knobs=False))
     two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
     job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
     choice = choose(job, two)
@@ -219,7 +219,7 @@ def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing
 def test_a_job_that_is_started_often_enough_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = network(tmp_path, "pass", stop={"steps": 1000})
     forecasts(monkeypatch, steps_of_1_ms("dp=2", 25), steps_of_1_ms("dp=1", 26))
-    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: replace(found, tried=[Tried("dp=2", "the plan to begin with")]))
+    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: replace(found, tried=[Trial("dp=2", "the plan to begin with")]))
     choices = [choose(job, CLUSTER) for _ in range(3)]
     assert [choice.lines[0].startswith("plan auto: measuring") for choice in choices] == [False, False, True]
     assert choose(job, CLUSTER, runs=1).plan == choices[0].plan

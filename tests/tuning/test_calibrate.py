@@ -13,7 +13,7 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.cluster.discover import discover
 from paceline.errors import ClusterError
 from paceline.job.job import Job
-from paceline.planner.calibrate import Anchor, Pace, cache_file
+from paceline.planner.calibrate import CalibrationPoint, PassTiming, cache_file
 from paceline.planner.predict import predict
 from paceline.tuning import calibrate as module
 from paceline.tuning.calibrate import calibrate
@@ -44,12 +44,12 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def measured(job: Job, host: Host, ranks: int, precisions: Any, axes: Any) -> dict[str, Any]:
         asked.append({"precisions": tuple(precisions), "axes": tuple(axes)})
-        paces = tuple(Pace(1, 1, p, "none", 16, (0.1,), (0.1,)) for p in precisions)
-        anchors = tuple(Anchor(a, 1, "fp32", 16, 1, 0, 0.2, 0, 0, 0.1) for a in axes)
-        return {"segments": ("",), "parameters": 1, "paces": paces, "anchors": anchors}
+        timings = tuple(PassTiming(1, 1, p, "none", 16, (0.1,), (0.1,)) for p in precisions)
+        points = tuple(CalibrationPoint(a, 1, "fp32", 16, 1, 0, 0.2, 0, 0, 0.1) for a in axes)
+        return {"segments": ("",), "parameters": 1, "timings": timings, "points": points}
 
     monkeypatch.setattr(module, "_measure", measured)
-    monkeypatch.setattr(module, "tempo_s", lambda: 1e-3)
+    monkeypatch.setattr(module, "reference_time_s", lambda: 1e-3)
     monkeypatch.setattr("psutil.cpu_percent", lambda _: 0.0)
     return asked
 
@@ -115,12 +115,12 @@ def test_ranks_measure_what_a_prediction_needs() -> None:
     found = calibrate(JOB, axes=("none", "dp"))
     assert found.segments[0] == ""
     assert found.parameters == 784 * 16 + 16 + 16 * 10 + 10
-    assert {pace.samples for pace in found.paces} == {2, 4, 8, 16}
-    assert all(pace.seconds > 0 for pace in found.paces)
+    assert {timing.samples for timing in found.timings} == {2, 4, 8, 16}
+    assert all(timing.seconds > 0 for timing in found.timings)
     assert found.baseline_bytes > 5 * 10**7
     prediction = predict(JOB, discover(), "dp=1", found)
     assert prediction.step_time_s > 0
     assert prediction.memory_bytes >= found.baseline_bytes
     if found.ranks > 1:
-        assert {anchor.axis for anchor in found.anchors} == {"none", "dp"}
+        assert {point.axis for point in found.points} == {"none", "dp"}
         assert {one.transport for one in found.collectives} == {"shm", "gloo"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.tuning import segment_timer as module
-from paceline.tuning.segment_timer import END, Marks
+from paceline.tuning.segment_timer import END, SegmentTimer
 
 
 class Clock:
@@ -60,39 +60,39 @@ class Model(nn.Module):
         return y
 
 
-def passed(marks: Marks, model: nn.Module) -> None:
-    with marks.around():
+def passed(timer: SegmentTimer, model: nn.Module) -> None:
+    with timer.around():
         loss = model(torch.ones(2, 4)).sum()
-        marks.turn()
+        timer.turn()
         loss.backward()
 
 
 def test_each_part_has_its_own_time_both_ways(clock: Clock) -> None:
     model = Model(clock)
-    marks = Marks(model, ["blocks.0", "blocks.1"])
+    timer = SegmentTimer(model, ["blocks.0", "blocks.1"])
     for _ in range(3):
-        passed(marks, model)
-    assert marks.names == ("", "blocks.1", "blocks.0", END)
-    forward, backward = marks.medians()
+        passed(timer, model)
+    assert timer.names == ("", "blocks.1", "blocks.0", END)
+    forward, backward = timer.medians()
     assert forward == pytest.approx((1.0, 3.0, 5.0, 2.0))
     assert backward == pytest.approx((2.0, 6.0, 10.0, 4.0))
-    assert marks.seconds == pytest.approx(33.0)
+    assert timer.seconds == pytest.approx(33.0)
     assert not model.blocks[0]._forward_hooks
 
 
 def test_a_model_without_blocks_is_one_segment() -> None:
     model = nn.Linear(4, 4)
-    marks = Marks(model, [])
-    passed(marks, model)
-    assert marks.names == ("",)
-    forward, backward = marks.medians()
+    timer = SegmentTimer(model, [])
+    passed(timer, model)
+    assert timer.names == ("",)
+    forward, backward = timer.medians()
     assert len(forward) == len(backward) == 1
 
 
 def test_a_block_whose_input_needs_no_gradient_is_counted_with_what_comes_before() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    marks = Marks(model, ["0", "1"])
-    passed(marks, model)
-    _, backward = marks.medians()
+    timer = SegmentTimer(model, ["0", "1"])
+    passed(timer, model)
+    _, backward = timer.medians()
     assert min(backward) >= 0
     assert sum(backward) > 0

@@ -109,7 +109,7 @@ def _time(explanation: Explanation, console: Console) -> None:
 
 
 def _memory(explanation: Explanation, console: Console) -> None:
-    room = explanation.room_bytes
+    room = explanation.capacity_bytes
     _title(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
     table = _bars()
     for held in (held for held in explanation.memory if held.share >= _LEAST_HELD):

@@ -241,9 +241,9 @@ class Checks:
 
         Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
         """
-        from paceline.trace.anatomy import anatomy
+        from paceline.trace.model_info import model_info
 
-        if anatomy(self.job.model).normalises_batches:
+        if model_info(self.job.model).normalises_batches:
             return _Parts(plan.microbatches, plan.data_ranks, together=self.job.batch_norm == "sync")
         if plan.microbatches > 1 and json.loads((self._reference(_Parts(1, 1)) / "reference.json").read_text())["written"]:
             return _Parts(plan.microbatches, plan.data_ranks, together=True)

@@ -31,12 +31,12 @@ FORMAT = 2
 OLDEST_S = 30 * 86400.0
 # largest relative change of the machine's speed since it was measured
 MOST_CHANGE = 0.2
-_TEMPO_S, _TEMPO_BYTES = 0.2, 2**20
+_REFERENCE_S, _REFERENCE_BYTES = 0.2, 2**20
 _WORK = ("model", "data", "loss", "optimizer", "global_batch", "clip_norm", "batch_norm", "nonfinite")
 
 
 @dataclass(frozen=True)
-class Pace:
+class PassTiming:
     """Times of one forward and backward pass of the undivided model on a rank. They are medians of several runs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Anchor:
+class CalibrationPoint:
     """Calibration point: steps of the engine with the model divided along one axis.
 
     The ranks communicate by shared memory. Times are medians of a step's parts, in seconds.
@@ -141,14 +141,14 @@ class Calibration:
     key: str
     machine: Mapping[str, str]
     created: float
-    tempo_s: float
+    reference_s: float
     cores: int
     ranks: int
     global_batch: int
     parameters: int
     segments: tuple[str, ...]
-    paces: tuple[Pace, ...]
-    anchors: tuple[Anchor, ...] = ()
+    timings: tuple[PassTiming, ...]
+    points: tuple[CalibrationPoint, ...] = ()
     collectives: tuple[Collective, ...] = ()
     optimizer_s: Mapping[str, float] = field(default_factory=dict)
     baseline_bytes: int = 0
@@ -173,7 +173,7 @@ class Calibration:
             values = json.loads(text)
             if values.pop("format") != FORMAT:
                 raise ValueError("it has another version's format")
-            parts = {"paces": Pace, "anchors": Anchor, "collectives": Collective}
+            parts = {"timings": PassTiming, "points": CalibrationPoint, "collectives": Collective}
             for name, kind in parts.items():
                 values[name] = tuple(kind(**as_tuples(part)) for part in values[name])
             return cls(**as_tuples(values))
@@ -183,28 +183,28 @@ class Calibration:
     @cached_property
     def precisions(self) -> tuple[str, ...]:
         """Measured precisions, in order."""
-        return tuple(dict.fromkeys(pace.precision for pace in self.paces))
+        return tuple(dict.fromkeys(timing.precision for timing in self.timings))
 
     def nearest_precision(self, precision: str) -> str:
         """`precision` if it was measured, else the first measured one."""
         return precision if precision in self.precisions else self.precisions[0]
 
     @cached_property
-    def _by_kind(self) -> dict[tuple[int, str, str], list[Pace]]:
-        found: dict[tuple[int, str, str], list[Pace]] = {}
-        for pace in sorted(self.paces, key=lambda p: p.samples):
-            found.setdefault((pace.ranks, pace.precision, pace.remat), []).append(pace)
+    def _by_kind(self) -> dict[tuple[int, str, str], list[PassTiming]]:
+        found: dict[tuple[int, str, str], list[PassTiming]] = {}
+        for timing in sorted(self.timings, key=lambda p: p.samples):
+            found.setdefault((timing.ranks, timing.precision, timing.remat), []).append(timing)
         return found
 
-    def paces_of(self, ranks: int, precision: str, remat: str = "none") -> list[Pace]:
+    def timings_of(self, ranks: int, precision: str, remat: str = "none") -> list[PassTiming]:
         """Pass timings by ascending samples, measured with the nearest number of ranks."""
         measured = sorted({n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n))
         return self._by_kind[measured[0], precision, remat] if measured else []
 
-    def anchors_of(self, axis: str, precision: str) -> list[Anchor]:
+    def points_of(self, axis: str, precision: str) -> list[CalibrationPoint]:
         """Calibration points of an axis in this precision, else in any."""
-        found = [anchor for anchor in self.anchors if anchor.axis == axis]
-        return [anchor for anchor in found if anchor.precision == precision] or found
+        found = [point for point in self.points if point.axis == axis]
+        return [point for point in found if point.precision == precision] or found
 
     def collective(self, transport: str, name: str) -> Collective | None:
         """Measured times of a collective, or None."""
@@ -248,16 +248,16 @@ def machine_of(host: Host) -> dict[str, str]:
     return {"cpu": host.cpu, "cores": str(host.cores), "torch": version("torch"), "paceline": version("paceline")}
 
 
-def tempo_s() -> float:
+def reference_time_s() -> float:
     """Shortest time of a small fixed computation, in seconds. It is repeated for a fifth of a second; other work only ever adds to it."""
-    data, best, until = bytes(_TEMPO_BYTES), float("inf"), time.perf_counter() + _TEMPO_S
+    data, best, until = bytes(_REFERENCE_BYTES), float("inf"), time.perf_counter() + _REFERENCE_S
     while (started := time.perf_counter()) < until:
         hashlib.sha256(data).digest()
         best = min(best, time.perf_counter() - started)
     return best
 
 
-def why_stale(found: Calibration, host: Host, *, tempo: float, now: float | None = None) -> str | None:
+def why_stale(found: Calibration, host: Host, *, reference_s: float, now: float | None = None) -> str | None:
     """Reason why a calibration is out of date, or None."""
     for name, value in machine_of(host).items():
         before = found.machine.get(name)
@@ -266,13 +266,14 @@ def why_stale(found: Calibration, host: Host, *, tempo: float, now: float | None
     age_s = (time.time() if now is None else now) - found.created
     if age_s > OLDEST_S:
         return f"it is {age_s / 86400:.0f} days old"
-    if abs(tempo / found.tempo_s - 1) > MOST_CHANGE:
-        faster = "slower" if tempo > found.tempo_s else "faster"
-        return f"this machine is {percent(max(tempo / found.tempo_s, found.tempo_s / tempo) - 1, 0)} {faster} than it was then"
+    if abs(reference_s / found.reference_s - 1) > MOST_CHANGE:
+        faster = "slower" if reference_s > found.reference_s else "faster"
+        ratio = max(reference_s / found.reference_s, found.reference_s / reference_s)
+        return f"this machine is {percent(ratio - 1, 0)} {faster} than it was then"
     return None
 
 
-def kept(key: str, host: Host, *, tempo: float) -> tuple[Calibration | None, str | None]:
+def kept(key: str, host: Host, *, reference_s: float) -> tuple[Calibration | None, str | None]:
     """The cached calibration and None, or None and why a cached one is invalid."""
     file = cache_file(key)
     if not file.is_file():
@@ -281,7 +282,7 @@ def kept(key: str, host: Host, *, tempo: float) -> tuple[Calibration | None, str
         found = Calibration.from_json(file.read_text())
     except (OSError, ValueError) as error:
         return None, f"{file} cannot be read: {error}"
-    reason = why_stale(found, host, tempo=tempo)
+    reason = why_stale(found, host, reference_s=reference_s)
     return (found, None) if reason is None else (None, f"the calibration in {file} is stale: {reason}")
 
 

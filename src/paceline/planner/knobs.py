@@ -79,7 +79,7 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """Result of trying one knob.
 
     Attributes:
@@ -109,7 +109,7 @@ class Tried:
         return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Tried:
+    def from_json(cls, values: dict[str, Any]) -> Trial:
         """Result from the values of `dataclasses.asdict`."""
         intervals = {name: Interval(**values[name]) for name in ("step_s", "ratio", "best_s") if values.get(name) is not None}
         return cls(**(values | intervals))
@@ -212,7 +212,7 @@ class Comparison:
         """True if the whole interval of the ratio lies clearly below 1."""
         return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
 
-    def tried(self, knob: Knob) -> Tried:
+    def tried(self, knob: Knob) -> Trial:
         """Verdict on the challenger's knob."""
         ratio = median_interval(self.ratios)
         if knob.hint:
@@ -229,10 +229,10 @@ class Comparison:
         # medians alone, as so few rounds give no useful interval
         if len(self.ratios) < LEAST_REPEATS:
             ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
-        return Tried(str(knob), verdict, step, ratio, knob.predicted_s, best)
+        return Trial(str(knob), verdict, step, ratio, knob.predicted_s, best)
 
 
-def as_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
+def as_json(tried: Sequence[Trial]) -> list[dict[str, Any]]:
     """The rows as plain values."""
     return [asdict(row) for row in tried]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import Case
+from paceline.planner.check.plan_context import PlanContext
 from paceline.planner.check.rules import CHECKS, reasons_of
 from paceline.planner.check.split_check import MEANT_FOR, microbatches_fit
 from paceline.plans.axes import DEGREES
@@ -45,27 +45,27 @@ def legal_plans(
         raise ValueError(f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; there are {', '.join(VARIED)}, remat")
     base = base or Plan()
     wanted = sorted({ranks} if isinstance(ranks, int) else set(ranks))
-    case = Case(base, job, cluster)
-    fitting = _fitting_degrees(case, max(wanted, default=1), keys)
+    context = PlanContext(base, job, cluster)
+    fitting = _fitting_degrees(context, max(wanted, default=1), keys)
     found = []
     for total in wanted:
         for degrees in _factors(total, [(key, fitting[key]) for key in DEGREES]):
             plans = _variants(replace(base, **degrees), job, keys)
-            found += [plan for plan in plans if not reasons_of(replace(case, plan=plan))]
+            found += [plan for plan in plans if not reasons_of(replace(context, plan=plan))]
     return list(dict.fromkeys(found))
 
 
-def _fitting_degrees(case: Case, most: int, keys: Sequence[str]) -> dict[str, list[int]]:
+def _fitting_degrees(context: PlanContext, most: int, keys: Sequence[str]) -> dict[str, list[int]]:
     """Values of each degree that pass the checks of that degree alone."""
     fitting = {}
     for key in DEGREES:
         own = [check for check in CHECKS if check.keys == (key,)]
-        values = range(1, most + 1) if key in keys else (getattr(case.plan, key),)
-        if key == "cp" and key in keys and most > 1 and not case.anatomy.takes_parts_of_sequences:
+        values = range(1, most + 1) if key in keys else (getattr(context.plan, key),)
+        if key == "cp" and key in keys and most > 1 and not context.model_info.takes_parts_of_sequences:
             # it may run, but not as the cost model predicts
             values = (1,)
-        cases = [(value, replace(case, plan=replace(case.plan, **dict[str, Any]({key: value})))) for value in values]
-        fitting[key] = [value for value, changed in cases if value == 1 or not any(check.reason(changed) for check in own)]
+        contexts = [(value, replace(context, plan=replace(context.plan, **dict[str, Any]({key: value})))) for value in values]
+        fitting[key] = [value for value, changed in contexts if value == 1 or not any(check.reason(changed) for check in own)]
     return fitting
 
 

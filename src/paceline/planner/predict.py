@@ -12,7 +12,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.check.state import moments
 from paceline.planner.cost.estimate import estimate
-from paceline.planner.cost.layout import BYTES, Layout, Machines, Stack
+from paceline.planner.cost.layout import BYTES, FrameworkProfile, Layout, Machines
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.history import corrected
 from paceline.planner.machines import machines
@@ -94,7 +94,7 @@ class Layouts:
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),
             sync_every=SyncSpec.parse(plan.sync).arguments.get("", 1) if _is_local(plan) else 1,
-            stack=_STACK,
+            framework=_FRAMEWORK,
             threads=threads,
             transport=plan.transport,
             fused=plan.fused,
@@ -102,7 +102,7 @@ class Layouts:
 
 
 # as torch's FSDP in the published measurements: none of ours is from a GPU
-_STACK = Stack(derating=1.09)
+_FRAMEWORK = FrameworkProfile(derating=1.09)
 
 
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Prediction:

@@ -108,7 +108,7 @@ class PlanView:
             cards.append(Card("predicted_throughput", rate))
         if prediction.mfu is not None:
             cards.append(Card("mfu", percent(prediction.mfu)))
-        cards.append(Card("device_memory", size(prediction.memory_bytes), f"of {size(self.explanation.room_bytes)} on each device"))
+        cards.append(Card("device_memory", size(prediction.memory_bytes), f"of {size(self.explanation.capacity_bytes)} on each device"))
         if cost is not None:
             cards.append(Card("cost", Shown(cost.value, units.digits(cost.value)), cost.of))
         return cards
@@ -190,7 +190,7 @@ class PlanView:
     @property
     def room(self) -> float | None:
         """Memory of a device in GiB; None if all plans leave most of it free."""
-        room, most = self.explanation.room_bytes, max(c.prediction.memory_bytes for c in self.found.best)
+        room, most = self.explanation.capacity_bytes, max(c.prediction.memory_bytes for c in self.found.best)
         return room / _GIB if most > _MATTERS * room else None
 
     @property

@@ -17,7 +17,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.probe import Launch, launch_to_look
-from paceline.planner.check.case import loss_is_tried
+from paceline.planner.check.plan_context import loss_is_tried
 from paceline.planner.history import cache_folder, digests, made_cache_folder
 from paceline.plans.plan import Plan
 

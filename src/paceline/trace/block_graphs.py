@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from paceline.trace.anatomy import Anatomy, Shape
 from paceline.trace.graph import Block, Divided, Gemm, Trace
+from paceline.trace.model_info import ModelInfo, Shape
 from paceline.trace.sample import tokens_of
 from paceline.trace.seen import Kernel, Product
 from paceline.trace.tensor_parallel import LARGE, split_of
@@ -23,10 +23,10 @@ _CHOSEN = {"mm", "addmm", "convolution", "_grouped_mm", "attention"}
 _Owned = dict[int, list[Shape]]
 
 
-def assembled(seen: Pass, anatomy: Anatomy, loss: str) -> Trace:
+def assembled(seen: Pass, model_info: ModelInfo, loss: str) -> Trace:
     """Trace with the blocks in the order of the pass. Empty parts outside of blocks are left out."""
-    owned, tied = _owned(seen, anatomy)
-    builder = _Builder(seen, anatomy, loss)
+    owned, tied = _owned(seen, model_info)
+    builder = _Builder(seen, model_info, loss)
     blocks, names = [], []
     first: dict[Block, Block] = {}
     for part, name in enumerate(seen.parts):
@@ -37,19 +37,19 @@ def assembled(seen: Pass, anatomy: Anatomy, loss: str) -> Trace:
     return Trace(tuple(_kinds(blocks)), tokens=tokens_of(seen.batch), tied=tied, names=tuple(names), notes=_notes(seen))
 
 
-def estimated(anatomy: Anatomy, tokens: int, why: str) -> Trace:
+def estimated(model_info: ModelInfo, tokens: int, why: str) -> Trace:
     """Trace estimated from the parameters alone.
 
     Every matrix is multiplied with every token once, but for token tables if there is a head as well.
     """
-    names = ("", *anatomy.blocks, "") if anatomy.blocks else ("",)
+    names = ("", *model_info.blocks, "") if model_info.blocks else ("",)
     shapes: dict[int, list[Shape]] = defaultdict(list)
     place = 0
     # parameters registered after the first block are assumed to come after all blocks
-    for shape in anatomy.parameters:
+    for shape in model_info.parameters:
         place = names.index(shape.block) if shape.block else (len(names) - 1 if place else 0)
         shapes[place].append(shape)
-    tables = [shape.name for shape in anatomy.parameters if not shape.block and shape.sizes[0] in anatomy.vocabulary]
+    tables = [shape.name for shape in model_info.parameters if not shape.block and shape.sizes[0] in model_info.vocabulary]
     blocks = [_estimated(_kind(place, names), name, shapes[place], tokens, tables[:-1]) for place, name in enumerate(names)]
     first: dict[Block, Block] = {}
     alike = [first.setdefault(replace(block, name=""), block) for block in blocks]
@@ -85,11 +85,11 @@ class _Builder:
         kernels: kernels of each part, with their index in the whole pass.
     """
 
-    def __init__(self, seen: Pass, anatomy: Anatomy, loss: str) -> None:
+    def __init__(self, seen: Pass, model_info: ModelInfo, loss: str) -> None:
         # True if a part so far has anything to train: from there on gradients are needed
         self.trained = False
         self.seen, self.samples, self.all = seen, seen.samples, seen.watcher.seen.kernels
-        self.shapes = {shape.name: shape for shape in anatomy.parameters}
+        self.shapes = {shape.name: shape for shape in model_info.parameters}
         self.kernels: dict[int, list[tuple[int, Kernel]]] = defaultdict(list)
         for index, kernel in enumerate(self.all):
             self.kernels[kernel.part].append((index, kernel))
@@ -227,12 +227,12 @@ def _kept(seen: Pass) -> dict[int, dict[int, float]]:
     return found
 
 
-def _owned(seen: Pass, anatomy: Anatomy) -> tuple[_Owned, int]:
+def _owned(seen: Pass, model_info: ModelInfo) -> tuple[_Owned, int]:
     """Parameters of each part, and the number of elements that are in two. Unused ones belong to the first part."""
     owned: _Owned = defaultdict(list)
     begins = {name: part for part, name in reversed(list(enumerate(seen.parts))) if name}
     tied = 0
-    for shape in anatomy.parameters:
+    for shape in model_info.parameters:
         if shape.block in begins:
             owned[begins[shape.block]].append(shape)
             continue

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.trace.anatomy import anatomy, without_memory
 from paceline.trace.graph import Trace
+from paceline.trace.model_info import model_info, without_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +58,7 @@ def _traced(job: Job, autocast: bool) -> Trace:
     from paceline.trace.block_graphs import assembled, estimated
     from paceline.trace.sample import tokens_of
 
-    found = anatomy(job.model)
+    found = model_info(job.model)
     with torch.random.fork_rng(devices=[]):
         seen = _forward(job, autocast)
         tokens = tokens_of(seen.batch)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.job.read.dimensions import Dimensions
-from paceline.trace.anatomy import Anatomy, Shape
+from paceline.trace.model_info import ModelInfo, Shape
 
 _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def anatomy_by_dimensions(d: Dimensions) -> Anatomy:
+def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
     """Model info like that of a GPT-2 or, if `gated`, of a Llama without biases.
 
     Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …
@@ -22,7 +22,7 @@ def anatomy_by_dimensions(d: Dimensions) -> Anatomy:
     layer, outside = _layer(d), dict(_outside(d))
     inside = (Shape(f"{block}.{name}", sizes, True, block, "experts" in name) for block in blocks for name, sizes in layer)
     first, last = (_shapes(outside, names) for names in (("tokens", "positions"), ("norm", "head")))
-    return Anatomy(
+    return ModelInfo(
         modules=("tokens", *(("positions",) if d.positions else ()), "layers", *_modules(blocks, layer), "norm", "head"),
         blocks=blocks,
         parameters=(*first, *inside, *last),

@@ -17,7 +17,7 @@ from paceline.job.job import Job
 from paceline.launch.seed import wait_for_imports
 from paceline.planner.auto import auto_plan
 from paceline.planner.history import Pair, remember
-from paceline.planner.knobs import HEADING, SHARE_OF_RUN, Tried, knobs, longest_run_s, shown_s, steps_are_too_few
+from paceline.planner.knobs import HEADING, SHARE_OF_RUN, Trial, knobs, longest_run_s, shown_s, steps_are_too_few
 from paceline.planner.shortlist import (
     Forecast,
     certain,
@@ -29,9 +29,9 @@ from paceline.planner.shortlist import (
 )
 from paceline.plans.plan import Plan
 from paceline.tuning import plan_cache as kept
-from paceline.tuning.findings import Findings
 from paceline.tuning.forecast import forecast
 from paceline.tuning.measure import measure, reason_of
+from paceline.tuning.result import TuningResult
 from paceline.units import percent
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Lines:
         if self._say:
             self._say(line)
 
-    def rows(self, tried: list[Tried]) -> None:
+    def rows(self, tried: list[Trial]) -> None:
         """Report the new rows of the table."""
         if tried and not self._rows:
             self.add(HEADING)
@@ -142,7 +142,7 @@ class _Search:
     runs: int
     before_s: float = 0.0
 
-    def choose(self, known: Findings | None, too_few: str | None) -> Choice:
+    def choose(self, known: TuningResult | None, too_few: str | None) -> Choice:
         """Predict, or take a cached prediction; then measure unless there is a reason against it. `too_few` steps are such a reason."""
         wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
         self.before_s = known.before_s if known else 0.0
@@ -195,7 +195,7 @@ class _Search:
         others = ", ".join(f"{f.plan} {shown_s(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
         than = f" ({others})" if others else ""
         self.lines.add(f"plan auto: {best.plan}, predicted {shown_s(best.step_s)} a step{than}; not measured: {why}")
-        found = Findings(str(self.default), best.plan, forecasts=forecasts, before_s=self.before_s + run_s * self.runs, complete=False)
+        found = TuningResult(str(self.default), best.plan, forecasts=forecasts, before_s=self.before_s + run_s * self.runs, complete=False)
         kept.write(self.file, found)
         return Choice(Plan.parse(best.plan), self.lines.all, forecast=best)
 
@@ -205,7 +205,7 @@ class _Search:
         others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
         busy = psutil.cpu_percent(_LOOK_S) / 100
         self.lines.add("plan auto: measuring plans and knobs for this job, once for all starts")
-        found = Findings(str(begin), str(begin), forecasts=listed, share=share_to_spend(listed, run_s, others_s))
+        found = TuningResult(str(begin), str(begin), forecasts=listed, share=share_to_spend(listed, run_s, others_s))
         try:
             found = measure(self.job, self.cluster, found, self.lines.rows)
         except LaunchError as error:
@@ -221,7 +221,7 @@ class _Search:
         self.lines.add(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
         return Choice(Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best))
 
-    def _remember(self, found: Findings) -> None:
+    def _remember(self, found: TuningResult) -> None:
         """Record the pairs of predicted and measured times."""
         for row in found.tried:
             forecast = found.forecast_of(row.knob)
@@ -236,15 +236,15 @@ def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> 
 
 def _kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
     """Cached calibration of this machine, if it is still valid."""
-    from paceline.planner.calibrate import cache_file, kept, key_of, tempo_s
+    from paceline.planner.calibrate import cache_file, kept, key_of, reference_time_s
 
     host = discover().hosts[0] if cluster.emulate else cluster.hosts[0]
     if cluster.kind != "cpu" or not cache_file(key := key_of(job, host)).is_file():
         return None
-    return kept(key, host, tempo=tempo_s())[0]
+    return kept(key, host, reference_s=reference_time_s())[0]
 
 
-def _result(found: Findings) -> str:
+def _result(found: TuningResult) -> str:
     if found.best == found.default:
         return f"{found.best}, and nothing that was tried is faster"
     return f"{found.best}, whose step takes {found.gain:.2f} of that of {found.default}"

@@ -22,18 +22,18 @@ from paceline.launch.probe import launch_to_look
 from paceline.launch.seed import wait_for_imports
 from paceline.planner.calibrate import (
     AXES,
-    Anchor,
     Axis,
     Calibration,
+    CalibrationPoint,
     Collective,
-    Pace,
+    PassTiming,
     as_tuples,
     cache_file,
     keep,
     kept,
     key_of,
     machine_of,
-    tempo_s,
+    reference_time_s,
 )
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
@@ -84,9 +84,9 @@ def calibrate(
 
 def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], axes: Sequence[Axis], again: bool) -> Calibration:
     wanted = tuple(dict.fromkeys((job.precision, *precisions)))
-    key, tempo = key_of(job, host), tempo_s()
+    key, reference_s = key_of(job, host), reference_time_s()
     if not again:
-        found, why = kept(key, host, tempo=tempo)
+        found, why = kept(key, host, reference_s=reference_s)
         if found is not None and _covers(found, wanted, axes):
             say(f"calibration of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.created))}, as measured before")
             return found
@@ -95,7 +95,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         # a calibration that lacks something is extended, not replaced
         if found is not None:
             wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
-            axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.anchors)]
+            axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.points)]
     ranks = max(1, min(host.physical_cores, _MOST_RANKS))
     say(f"calibrating: the parts of the model, {'updates and messages' if ranks > 1 else 'and updates'}, once for this machine")
     started = time.monotonic()
@@ -105,7 +105,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         key=key,
         machine=machine_of(host),
         created=time.time(),
-        tempo_s=min(tempo, tempo_s()),
+        reference_s=min(reference_s, reference_time_s()),
         cores=host.physical_cores,
         ranks=ranks,
         global_batch=job.global_batch,
@@ -143,7 +143,7 @@ def _this_host(cluster: Cluster | None) -> Host:
 
 
 def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis]) -> bool:
-    known = {anchor.axis for anchor in found.anchors} | {note.partition("=")[0] for note in found.notes}
+    known = {point.axis for point in found.points} | {note.partition("=")[0] for note in found.notes}
     return set(precisions) <= set(found.precisions) and (found.ranks == 1 or set(axes) <= known)
 
 
@@ -167,8 +167,8 @@ def _measure(job: Job, host: Host, ranks: int, precisions: Sequence[str], axes: 
     return {
         "parameters": values["parameters"],
         "segments": tuple(values["segments"]),
-        "paces": tuple(Pace(**as_tuples(v)) for v in values["paces"]),
-        "anchors": tuple(Anchor(**v) for v in values["anchors"]),
+        "timings": tuple(PassTiming(**as_tuples(v)) for v in values["timings"]),
+        "points": tuple(CalibrationPoint(**v) for v in values["points"]),
         "collectives": tuple(Collective(**as_tuples(v)) for v in values["collectives"]),
         "optimizer_s": values["optimizer_s"],
         "baseline_bytes": values["baseline_bytes"],

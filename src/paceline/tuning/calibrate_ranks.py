@@ -31,14 +31,14 @@ from paceline.job.batch import Batch, place, target_of
 from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.stop import StopSpec
-from paceline.planner.calibrate import Anchor, Axis, Pace
+from paceline.planner.calibrate import Axis, CalibrationPoint, PassTiming
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks, submodules
 from paceline.training.build import build_engine, built, loader_of, seed_all
 from paceline.training.loop import Loop
 from paceline.training.record.run import Run
-from paceline.tuning.segment_timer import Marks
+from paceline.tuning.segment_timer import SegmentTimer
 
 # length of a pass in seconds, from which on one round of passes is enough
 _LONG_S = 0.15
@@ -87,14 +87,14 @@ class _Calibrating:
         self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
         baseline = self._memory()
         # First, while the process has no more in it than one of a run.
-        anchors = [anchor for axis in self.axes for precision in self._precisions(axis) for anchor in self._anchors(axis, precision)]
-        paces, optimizer_s, parameters = self._paces()
+        points = [point for axis in self.axes for precision in self._precisions(axis) for point in self._points(axis, precision)]
+        timings, optimizer_s, parameters = self._timings()
         collectives = [] if self.group.size == 1 else measure_collectives(self.group, self.transports)
         return {
             "segments": self.segments,
             "parameters": parameters,
-            "paces": [asdict(pace) for pace in paces],
-            "anchors": [asdict(anchor) for anchor in anchors],
+            "timings": [asdict(timing) for timing in timings],
+            "points": [asdict(point) for point in points],
             "collectives": [asdict(collective) for collective in collectives],
             "optimizer_s": optimizer_s,
             "baseline_bytes": baseline,
@@ -107,24 +107,24 @@ class _Calibrating:
 
     # Passes of the undivided model
 
-    def _paces(self) -> tuple[list[Pace], dict[str, float], int]:
+    def _timings(self) -> tuple[list[PassTiming], dict[str, float], int]:
         model = prepared(self.job.model.build(), self.job.batch_norm, "fp32", Group())
         passes = _Passes(self.job, model, self.data)
         sizes = sorted({max(1, round(self.job.global_batch / parts)) for parts in (8, 4, 2, 1)})
-        found: list[Pace] = []
+        found: list[PassTiming] = []
         together = [1, self.group.size] if self.group.size > 1 else [1]
         for precision in self.precisions:
             remats = ("none", "block", "selective") if passes.blocks and precision == self.precisions[0] else ("none",)
             for ranks in together:
                 for remat in remats:
                     asked = sizes if remat == "none" else sizes[1:3] or sizes
-                    once = [self._pace(passes, ranks, precision, remat, samples) for samples in asked]
-                    found += [self._better(passes, pace) for pace in once]
-        self.segments = passes.marks.names
+                    once = [self._timing(passes, ranks, precision, remat, samples) for samples in asked]
+                    found += [self._better(passes, timing) for timing in once]
+        self.segments = passes.timer.names
         optimizer_s = self._updates(model)
         return found, optimizer_s, sum(p.numel() for p in model.parameters())
 
-    def _pace(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> Pace:
+    def _timing(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> PassTiming:
         """Timing of one pass with `ranks` ranks at once, a median; the others wait."""
         takes_part = self.group.rank < ranks
         threads = self.cores if ranks == 1 else self.threads
@@ -135,20 +135,22 @@ class _Calibrating:
         with passes.under(precision, remat):
             first_s = passes.take(samples) if takes_part else 0.0
             count = _count(self._greatest(passes.take(samples) if takes_part else first_s), _PASS_S, _PASSES)
-            passes.marks.clear()
+            passes.timer.clear()
             for _ in range(count if takes_part else 0):
                 passes.take(samples)
             self._greatest(0.0)
-        forward_s, backward_s = passes.marks.medians() if takes_part else ((), ())
+        forward_s, backward_s = passes.timer.medians() if takes_part else ((), ())
         peak = _kib("VmHWM") - held
         torch.set_num_threads(self.threads)
-        return Pace(ranks, threads, precision, remat, samples, self._mean(forward_s, ranks), self._mean(backward_s, ranks), max(0, peak))
+        return PassTiming(
+            ranks, threads, precision, remat, samples, self._mean(forward_s, ranks), self._mean(backward_s, ranks), max(0, peak)
+        )
 
-    def _better(self, passes: _Passes, once: Pace) -> Pace:
+    def _better(self, passes: _Passes, once: PassTiming) -> PassTiming:
         """Better of two rounds for short passes, which other work disturbs. For long ones one round is enough."""
         if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
             return once
-        return _better(once, self._pace(passes, once.ranks, once.precision, once.remat, once.samples))
+        return _better(once, self._timing(passes, once.ranks, once.precision, once.remat, once.samples))
 
     def _updates(self, model: nn.Module) -> dict[str, float]:
         """Seconds of the optimizer's step over the whole model, measured on all ranks at once."""
@@ -173,7 +175,7 @@ class _Calibrating:
 
     # Steps of the engine
 
-    def _anchors(self, axis: Axis, precision: str) -> list[Anchor]:
+    def _points(self, axis: Axis, precision: str) -> list[CalibrationPoint]:
         """Calibration points with two numbers of microbatches, on half of a global batch.
 
         Plans are predicted at other sizes than they were measured at.
@@ -185,7 +187,7 @@ class _Calibrating:
             return found
         return self._measured_steps(axis, precision, self.group)
 
-    def _measured_steps(self, axis: Axis, precision: str, group: Group) -> list[Anchor]:
+    def _measured_steps(self, axis: Axis, precision: str, group: Group) -> list[CalibrationPoint]:
         counts = _PIPELINED if axis == "pp" else _ACCUMULATED
         plan = Plan(**({} if axis == "none" else {axis: group.size}), microbatches=counts[0], precision=precision)  # type: ignore[arg-type]
         unit = plan.data_ranks * counts[1]
@@ -202,7 +204,7 @@ class _Calibrating:
         try:
             with self._loop(job, plan, engine, group) as loop:
                 once, again = ([self._measured_step(axis, loop, group, count) for count in counts] for _ in range(2))
-                return [min(pair, key=lambda anchor: anchor.step_s) for pair in zip(once, again, strict=True)]
+                return [min(pair, key=lambda point: point.step_s) for pair in zip(once, again, strict=True)]
         finally:
             engine.close()
             del engine
@@ -225,7 +227,7 @@ class _Calibrating:
             loop.checkpoints.writer.close()
             loop.close()
 
-    def _measured_step(self, axis: Axis, loop: Loop, group: Group, microbatches: int) -> Anchor:
+    def _measured_step(self, axis: Axis, loop: Loop, group: Group, microbatches: int) -> CalibrationPoint:
         engine = loop.engine
         engine.plan = replace(engine.plan, microbatches=microbatches)
         if engine.split is not None:
@@ -245,7 +247,7 @@ class _Calibrating:
         parts = _mean(group, [scale * part for part in of_all])
         named = (DATA, COMPUTE, BUBBLE, OPTIMIZER)
         share = engine.loader.partition.shares(0)[0]
-        return Anchor(
+        return CalibrationPoint(
             axis,
             group.size,
             engine.precision,
@@ -287,7 +289,7 @@ class _Passes:
         self.model, self.loss = model, job.loss.build()
         self.loader = loader_of(job, Mesh.of(Plan(), Group()), data)
         names = find_blocks(model)
-        self.blocks, self.marks = submodules(model, names), Marks(model, names)
+        self.blocks, self.timer = submodules(model, names), SegmentTimer(model, names)
         self.context: Callable[[], Any] = nullcontext
         self.wide: torch.dtype | None = None
         self._batches: dict[int, Batch] = {}
@@ -322,12 +324,12 @@ class _Passes:
         batch = place(self._batches[samples], torch.device("cpu"), dtype=self.wide, channels_last=False)
         for parameter in self.model.parameters():
             parameter.grad = None
-        with self.marks.around():
+        with self.timer.around():
             with self.context():
                 loss: Tensor = self.loss(call(self.model, batch, loss=self.loss), target_of(batch))
-            self.marks.turn()
+            self.timer.turn()
             loss.backward()
-        return self.marks.seconds
+        return self.timer.seconds
 
 
 def _steps(loop: Loop) -> Generator[list[float], None, None]:
@@ -341,9 +343,9 @@ def _steps(loop: Loop) -> Generator[list[float], None, None]:
             yield info.result.timing.parts_s
 
 
-def _better(one: Pace, other: Pace) -> Pace:
+def _better(one: PassTiming, other: PassTiming) -> PassTiming:
     """Shorter of two medians, as other work only adds to them, with the larger memory."""
-    return replace(min(one, other, key=lambda pace: pace.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
+    return replace(min(one, other, key=lambda timing: timing.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
 
 
 def _quiet(job: Job, global_batch: int) -> Job:

@@ -28,7 +28,7 @@ _MOST_STEPS_A_TURN = 8
 _SETTLING_S = 0.5
 
 
-class Contender:
+class TrialCandidate:
     """An engine under a plan, with the job's own data; idle ranks have none.
 
     Args:

@@ -63,7 +63,7 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
     """Predictions in this process. Raises as `search` does."""
     from paceline.planner.predict import modelled
     from paceline.planner.search.search import search
-    from paceline.trace.anatomy import anatomy
+    from paceline.trace.model_info import model_info
 
     found = search(job, cluster, top=_LOOKED_AT, calibration=calibration)
     predictions = {candidate.plan: candidate.prediction for candidate in found.best}
@@ -71,7 +71,7 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
         if plan not in predictions and not check_plan(plan, job, cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
     # microbatches would normalise over fewer samples
-    if anatomy(job.model).batch_norms:
+    if model_info(job.model).batch_norms:
         predictions = {plan: prediction for plan, prediction in predictions.items() if plan.microbatches == 1}
     calibrated = calibration is not None
     rows = [Forecast(str(plan), p.step_time_s, p.step_time_s, calibrated, p.fits) for plan, p in predictions.items()]

@@ -14,13 +14,13 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
 from paceline.launch.probe import launch_to_look
-from paceline.planner.knobs import SHARE_OF_RUN, Tried, knobs
+from paceline.planner.knobs import SHARE_OF_RUN, Trial, knobs
 from paceline.planner.shortlist import START_S, Forecast, startable
 from paceline.plans.plan import Plan
 from paceline.stats import Interval
-from paceline.tuning.findings import BEGINNING, Findings
+from paceline.tuning.result import BEGINNING, TuningResult
 
-Tell = Callable[[list[Tried]], None]
+Tell = Callable[[list[Trial]], None]
 # number of failures that end the trial: each costs another start of the ranks
 _MOST_FAILURES = 2
 # deadline of a trial in seconds, shorter than that of a run
@@ -29,7 +29,7 @@ _HANGS_S = 120.0
 _APART = 0.97
 
 
-def measure(job: Job, cluster: Cluster, found: Findings, tell: Tell) -> Findings:
+def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
     """Measure the plan of `found`, then the other forecasts, then the knobs of the best.
 
     A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, if there is time for it.
@@ -58,7 +58,7 @@ def reason_of(error: PacelineError) -> str:
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
 
 
-def _started(job: Job, cluster: Cluster, found: Findings, ranks: int, tell: Tell) -> Findings:
+def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: Tell) -> TuningResult:
     with scratch_folder() as folder:
         file = Path(folder, "findings.json")
         Path(folder, "job.yaml").write_text(job.to_yaml())
@@ -68,12 +68,12 @@ def _started(job: Job, cluster: Cluster, found: Findings, ranks: int, tell: Tell
         while True:
             try:
                 rank = ["paceline.tuning.trial:run_rank", str(folder)]
-                launch_to_look(rank, job, cluster, Plan(dp=ranks), on_tick=lambda: tell(Findings.read(file).tried))
-                found = Findings.read(file)
+                launch_to_look(rank, job, cluster, Plan(dp=ranks), on_tick=lambda: tell(TuningResult.read(file).tried))
+                found = TuningResult.read(file)
                 tell(found.tried)
                 return found
             except LaunchError as error:
-                found = Findings.read(file)
+                found = TuningResult.read(file)
                 if found.under_way in (None, BEGINNING):
                     raise
                 failures += 1
@@ -86,41 +86,41 @@ def _started(job: Job, cluster: Cluster, found: Findings, ranks: int, tell: Tell
                     return found
 
 
-def _leave_out(found: Findings, reason: str) -> None:
+def _leave_out(found: TuningResult, reason: str) -> None:
     """Add a row for the failure of the current plan or knob."""
     what = str(found.under_way)
     forecast = found.forecast_of(what)
-    found.tried.append(Tried(what, f"failed: {reason}", predicted_s=forecast.step_s if forecast else None))
+    found.tried.append(Trial(what, f"failed: {reason}", predicted_s=forecast.step_s if forecast else None))
     found.under_way = None
 
 
-def _give_up(job: Job, cluster: Cluster, found: Findings) -> None:
+def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
     """Add rows for all that was not tried because others failed."""
     known = {row.knob for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [(str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))]
-    found.tried += [Tried(what, "not tried: others failed", predicted_s=predicted_s) for what, predicted_s in left if what not in known]
+    found.tried += [Trial(what, "not tried: others failed", predicted_s=predicted_s) for what, predicted_s in left if what not in known]
 
 
-def _apart(job: Job, cluster: Cluster, found: Findings, forecast: Forecast) -> Tried:
+def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:
     """Measure a plan in a start of its own. It becomes the best if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
-        return Tried(forecast.plan, "not tried: the time for measuring was used", predicted_s=forecast.step_s)
-    alone = Findings(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
+        return Trial(forecast.plan, "not tried: the time for measuring was used", predicted_s=forecast.step_s)
+    alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
     try:
         own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s
     except LaunchError as error:
-        return Tried(forecast.plan, f"failed: {reason_of(error)}", predicted_s=forecast.step_s)
+        return Trial(forecast.plan, f"failed: {reason_of(error)}", predicted_s=forecast.step_s)
     best = _best_step(found)
     if own is None or best is None:
-        return Tried(forecast.plan, "not kept: it was not measured to its end", predicted_s=forecast.step_s)
+        return Trial(forecast.plan, "not kept: it was not measured to its end", predicted_s=forecast.step_s)
     ratio = Interval(own.low / best.high, own.middle / best.middle, own.high / best.low)
     wins = ratio.high < _APART
     if wins:
         found.best, found.gain = forecast.plan, found.gain * ratio.middle
     verdict = "kept" if wins else "not kept: slower" if ratio.low > 1 else "not kept: no difference"
-    return Tried(forecast.plan, verdict, own, ratio, forecast.step_s, best)
+    return Trial(forecast.plan, verdict, own, ratio, forecast.step_s, best)
 
 
-def _best_step(found: Findings) -> Interval | None:
+def _best_step(found: TuningResult) -> Interval | None:
     """Step time of the best plan so far, measured when it became the best."""
     return next((row.step_s for row in reversed(found.tried) if row.verdict == "kept"), found.tried[0].step_s)

@@ -15,7 +15,7 @@ from paceline.planner.check.check_plan import check_plan
 from paceline.planner.history import cache_folder, digests, hardware_of, made_cache_folder
 from paceline.planner.knobs import longest_run_s
 from paceline.plans.plan import Plan
-from paceline.tuning.findings import Findings
+from paceline.tuning.result import TuningResult
 
 _WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "clip_norm", "batch_norm", "precision", "partition")
 
@@ -30,10 +30,10 @@ def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
     return cache_folder() / "knobs" / f"{job.name}-{name}.json"
 
 
-def read(file: Path, job: Job, cluster: Cluster) -> Findings | None:
+def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
     """Cached result for this job, measured or not, if its plan can still run."""
     try:
-        found = Findings.read(file)
+        found = TuningResult.read(file)
         plan = Plan.parse(found.best)
     except (OSError, ValueError, TypeError, KeyError, PlanError):
         # never measured, or by another version
@@ -41,13 +41,13 @@ def read(file: Path, job: Job, cluster: Cluster) -> Findings | None:
     return found if not check_plan(plan, job, cluster) else None
 
 
-def enough(found: Findings, job: Job) -> bool:
+def enough(found: TuningResult, job: Job) -> bool:
     """True if a cached result holds for this run. A longer run may be worth more measuring than a shorter one."""
     run_s = longest_run_s(job, found.step_s, found.steps_per_epoch)
     return found.complete or found.run_s is None or (run_s is not None and run_s <= 2 * found.run_s)
 
 
-def write(file: Path, found: Findings) -> str:
+def write(file: Path, found: TuningResult) -> str:
     """Write a result to the cache; returns a phrase that tells where."""
     # a home that cannot be written: the next start begins anew
     with suppress(OSError):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 END = "/end"
 
 
-class Marks:
+class SegmentTimer:
     """Timer that cuts a pass where the named modules are called.
 
     There is a segment before the first of them, one for each, and one after the last. Backward, a segment ends when the gradient of its

@@ -24,7 +24,7 @@ from paceline.planner.knobs import (
     LEAST_ROUNDS,
     Comparison,
     Knob,
-    Tried,
+    Trial,
     budget_s,
     knobs,
     longest_run_s,
@@ -33,8 +33,8 @@ from paceline.planner.knobs import (
 from paceline.plans.plan import Plan, cores_of
 from paceline.stats import median_interval
 from paceline.training.build import seed_all
-from paceline.tuning.candidate import WARM_UP_STEPS, Contender, part_of
-from paceline.tuning.findings import BEGINNING, Findings
+from paceline.tuning.candidate import WARM_UP_STEPS, TrialCandidate, part_of
+from paceline.tuning.result import BEGINNING, TuningResult
 
 # least seconds for dividing the model in another way
 _DIVIDING_S = 1.0
@@ -45,15 +45,15 @@ def run_rank(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     folder = Path(arguments[0])
     job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
-    findings = Findings.read(folder / "findings.json")
+    findings = TuningResult.read(folder / "findings.json")
     with joined(deadline_s=job.deadline_s) as group:
-        _Trial(job, cluster, findings, group, folder / "findings.json").run()
+        _RankTrial(job, cluster, findings, group, folder / "findings.json").run()
 
 
-class _Trial:
+class _RankTrial:
     """One rank of a trial."""
 
-    def __init__(self, job: Job, cluster: Cluster, findings: Findings, group: Group, file: Path) -> None:
+    def __init__(self, job: Job, cluster: Cluster, findings: TuningResult, group: Group, file: Path) -> None:
         self.job, self.cluster, self.findings, self.group, self.file = job, cluster, findings, group, file
         self.default = Plan.parse(findings.default)
         self.board = StatusBoard.of_this_rank()
@@ -67,7 +67,7 @@ class _Trial:
     def run(self) -> None:
         """Compare each plan with the best so far, then each knob on it."""
         self._now_trying(BEGINNING)
-        self.best = self._contender(Plan.parse(self.findings.best))
+        self.best = self._candidate(Plan.parse(self.findings.best))
         self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
         others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
         self._try([Knob.of(Plan.parse(other.plan), other.step_s) for other in others])
@@ -95,25 +95,25 @@ class _Trial:
         if not findings.tried:
             forecast = findings.forecast_of(findings.default)
             verdict = f"{BEGINNING}; the others get {findings.budget_s:.1f} s"
-            self._note(Tried(findings.default, verdict, own, predicted_s=forecast.step_s if forecast else None))
+            self._note(Trial(findings.default, verdict, own, predicted_s=forecast.step_s if forecast else None))
 
-    def _untried(self, knob: Knob) -> Tried | None:
+    def _untried(self, knob: Knob) -> Trial | None:
         turn = self.best.steps_a_turn + self.best.settles
         comparison_s = (2 * LEAST_ROUNDS * turn + WARM_UP_STEPS) * self.best_s + (_DIVIDING_S if knob.whole else 0.0)
         why = why_not_now(knob, run_s=self.findings.run_s, left_s=self.findings.budget_s - self._spent_s(), comparison_s=comparison_s)
         if why is None:
             return None
         self.findings.complete &= knob.untried is not None
-        return Tried(str(knob), f"not tried: {why}", predicted_s=knob.predicted_s)
+        return Trial(str(knob), f"not tried: {why}", predicted_s=knob.predicted_s)
 
-    def _tried(self, knob: Knob) -> Tried:
+    def _tried(self, knob: Knob) -> Trial:
         """Compare the best plan with a challenger, and keep the better one.
 
         The challenger is another plan, or the best one with the knob.
         """
         self._now_trying(str(knob))
         asked_s = self._spent_s()
-        challenger = self._contender(knob.on(self.best.plan))
+        challenger = self._candidate(knob.on(self.best.plan))
         begun_s = self._spent_s()
         # the run is long enough for this cost, so it does not count against the comparisons' budget
         if knob.cost_s:
@@ -140,17 +140,17 @@ class _Trial:
         gc.collect()
         return tried
 
-    def _contender(self, plan: Plan) -> Contender:
+    def _candidate(self, plan: Plan) -> TrialCandidate:
         """A warmed-up engine under the plan."""
         group, host = part_of(self.group, plan), self.cluster.hosts[0]
         cores = set(cores_of(self.group.rank, plan.ranks, host)) if plan.pin and group is not None else self.cores
-        contender = Contender(self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores)
-        contender.is_warm(self._greatest(contender.warm_up()))
-        return contender
+        candidate = TrialCandidate(self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores)
+        candidate.is_warm(self._greatest(candidate.warm_up()))
+        return candidate
 
-    def _turn(self, contender: Contender) -> float:
+    def _turn(self, candidate: TrialCandidate) -> float:
         """Seconds per step of a few steps, on the slowest rank."""
-        return self._greatest(contender.turn())
+        return self._greatest(candidate.turn())
 
     def _spent_s(self) -> float:
         """Spent seconds by the clock of rank 0, so that all ranks decide alike."""
@@ -170,6 +170,6 @@ class _Trial:
         if self.group.rank == 0:
             self.findings.write(self.file)
 
-    def _note(self, tried: Tried) -> None:
+    def _note(self, tried: Trial) -> None:
         self.findings.tried.append(tried)
         self._now_trying(None)

@@ -20,7 +20,7 @@ from paceline.job.read.dimensions import Dimensions
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan
-from paceline.trace.anatomy import anatomy
+from paceline.trace.model_info import model_info
 from paceline.trace.transformer import transformer
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
@@ -46,7 +46,7 @@ def cluster(hosts: int) -> Cluster:
 @pytest.mark.parametrize(("example", "parameters"), [("llama_70b", 70_553_706_496), ("gpt_1t", 1_008_038_758_400)])
 def test_the_examples_are_the_models_that_they_say(example: str, parameters: int) -> None:
     spec = Job.load(EXAMPLES / f"{example}.yaml").model
-    assert anatomy(spec).numel == parameters
+    assert model_info(spec).numel == parameters
     assert spec.transformer is not None
     assert transformer(spec.transformer).parameters == parameters
 
@@ -55,10 +55,10 @@ def test_reading_and_checking_a_plan_for_dimensions_needs_no_torch() -> None:
     program = """
 import sys
 from paceline.job.job import Job
-from paceline.trace.anatomy import anatomy
+from paceline.trace.model_info import model_info
 from paceline.trace.build import trace
 job = Job.load(sys.argv[1])
-assert anatomy(job.model).heads == (64,) and trace(job).tokens == 8192
+assert model_info(job.model).heads == (64,) and trace(job).tokens == 8192
 assert "torch" not in sys.modules, "torch was imported"
 """
     subprocess.run([sys.executable, "-c", program, str(EXAMPLES / "llama_70b.yaml")], check=True, timeout=60)
@@ -98,7 +98,7 @@ def test_the_formula_has_the_parameters_of_the_trace(
 ) -> None:
     more: dict[str, Any] = dict(zip(("gated", "tied", "positions"), switches, strict=True)) | {"experts": experts}
     d = Dimensions(layers=layers, hidden=heads * head, heads=heads, seq=7, vocab=vocab, **more)
-    found = anatomy(ModelSpec(transformer=d))
+    found = model_info(ModelSpec(transformer=d))
     assert found.numel == transformer(d).parameters
     assert found.total.experts == sum(block.experts for block in transformer(d))
     assert len(found.blocks) == layers
@@ -106,8 +106,8 @@ def test_the_formula_has_the_parameters_of_the_trace(
 
 
 def test_the_formula_is_that_of_the_zoos_gpt() -> None:
-    real = anatomy(ModelSpec(zoo="gpt", args={"layers": 2, "hidden": 32, "heads": 4, "context": 16, "vocab": 50}))
-    by_formula = anatomy(ModelSpec(transformer=SMALL))
+    real = model_info(ModelSpec(zoo="gpt", args={"layers": 2, "hidden": 32, "heads": 4, "context": 16, "vocab": 50}))
+    by_formula = model_info(ModelSpec(transformer=SMALL))
     assert (by_formula.total, by_formula.kinds_of_blocks) == (real.total, real.kinds_of_blocks)
     assert (by_formula.heads, by_formula.vocabulary, by_formula.tied) == (real.heads, real.vocabulary, real.tied)
     assert sorted(shape.sizes for shape in by_formula.parameters) == sorted(shape.sizes for shape in real.parameters)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
-from paceline.planner.cost.compute import block_time, peak_flops, product_s, share
-from paceline.planner.cost.layout import Layout, Machines, Stack
+from paceline.planner.cost.compute import block_config, block_time, peak_flops, product_s
+from paceline.planner.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.trace.transformer import transformer
 
 A100 = CATALOGUE["A100-SXM-80"]
@@ -49,19 +49,19 @@ def test_nothing_is_faster_than_the_peak_or_than_memory(m: int, n: int, k: int, 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1.0, 2.0, 8.0]))
 def test_tensor_parallelism_divides_the_work_but_not_all_of_the_time(tp: int, samples: float) -> None:
     trace = transformer(Dimensions(layers=1, hidden=2048, heads=16, seq=1024, vocab=50304))
-    alone = Layout(trace, MACHINES, samples=samples, precision="bf16", stack=Stack(flash=False))
-    whole, part = (block_time(trace.blocks[1], share(replace(alone, tp=ranks))) for ranks in (1, tp))
+    alone = Layout(trace, MACHINES, samples=samples, precision="bf16", framework=FrameworkProfile(flash=False))
+    whole, part = (block_time(trace.blocks[1], block_config(replace(alone, tp=ranks))) for ranks in (1, tp))
     assert whole.forward_s / tp <= part.forward_s * 1.0001 <= whole.forward_s * 1.0002
 
 
 def test_attention_in_one_kernel_saves_the_traffic_of_its_squares() -> None:
     trace = transformer(Dimensions(layers=1, hidden=1024, heads=16, seq=4096, vocab=50304))
-    fused, apart = (Layout(trace, MACHINES, precision="bf16", stack=Stack(flash=flash)) for flash in (True, False))
-    assert block_time(trace.blocks[1], share(fused)).forward_s < 0.7 * block_time(trace.blocks[1], share(apart)).forward_s
+    fused, apart = (Layout(trace, MACHINES, precision="bf16", framework=FrameworkProfile(flash=flash)) for flash in (True, False))
+    assert block_time(trace.blocks[1], block_config(fused)).forward_s < 0.7 * block_time(trace.blocks[1], block_config(apart)).forward_s
 
 
 def test_a_tiny_model_takes_as_long_as_launching_its_kernels() -> None:
     trace = transformer(Dimensions(layers=1, hidden=64, heads=4, seq=32, vocab=512))
-    time = block_time(trace.blocks[1], share(Layout(trace, MACHINES, precision="bf16")))
+    time = block_time(trace.blocks[1], block_config(Layout(trace, MACHINES, precision="bf16")))
     assert time.launch_forward_s > time.forward_s
     assert time.launch_forward_s == pytest.approx(trace.blocks[1].kernels * 7e-6)

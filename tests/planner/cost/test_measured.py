@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import LinkSpec
-from paceline.planner.calibrate import Anchor, Calibration, Collective, Pace
+from paceline.planner.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import measured_step
@@ -28,23 +28,23 @@ TRACE = Trace(
 SEGMENTS = ("", *(f"blocks.{i}" for i in range(4)), "/end")
 
 
-def pace(ranks: int, samples: int, *, remat: str = "none", precision: str = "fp32") -> Pace:
+def timing(ranks: int, samples: int, *, remat: str = "none", precision: str = "fp32") -> PassTiming:
     """A tenth of a millisecond for each sample and block forward, two backward; a third more of the forward where computed again."""
     each = 1e-4 * samples
     again = each if remat == "block" else 0.0
     forward, backward = (each / 10, *[each] * 4, each / 2), (each / 10, *[2 * each + again] * 4, each)
-    return Pace(ranks, 3 - ranks, precision, remat, samples, forward, backward, 10**6 * samples // (2 if remat == "block" else 1))
+    return PassTiming(ranks, 3 - ranks, precision, remat, samples, forward, backward, 10**6 * samples // (2 if remat == "block" else 1))
 
 
-def anchor(axis: Any, samples: int, microbatches: int, compute_s: float, **changes: float) -> Anchor:
-    """An anchor whose parts other than computing are a millisecond each."""
+def point(axis: Any, samples: int, microbatches: int, compute_s: float, **changes: float) -> CalibrationPoint:
+    """A point whose parts other than computing are a millisecond each."""
     ranks = 1 if axis == "none" else 2
     parts = {"data_s": 1e-3, "bubble_s": 0.0, "comm_s": 1e-3, "optimizer_s": 1e-3, "peak_bytes": 4 * 10**8} | changes
-    return Anchor(axis, ranks, "fp32", samples, microbatches, compute_s=compute_s, **parts)  # type: ignore[arg-type]
+    return CalibrationPoint(axis, ranks, "fp32", samples, microbatches, compute_s=compute_s, **parts)  # type: ignore[arg-type]
 
 
 def whole(samples: int, ranks: int = 2) -> float:
-    return pace(ranks, samples).seconds
+    return timing(ranks, samples).seconds
 
 
 def messages(transport: str, factor: float) -> list[Collective]:
@@ -56,27 +56,27 @@ FOUND = Calibration(
     key="k",
     machine={},
     created=0.0,
-    tempo_s=1.0,
+    reference_s=1.0,
     cores=2,
     ranks=2,
     global_batch=32,
     parameters=TRACE.parameters,
     segments=SEGMENTS,
-    paces=(
-        *(pace(ranks, samples) for ranks in (1, 2) for samples in (4, 8, 16, 32)),
-        *(pace(ranks, samples, remat="block") for ranks in (1, 2) for samples in (8, 16)),
+    timings=(
+        *(timing(ranks, samples) for ranks in (1, 2) for samples in (4, 8, 16, 32)),
+        *(timing(ranks, samples, remat="block") for ranks in (1, 2) for samples in (8, 16)),
     ),
-    anchors=(
-        anchor("none", 16, 1, whole(16, 1) + 1e-3, comm_s=0.0),
-        anchor("none", 4, 4, 4 * (whole(4, 1) + 1e-3), comm_s=0.0),
-        anchor("dp", 8, 1, whole(8) + 2e-3),
-        anchor("dp", 2, 4, 4 * (whole(2) + 2e-3)),
-        anchor("fsdp", 8, 1, whole(8) + 9e-3),
-        anchor("fsdp", 2, 4, 4 * (whole(2) + 9e-3)),
-        anchor("tp", 16, 1, 0.6 * whole(16) + 3e-3),
-        anchor("tp", 4, 4, 4 * (0.6 * whole(4) + 3e-3)),
-        anchor("pp", 8, 2, whole(8), bubble_s=0.6 * whole(8)),
-        anchor("pp", 4, 4, 2 * whole(4), bubble_s=0.6 * whole(4)),
+    points=(
+        point("none", 16, 1, whole(16, 1) + 1e-3, comm_s=0.0),
+        point("none", 4, 4, 4 * (whole(4, 1) + 1e-3), comm_s=0.0),
+        point("dp", 8, 1, whole(8) + 2e-3),
+        point("dp", 2, 4, 4 * (whole(2) + 2e-3)),
+        point("fsdp", 8, 1, whole(8) + 9e-3),
+        point("fsdp", 2, 4, 4 * (whole(2) + 9e-3)),
+        point("tp", 16, 1, 0.6 * whole(16) + 3e-3),
+        point("tp", 4, 4, 4 * (0.6 * whole(4) + 3e-3)),
+        point("pp", 8, 2, whole(8), bubble_s=0.6 * whole(8)),
+        point("pp", 4, 4, 2 * whole(4), bubble_s=0.6 * whole(4)),
     ),
     collectives=(*messages("shm", 1), *messages("gloo", 5), *messages("tcp", 2)),
     optimizer_s={"plain": 8e-4, "fused": 3e-4},
@@ -99,8 +99,8 @@ def step_s(**changes: Any) -> float:
     return sum(parts.values())
 
 
-@pytest.mark.parametrize("measured", FOUND.anchors, ids=lambda a: f"{a.axis}-{a.microbatches}")
-def test_the_steps_that_were_measured_are_predicted_as_measured(measured: Anchor) -> None:
+@pytest.mark.parametrize("measured", FOUND.points, ids=lambda a: f"{a.axis}-{a.microbatches}")
+def test_the_steps_that_were_measured_are_predicted_as_measured(measured: CalibrationPoint) -> None:
     degrees = {} if measured.axis == "none" else {measured.axis: 2}
     found = step_s(samples=float(measured.samples), microbatches=measured.microbatches, **degrees)
     assert found == pytest.approx(measured.step_s, rel=0.12 if measured.axis == "pp" else 0.03)
@@ -118,7 +118,7 @@ def test_without_a_calibration_the_roofline_stands() -> None:
 def test_what_was_not_measured_is_not_hoped_to_be_fast() -> None:
     assert step_s(precision="bf16") == pytest.approx(step_s())
     assert step_s(cp=2) > 0.6 * step_s()
-    without = replace(FOUND, anchors=tuple(a for a in FOUND.anchors if a.axis != "tp"))
+    without = replace(FOUND, points=tuple(a for a in FOUND.points if a.axis != "tp"))
     assert step_s(found=without, tp=2) > 0.6 * step_s()
     assert step_s(found=without, ep=2) > step_s(dp=2)
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
-from paceline.planner.cost.layout import Layout, Machines, Stack
-from paceline.planner.cost.memory import HOLDERS, memory, room_bytes
+from paceline.planner.cost.layout import FrameworkProfile, Layout, Machines
+from paceline.planner.cost.memory import HOLDERS, capacity_bytes, memory
 from paceline.trace.graph import Block, Trace
 from paceline.trace.transformer import transformer
 
 GIB = 2**30
 A100 = Machines(CATALOGUE["A100-SXM-80"], 64, 8, CATALOGUE["A100-SXM-80"].network)
-MEGATRON = Stack("Megatron-LM", flash=False)
+MEGATRON = FrameworkProfile("Megatron-LM", flash=False)
 SMALL = transformer(Dimensions(layers=8, hidden=512, heads=8, seq=256, vocab=1024, tied=False))
 
 
@@ -61,7 +61,7 @@ def test_activations_are_those_that_were_published(
         precision="fp16",
         remat=remat,
         sequence=remat == "selective",
-        stack=MEGATRON,
+        framework=MEGATRON,
         cut=layers(trace, pp * chunks),
     )
     held = memory(layout)
@@ -74,7 +74,7 @@ def test_plans_that_ran_fit_and_those_that_ran_out_of_memory_do_not(table: str, 
     monkeypatch.syspath_prepend(benchmarks)
     rows, _ = importlib.import_module("published_rows").read([benchmarks / "tables" / f"{table}.csv"])
     assert rows
-    wrong = [row.number for row in rows if (sum(memory(row.layout).values()) > room_bytes(row.layout)) is not row.out_of_memory]
+    wrong = [row.number for row in rows if (sum(memory(row.layout).values()) > capacity_bytes(row.layout)) is not row.out_of_memory]
     assert wrong == []
 
 
@@ -123,7 +123,7 @@ def test_microbatches_in_flight_are_those_of_the_schedule(schedule: Any, chunks:
     block = Block("layer", kept_outside=1000.0, boundary=10.0, vectors=1)
     trace = Trace((block,) * 8)
     layout = Layout(
-        trace, A100, pp=4, schedule=schedule, chunks=chunks, microbatches=16, cut=(8 // 4 // chunks,) * (4 * chunks), stack=MEGATRON
+        trace, A100, pp=4, schedule=schedule, chunks=chunks, microbatches=16, cut=(8 // 4 // chunks,) * (4 * chunks), framework=MEGATRON
     )
     assert memory(layout)["activations"] == pytest.approx(4 * 1000 * flight * 8 / 4 / chunks)
 
@@ -144,7 +144,10 @@ def test_recomputing_keeps_what_goes_from_block_to_block() -> None:
 
 
 def test_squares_of_attention_count_where_it_is_not_one_kernel() -> None:
-    written = memory(Layout(SMALL, A100, dp=2, stack=Stack(flash=False)))["activations"] - memory(Layout(SMALL, A100, dp=2))["activations"]
+    written = (
+        memory(Layout(SMALL, A100, dp=2, framework=FrameworkProfile(flash=False)))["activations"]
+        - memory(Layout(SMALL, A100, dp=2))["activations"]
+    )
     assert written == pytest.approx(4 * 8 * SMALL.blocks[1].kept_scores)
 
 
@@ -159,9 +162,9 @@ def test_gradients_that_come_while_activations_go_do_not_add_up() -> None:
 
 def test_on_cpus_a_rank_has_its_part_of_the_hosts_memory() -> None:
     cores = Machines(replace(CATALOGUE["CPU"], memory_bytes=4 * GIB), 2, 4, CATALOGUE["CPU"].network)
-    rooms = [room_bytes(Layout(SMALL, cores, dp=ranks)) / GIB for ranks in (1, 2, 4, 8, 16)]
+    rooms = [capacity_bytes(Layout(SMALL, cores, dp=ranks)) / GIB for ranks in (1, 2, 4, 8, 16)]
     assert rooms == [16, 8, 4, 4, 2]  # the first host is filled first
-    assert room_bytes(Layout(SMALL, A100)) == 80 * GIB
+    assert capacity_bytes(Layout(SMALL, A100)) == 80 * GIB
 
 
 layouts = st.builds(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.planner.cost.layout import Layout, Machines
-from paceline.planner.cost.traffic import all_reduce_s, gather_s, send_s, way
+from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path, send_s
 from paceline.trace.graph import Trace
 
 A100 = CATALOGUE["A100-SXM-80"]
@@ -28,7 +28,7 @@ def test_all_reduces_inside_a_host_take_what_nccl_was_measured_to_take() -> None
         rows = [row for row in csv.DictReader(file) if row["source"] == "vTrain LUT" and row["gpu"] == "A100"]
     errors = []
     for row in rows:
-        ours = all_reduce_s(float(row["bytes"]), way(laid_out(tp=int(row["group_size"])), "tp"))
+        ours = all_reduce_s(float(row["bytes"]), link_path(laid_out(tp=int(row["group_size"])), "tp"))
         errors.append(abs(ours / (float(row["time_ms"]) / 1e3) - 1))
     assert median(errors) < 0.12
     assert max(errors) < 0.5
@@ -36,19 +36,19 @@ def test_all_reduces_inside_a_host_take_what_nccl_was_measured_to_take() -> None
 
 @given(st.sampled_from(["tp", "fsdp", "dp", "cp", "ep"]), st.floats(0, 1e12))
 def test_one_rank_sends_nothing(axis: str, nbytes: float) -> None:
-    assert all_reduce_s(nbytes, way(laid_out(), axis)) == gather_s(nbytes, way(laid_out(), axis)) == 0.0
+    assert all_reduce_s(nbytes, link_path(laid_out(), axis)) == gather_s(nbytes, link_path(laid_out(), axis)) == 0.0
 
 
 @given(st.floats(1e3, 1e10), st.sampled_from([2, 4, 8, 16, 32]))
 def test_an_all_reduce_is_at_most_a_scatter_and_a_gather(nbytes: float, ranks: int) -> None:
-    there = way(laid_out(dp=ranks), "dp")
+    there = link_path(laid_out(dp=ranks), "dp")
     assert all_reduce_s(nbytes, there) <= 2 * gather_s(nbytes, there)
 
 
 def test_whole_hosts_share_all_of_their_network_cards() -> None:
     """A ring over 4 whole hosts leaves each host once for its 8 ranks; with tp inside, every rank's own ring leaves it."""
-    whole = way(laid_out(fsdp=32), "fsdp")
-    crossing = way(laid_out(tp=8, dp=4), "dp")
+    whole = link_path(laid_out(fsdp=32), "fsdp")
+    crossing = link_path(laid_out(tp=8, dp=4), "dp")
     assert whole.bandwidth == pytest.approx(min(8 * crossing.bandwidth, A100.inside.bandwidth), rel=0.35)
     assert crossing.hosts == whole.hosts == 4
 

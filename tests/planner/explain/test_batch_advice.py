@@ -15,17 +15,17 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.explain.batch_advice import USEFUL, BatchAdvice, advise
-from paceline.planner.search.result import Found
+from paceline.planner.search.result import SearchResult
 
 
 @pytest.fixture(autouse=True)
 def _steps_with_a_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes half a second and 10 ms for each sample, so the throughput rises to 100 samples/s; 100,000 samples fit nowhere."""
 
-    def search(job: Job, cluster: Cluster, **_: Any) -> Found:
+    def search(job: Job, cluster: Cluster, **_: Any) -> SearchResult:
         if job.global_batch > 100_000:
             raise PlanError(f"a batch of {job.global_batch:,} fits nowhere")
-        return Found((_with_throughput(job.global_batch),))
+        return SearchResult((_with_throughput(job.global_batch),))
 
     monkeypatch.setattr("paceline.planner.search.search.search", search)
 

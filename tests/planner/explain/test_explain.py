@@ -15,7 +15,7 @@ from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.changes import Change, changes_of, with_batch, with_devices, with_memory
 from paceline.planner.explain.explain import explain, shares_of_memory, shares_of_time
 from paceline.planner.explain.scaling import scaling
-from paceline.planner.search.result import Excluded, Found
+from paceline.planner.search.result import Excluded, SearchResult
 from paceline.planner.search.search import search
 
 
@@ -56,7 +56,7 @@ def test_what_the_prediction_does_not_know_is_said_with_it() -> None:
 def test_the_step_is_told_in_a_sentence() -> None:
     told = explain(job(), cluster(), found(), what_would_help=False)
     assert told.limit == ("computing is 80 % of the step; the most beside it: tp: sums of layers (15.0 %) and dp: gradients (3.0 %)")
-    alone = Found((candidate("dp=1", compute=1.0),))
+    alone = SearchResult((candidate("dp=1", compute=1.0),))
     assert "all computing" in explain(job(), cluster(), alone, what_would_help=False).limit
     assert str(told.winner.plan) in str(told)
 
@@ -77,7 +77,7 @@ def test_a_cost_is_of_the_run_where_its_steps_are_known_and_absent_without_a_pri
 
 
 def test_where_no_plan_was_found_the_reasons_are_the_error() -> None:
-    nothing = Found((), (Excluded("memory", "200 GiB on a device that has 80 GiB", 12),))
+    nothing = SearchResult((), (Excluded("memory", "200 GiB on a device that has 80 GiB", 12),))
     with pytest.raises(PlanError, match=r"no plan can run small-gpt on two hosts(?s:.*)200 GiB on a device"):
         explain(job(), cluster(), nothing)
 
@@ -90,11 +90,11 @@ FOUR = cluster(per_host=2)
 
 
 @pytest.fixture(scope="module")
-def real() -> Found:
+def real() -> SearchResult:
     return search(LARGE, FOUR, top=10)
 
 
-def test_changes_come_with_the_most_helpful_first_and_no_machine_that_is_better_hurts(real: Found) -> None:
+def test_changes_come_with_the_most_helpful_first_and_no_machine_that_is_better_hurts(real: SearchResult) -> None:
     changes = changes_of(LARGE, FOUR, real)
     gains = [change.gain for change in changes if change.gain is not None]
     assert gains == sorted(gains, reverse=True)
@@ -175,7 +175,7 @@ def test_what_the_search_noticed_by_itself_stands_among_what_would_help() -> Non
 # More and fewer devices
 
 
-def test_scaling_is_against_the_fewest_devices_on_which_the_job_fits(real: Found) -> None:
+def test_scaling_is_against_the_fewest_devices_on_which_the_job_fits(real: SearchResult) -> None:
     points = scaling(LARGE, FOUR, real)
     assert [point.devices for point in points] == [1, 2, 4, 8, 16, 32]
     known = [point for point in points if point.prediction is not None]

@@ -23,8 +23,8 @@ from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.memory import usable_bytes
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts, predict
-from paceline.planner.search.branch_and_bound import Hunt
-from paceline.planner.search.result import Found
+from paceline.planner.search.branch_and_bound import BranchAndBound
+from paceline.planner.search.result import SearchResult
 from paceline.planner.search.search import search
 from paceline.planner.search.space import Space
 from paceline.plans.choices import REMATS, SCHEDULES
@@ -74,7 +74,7 @@ def every_plan(job: Job, cluster: Cluster) -> list[Plan]:
     return [plan for plan in plans if not reasons_against(plan, job, cluster)]
 
 
-def searched(job: Job, cluster: Cluster) -> Found | None:
+def searched(job: Job, cluster: Cluster) -> SearchResult | None:
     """None where no plan works."""
     try:
         return search(job, cluster)
@@ -136,8 +136,8 @@ def test_what_a_plan_takes_at_least_is_never_more_than_is_predicted(sizes: dict[
     job, cluster = gpt(batch=24, **sizes), gpus(2, 4, gbps=10)
     layouts = Layouts(job, machines(cluster))
     space = Space(job, cluster, Plan(), layouts.trace)
-    hunt = Hunt(space, layouts, top=10)
-    plans = hunt._shared_out(hunt._variants(np.arange(0, len(space.rows["tp"]), 5)))
+    solver = BranchAndBound(space, layouts, top=10)
+    plans = solver._with_dp_fsdp(solver._variants(np.arange(0, len(space.rows["tp"]), 5)))
     for i in range(0, len(plans), 41):
         row, schedule, remat, sequence, fsdp, zero = plans.key(i)
         values: dict[str, Any] = {key: int(space.rows[key][row]) for key in ("tp", "cp", "ep", "pp", "microbatches")}
@@ -145,15 +145,15 @@ def test_what_a_plan_takes_at_least_is_never_more_than_is_predicted(sizes: dict[
         plan = Plan(**values | {"schedule": SCHEDULES[schedule], "remat": REMATS[remat], "sequence": bool(sequence)})
         predicted = estimate(layouts.of(plan)).step_time_s
         assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
-        assert hunt._least_s[row] <= predicted * (1 + 1e-9), str(plan)
+        assert solver._least_s[row] <= predicted * (1 + 1e-9), str(plan)
 
 
 def test_all_plans_are_counted_once() -> None:
     found = search(gpt(), gpus(1, 2))
-    assert found.considered == len(every_plan(gpt(), gpus(1, 2))) == found.evaluated + found.pruned + crowded(found)
+    assert found.considered == len(every_plan(gpt(), gpus(1, 2))) == found.evaluated + found.pruned + out_of_memory(found)
 
 
-def crowded(found: Found) -> int:
+def out_of_memory(found: SearchResult) -> int:
     return sum(excluded.plans for excluded in found.excluded)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.job.read.nearest import closest
-from paceline.planner.check.case import Case, Check
+from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 from paceline.plans.axes import DATA_AXES, DEGREES
@@ -57,7 +57,7 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
         JobError: a plan divides the model, and that cannot be built.
     """
     checks = (*CHECKS, *further)
-    asked = Case(plan, job, cluster, world)
+    asked = PlanContext(plan, job, cluster, world)
     # a whole model may be too large as well
     asked = replace(asked, weighed=asked.divides)
     if (found := _others_repaired(asked, 0, checks)) is not None:
@@ -66,24 +66,24 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
     ranks = asked.devices if DEGREES in failed else max(plan.ranks, asked.devices)
     ranks = ranks if world is None else world
     # sharding the state helps then
-    crowded = MEMORY in failed
-    varied = [key for key in DEGREES if key == "dp" or getattr(plan, key) > 1 or (key == "fsdp" and crowded)]
+    out_of_memory = MEMORY in failed
+    varied = [key for key in DEGREES if key == "dp" or getattr(plan, key) > 1 or (key == "fsdp" and out_of_memory)]
     values = {key: _values(asked, key, ranks) for key in varied}
     exact = world is not None
     for changes in range(1, _MOST_CHANGES + 1):
         for in_degrees in range(min(changes, len(varied)) + 1):
-            for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
-                if (found := _others_repaired(case, changes - in_degrees, checks)) is not None:
+            for context in _with_other_degrees(asked, values, in_degrees, ranks, exact):
+                if (found := _others_repaired(context, changes - in_degrees, checks)) is not None:
                     return found
     # far off: change as many other keys as needed, with the first value of each that helps
     for in_degrees in range(len(varied) + 1):
-        for case in _with_other_degrees(asked, values, in_degrees, ranks, exact):
-            if (found := _others_repaired(case, None, checks)) is not None:
+        for context in _with_other_degrees(asked, values, in_degrees, ranks, exact):
+            if (found := _others_repaired(context, None, checks)) is not None:
                 return found
     return None
 
 
-def _with_other_degrees(asked: Case, values: dict[str, list[int]], changes: int, ranks: int, exact: bool) -> Iterator[Case]:
+def _with_other_degrees(asked: PlanContext, values: dict[str, list[int]], changes: int, ranks: int, exact: bool) -> Iterator[PlanContext]:
     for degrees in islice(_degrees(asked.plan, values, changes, ranks, exact=exact), _MOST_DEGREES_TRIED):
         yield replace(asked, plan=replace(asked.plan, **degrees))
 
@@ -111,32 +111,34 @@ def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
         yield from ((value, *others) for others in _within(most // value, choices[1:]))
 
 
-def _values(case: Case, key: str, most: int) -> list[int]:
+def _values(context: PlanContext, key: str, most: int) -> list[int]:
     """Other values of a degree that pass its own checks, ascending.
 
     Candidates are small values, powers of 2, divisors, and those that the job suggests.
     """
-    own, weights, data_ranks = getattr(case.plan, key), case.job.partition.weights or (), case.plan.data_ranks
+    own, weights, data_ranks = getattr(context.plan, key), context.job.partition.weights or (), context.plan.data_ranks
     powers = [2**n for n in range(max(1, most).bit_length())]
     nearby = [own - 1, own + 1, *(n for n in range(1, min(own, 4096)) if own % n == 0)]
-    others = max(1, (data_ranks if key in DATA_AXES else case.plan.ranks) // own)
-    suggested = [most, most // others, case.job.global_batch // others, len(weights) // others]
+    others = max(1, (data_ranks if key in DATA_AXES else context.plan.ranks) // own)
+    suggested = [most, most // others, context.job.global_batch // others, len(weights) // others]
     candidates = sorted({n for n in (*range(1, 17), *powers, *nearby, *suggested) if 1 <= n <= most and n != own})
     alone = [check for check in CHECKS if check.keys == (key,)]
-    cases = [(n, replace(case, plan=replace(case.plan, **dict[str, Any]({key: n})))) for n in candidates]
-    return [n for n, changed in cases if not any(check.reason(changed) for check in alone)]
+    contexts = [(n, replace(context, plan=replace(context.plan, **dict[str, Any]({key: n})))) for n in candidates]
+    return [n for n, changed in contexts if not any(check.reason(changed) for check in alone)]
 
 
-def _others_repaired(case: Case, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)) -> Plan | None:
+def _others_repaired(
+    context: PlanContext, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)
+) -> Plan | None:
     """The plan with exactly `changes` other keys changed to pass the checks, or None. With `changes=None` any number may change."""
-    failed = next((check for check in checks if check.reason(case)), None)
+    failed = next((check for check in checks if check.reason(context)), None)
     if failed is None:
-        return None if changes else case.plan
+        return None if changes else context.plan
     if changes == 0:
         return None
     for key in (key for key in failed.keys if key not in fixed):
-        for value in _other_values(case, key):
-            changed = replace(case, plan=replace(case.plan, **{key: value}))
+        for value in _other_values(context, key):
+            changed = replace(context, plan=replace(context.plan, **{key: value}))
             if failed.reason(changed):
                 continue
             if (found := _others_repaired(changed, changes and changes - 1, checks, fixed | {key})) is not None:
@@ -144,20 +146,20 @@ def _others_repaired(case: Case, changes: int | None, checks: tuple[Check, ...],
     return None
 
 
-def _other_values(case: Case, key: str) -> list[Any]:
+def _other_values(context: PlanContext, key: str) -> list[Any]:
     """Other values of a key that is no degree, nearest first."""
-    own = getattr(case.plan, key)
+    own = getattr(context.plan, key)
     if key == "microbatches":
-        share = min(case.smallest_share, _MOST_MICROBATCHES)
+        share = min(context.smallest_share, _MOST_MICROBATCHES)
         return sorted((n for n in range(1, share + 1) if n != own), key=lambda n: (abs(log2(n / own)), n))
     if key == "cut":
-        meant = [_cut_as_meant(case)] if case.plan.pp > 1 else []
+        meant = [_intended_cut(context)] if context.plan.pp > 1 else []
         return [cut for cut in dict.fromkeys((*meant, "")) if cut != own]
     return [value for value in _CHOICES[key] if value != own]
 
 
-def _cut_as_meant(case: Case) -> str:
+def _intended_cut(context: PlanContext) -> str:
     """Cut names replaced by the most similar known ones, in the model's order."""
-    known = case.anatomy.modules
-    meant = {cut if cut in known else closest(cut, known) for cut in case.plan.cut.split(",")}
+    known = context.model_info.modules
+    meant = {cut if cut in known else closest(cut, known) for cut in context.plan.cut.split(",")}
     return ",".join(sorted((cut for cut in meant if cut), key=known.index))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import Case, Check, degrees
+from paceline.planner.check.plan_context import Check, PlanContext, degrees
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.planner.check.sync_check import SYNC_CHECKS
 from paceline.plans.axes import DATA_AXES, DEGREES
@@ -29,16 +29,16 @@ def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = 
     Each reason names the value that would work. `world` is the number of ranks that were started already, on whatever devices there
     are.
     """
-    return reasons_of(Case(plan, job, cluster, world))
+    return reasons_of(PlanContext(plan, job, cluster, world))
 
 
-def reasons_of(case: Case) -> list[str]:
+def reasons_of(context: PlanContext) -> list[str]:
     """Reasons against the plan of a context."""
-    return [reason for check in CHECKS if (reason := check.reason(case))]
+    return [reason for check in CHECKS if (reason := check.reason(context))]
 
 
-def _other_world(case: Case) -> str | None:
-    plan, world = case.plan, case.world
+def _other_world(context: PlanContext) -> str | None:
+    plan, world = context.plan, context.world
     if world is None or plan.ranks == world:
         return None
     others = plan.ranks // plan.dp
@@ -46,41 +46,41 @@ def _other_world(case: Case) -> str | None:
     return f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}, but {world} were started: {works}."
 
 
-def _too_few_devices(case: Case) -> str | None:
+def _too_few_devices(context: PlanContext) -> str | None:
     """Reason of too few GPUs; ranks may share the cores of CPUs."""
-    plan, cluster, weights = case.plan, case.cluster, case.job.partition.weights or ()
-    if plan.ranks <= case.devices or cluster.kind == "cpu" or case.world is not None:
+    plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
+    if plan.ranks <= context.devices or cluster.kind == "cpu" or context.world is not None:
         return None
-    have = f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}; {cluster.name} has {count(case.devices, 'device')}"
-    if len(weights) > case.devices:
-        limit = f"one per data-parallel rank: at most {case.devices} can work here"
+    have = f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}; {cluster.name} has {count(context.devices, 'device')}"
+    if len(weights) > context.devices:
+        limit = f"one per data-parallel rank: at most {context.devices} can work here"
         return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
     others = plan.ranks // plan.dp
-    most = case.devices // others
-    return f"{have}: {f'dp is at most {most}' if most else f'degrees that multiply to at most {case.devices}'}."
+    most = context.devices // others
+    return f"{have}: {f'dp is at most {most}' if most else f'degrees that multiply to at most {context.devices}'}."
 
 
-def _too_little_memory(case: Case) -> str | None:
+def _too_little_memory(context: PlanContext) -> str | None:
     """Reason of too little memory for ranks that share cores, or None."""
-    plan, cluster = case.plan, case.cluster
-    if plan.ranks <= case.devices or cluster.kind != "cpu" or case.world is not None:
+    plan, cluster = context.plan, context.cluster
+    if plan.ranks <= context.devices or cluster.kind != "cpu" or context.world is not None:
         return None
     most = sum(host.memory_bytes // _RANK_BYTES for host in cluster.hosts)
     if plan.ranks <= most:
         return None
-    works = f"dp={case.devices}" if not case.divides else f"degrees that multiply to {case.devices}"
+    works = f"dp={context.devices}" if not context.divides else f"degrees that multiply to {context.devices}"
     return (
         f"plan {plan} needs {count(plan.ranks, 'rank')}, for which torch alone takes {size(plan.ranks * _RANK_BYTES)} "
-        f"of memory; {cluster.name} has room for {most:,} and cores for {case.devices}: {works}."
+        f"of memory; {cluster.name} has room for {most:,} and cores for {context.devices}: {works}."
     )
 
 
-def _other_weights(case: Case) -> str | None:
-    plan, weights = case.plan, case.job.partition.weights
+def _other_weights(context: PlanContext) -> str | None:
+    plan, weights = context.plan, context.job.partition.weights
     if weights is None or len(weights) == plan.data_ranks:
         return None
     others = plan.data_ranks // plan.dp
-    room = case.world or case.devices
+    room = context.world or context.devices
     fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
     fitting = f"dp={len(weights) // others}, or " if fits else ""
     return (
@@ -89,16 +89,16 @@ def _other_weights(case: Case) -> str | None:
     )
 
 
-def _share_too_small(case: Case) -> str | None:
-    plan, batch = case.plan, case.job.global_batch
+def _share_too_small(context: PlanContext) -> str | None:
+    plan, batch = context.plan, context.job.global_batch
     if plan.data_ranks > batch:
         limited = "dp" if plan.data_ranks == plan.dp else "dp × fsdp × ep"
         return (
             f"plan {plan} has {_data_ranks(plan)} for a global batch of {batch}, and each needs a sample: "
             f"{limited} is at most {batch}, or the job's global_batch at least {plan.data_ranks}."
         )
-    share = case.smallest_share
-    if share == 0 and (weights := case.job.partition.weights):
+    share = context.smallest_share
+    if share == 0 and (weights := context.job.partition.weights):
         enough = math.ceil(sum(weights) / min(weights))
         return (
             f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no sample: "
@@ -112,18 +112,18 @@ def _share_too_small(case: Case) -> str | None:
     return None
 
 
-def _loss_over_the_whole_batch(case: Case) -> str | None:
-    plan = case.plan
-    if plan.microbatches == 1 or not case.job.loss.is_over_whole_batch:
+def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.microbatches == 1 or not context.job.loss.is_over_whole_batch:
         return None
-    why = f"the {case.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other"
+    why = f"the {context.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other"
     return f"plan {plan} computes a share in {plan.microbatches} parts, but {why}: microbatches=1."
 
 
-def _models_loss_over_the_whole_batch(case: Case) -> str | None:
+def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
     """Reason against a model's own loss that compares samples, computed in parts. Losses of parts cannot be combined then."""
-    plan = case.plan
-    if plan.microbatches * plan.data_ranks == 1 or case.job.loss.name != "model" or not case.anatomy.compares_samples:
+    plan = context.plan
+    if plan.microbatches * plan.data_ranks == 1 or context.job.loss.name != "model" or not context.model_info.compares_samples:
         return None
     return (
         f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss compares all samples of a "
@@ -132,33 +132,33 @@ def _models_loss_over_the_whole_batch(case: Case) -> str | None:
     )
 
 
-def _no_fused_step(case: Case) -> str | None:
-    plan, name = case.plan, case.job.optimizer.name
+def _no_fused_step(context: PlanContext) -> str | None:
+    plan, name = context.plan, context.job.optimizer.name
     if not plan.fused or name in _WITH_FUSED_STEP:
         return None
     return f"plan {plan} needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
 
 
-def _no_images(case: Case) -> str | None:
+def _no_images(context: PlanContext) -> str | None:
     """Reason against channels_last for models without images; models by import path pass."""
-    plan, model = case.plan, case.job.model
+    plan, model = context.plan, context.job.model
     takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
     if plan.memory_format != "channels_last" or takes_images:
         return None
     return f"plan {plan} is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
 
 
-def _no_cuda_graphs(case: Case) -> str | None:
-    if case.plan.compile != "reduce-overhead" or case.cluster.kind == "cuda":
+def _no_cuda_graphs(context: PlanContext) -> str | None:
+    if context.plan.compile != "reduce-overhead" or context.cluster.kind == "cuda":
         return None
-    return f"plan {case.plan} replays CUDA graphs, and {case.cluster.name} has no GPU: compile=on."
+    return f"plan {context.plan} replays CUDA graphs, and {context.cluster.name} has no GPU: compile=on."
 
 
-def _no_such_transport(case: Case) -> str | None:
-    plan, cluster = case.plan, case.cluster
+def _no_such_transport(context: PlanContext) -> str | None:
+    plan, cluster = context.plan, context.cluster
     if plan.transport != "auto" and cluster.kind == "cuda":
         return f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: transport=auto."
-    if plan.transport == "shm" and (hosts := sum(ranks > 0 for ranks in case.ranks_per_host)) > 1:
+    if plan.transport == "shm" and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
         return f"plan {plan} needs memory that all ranks share, but they are on {hosts} hosts: transport=auto."
     return None
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from paceline.job.read.nearest import nearest
 from paceline.partition import contiguous, starts
-from paceline.planner.check.case import Case, Check
-from paceline.planner.check.state import crowded
+from paceline.planner.check.plan_context import Check, PlanContext
+from paceline.planner.check.state import memory_shortage
 from paceline.plans.axes import DEGREES
 from paceline.units import count
 
@@ -24,18 +24,18 @@ def _without_its_degree(key: str) -> Check:
     """Check of a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
     degree, default = MEANT_FOR[key]
 
-    def reason(case: Case) -> str | None:
-        value = getattr(case.plan, key)
-        if value == default or getattr(case.plan, degree) > 1:
+    def reason(context: PlanContext) -> str | None:
+        value = getattr(context.plan, key)
+        if value == default or getattr(context.plan, degree) > 1:
             return None
         shown = "on" if value is True else value
-        return f"plan {case.plan} has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out {key}."
+        return f"plan {context.plan} has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out {key}."
 
     return Check(reason, (key, degree))
 
 
-def _schedule_and_microbatches(case: Case) -> str | None:
-    plan = case.plan
+def _schedule_and_microbatches(context: PlanContext) -> str | None:
+    plan = context.plan
     if plan.pp == 1 or microbatches_fit(plan.schedule, plan.pp, plan.microbatches):
         return None
     fitting = [n for n in range(1, 2 * plan.microbatches + plan.pp) if microbatches_fit(plan.schedule, plan.pp, n)]
@@ -58,12 +58,12 @@ def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
     return True
 
 
-def _too_few_blocks(case: Case) -> str | None:
-    plan, stages = case.plan, case.stages
+def _too_few_blocks(context: PlanContext) -> str | None:
+    plan, stages = context.plan, context.stages
     if plan.pp == 1 or plan.cut:
         return None
-    blocks = len(case.anatomy.blocks)
-    pieces = blocks or sum(len(shape.sizes) > 1 for shape in case.anatomy.parameters)
+    blocks = len(context.model_info.blocks)
+    pieces = blocks or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
     if pieces >= stages:
         return None
     have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
@@ -72,44 +72,44 @@ def _too_few_blocks(case: Case) -> str | None:
     return f"plan {plan} makes {stages} stages, but the model has {have}: {works}, or cut names the modules where stages begin."
 
 
-def _wrong_cuts(case: Case) -> str | None:
-    plan, cuts, wanted = case.plan, case.plan.cut.split(","), case.stages - 1
+def _wrong_cuts(context: PlanContext) -> str | None:
+    plan, cuts, wanted = context.plan, context.plan.cut.split(","), context.stages - 1
     if plan.pp == 1 or not plan.cut:
         return None
-    known = case.anatomy.modules
+    known = context.model_info.modules
     wrong = [f'there is no module "{cut}" in the model. {nearest(cut, known)}' for cut in cuts if cut not in known]
     wrong += [f"a stage begins at {cut} once only." for cut in dict.fromkeys(cuts) if cuts.count(cut) > 1]
     if len(cuts) != wanted:
-        proposal = f" cut={evenly}" if (evenly := _even_cuts(case)) else ""
-        stages = f"{case.stages} stages (schedule={plan.schedule})" if case.stages > plan.pp else f"{plan.pp} stages"
+        proposal = f" cut={evenly}" if (evenly := _even_cuts(context)) else ""
+        stages = f"{context.stages} stages (schedule={plan.schedule})" if context.stages > plan.pp else f"{plan.pp} stages"
         wrong.append(f"{stages} have {count(wanted, 'cut')} between them, and there are {len(cuts)}:{proposal or f' name {wanted}'}.")
     return f"plan {plan} cuts at {', '.join(cuts)}: {' '.join(wrong)}" if wrong else None
 
 
-def _even_cuts(case: Case) -> str:
-    blocks, stages = case.anatomy.blocks, case.stages
+def _even_cuts(context: PlanContext) -> str:
+    blocks, stages = context.model_info.blocks, context.stages
     return ",".join(blocks[start] for start in starts(contiguous([1] * len(blocks), stages))) if len(blocks) >= stages else ""
 
 
-def _heads_do_not_divide(case: Case) -> str | None:
+def _heads_do_not_divide(context: PlanContext) -> str | None:
     """Reason against a `tp` that does not divide the heads, or None.
 
     A vocabulary that cannot be divided stays replicated, which is slower but works: see `warnings.py`.
     """
-    tp = case.plan.tp
+    tp = context.plan.tp
     if tp == 1:
         return None
-    numbers = {"attention heads": case.anatomy.heads, "heads of keys and values": case.anatomy.key_value_heads}
+    numbers = {"attention heads": context.model_info.heads, "heads of keys and values": context.model_info.key_value_heads}
     wrong = [f"{what} ({_numbers(found)})" for what, found in numbers.items() if any(n % tp for n in found)]
     if not wrong:
         return None
     working = _common_divisors([n for found in numbers.values() for n in found])
-    return f"plan {case.plan} divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
+    return f"plan {context.plan} divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
 
 
-def _experts_do_not_divide(case: Case) -> str | None:
-    plan = case.plan
-    experts = case.anatomy.experts if plan.ep > 1 else ()
+def _experts_do_not_divide(context: PlanContext) -> str | None:
+    plan = context.plan
+    experts = context.model_info.experts if plan.ep > 1 else ()
     if plan.ep == 1 or (experts and not any(n % plan.ep for n in experts)):
         return None
     if not experts:
@@ -118,53 +118,53 @@ def _experts_do_not_divide(case: Case) -> str | None:
     return f"plan {plan} divides {_numbers(experts)} experts over {plan.ep} ranks: {_one_of('ep', _common_divisors(experts))}."
 
 
-def _tokens_do_not_divide(case: Case) -> str | None:
-    plan = case.plan
+def _tokens_do_not_divide(context: PlanContext) -> str | None:
+    plan = context.plan
     if plan.cp == 1:
         return None
-    if not case.anatomy.heads and not case.anatomy.vocabulary:
+    if not context.model_info.heads and not context.model_info.vocabulary:
         return f"plan {plan} divides the tokens of a sequence, but the model has no attention over tokens: cp=1."
     # other models have all tokens on every rank
-    return _remainder_of_tokens(case, "cp", plan.cp) if case.anatomy.takes_parts_of_sequences else None
+    return _remainder_of_tokens(context, "cp", plan.cp) if context.model_info.takes_parts_of_sequences else None
 
 
-def _no_sequence_to_divide(case: Case) -> str | None:
+def _no_sequence_to_divide(context: PlanContext) -> str | None:
     """Reason against sequence parallelism, or None. It divides the tokens that a rank of `cp` has once more."""
-    plan = case.plan
+    plan = context.plan
     if not plan.sequence or plan.tp == 1:
         return None
-    if not case.anatomy.heads or not case.anatomy.blocks:
+    if not context.model_info.heads or not context.model_info.blocks:
         return f"plan {plan} divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
-    return _remainder_of_tokens(case, "tp", plan.tp * plan.cp)
+    return _remainder_of_tokens(context, "tp", plan.tp * plan.cp)
 
 
-def _remainder_of_tokens(case: Case, key: str, parts: int) -> str | None:
-    tokens, others = case.tokens, parts // getattr(case.plan, key)
+def _remainder_of_tokens(context: PlanContext, key: str, parts: int) -> str | None:
+    tokens, others = context.tokens, parts // getattr(context.plan, key)
     if tokens is None or tokens % parts == 0:
         return None
     working = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
     alone = "cp=1" if key == "cp" else "sequence=off"
     degree = _one_of(key, working) if working else alone
     return (
-        f"plan {case.plan} divides sequences of {tokens} tokens among {parts} ranks: {degree}, "
+        f"plan {context.plan} divides sequences of {tokens} tokens among {parts} ranks: {degree}, "
         f"or sequences of {max(1, round(tokens / parts)) * parts} tokens in the job's data."
     )
 
 
-def _loss_over_stages(case: Case) -> str | None:
-    plan = case.plan
+def _loss_over_stages(context: PlanContext) -> str | None:
+    plan = context.plan
     divided = [key for key in ("pp", "cp") if getattr(plan, key) > 1]
-    if not divided or not case.job.loss.is_over_whole_batch:
+    if not divided or not context.job.loss.is_over_whole_batch:
         return None
     ones = " ".join(f"{key}=1" for key in divided)
     return (
         f"plan {plan} never has all outputs of a batch on one rank ({', '.join(divided)}), and the "
-        f"{case.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other: {ones}."
+        f"{context.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other: {ones}."
     )
 
 
-def _norms_of_whole_layers(case: Case) -> str | None:
-    plan, name = case.plan, case.job.optimizer.name
+def _norms_of_whole_layers(context: PlanContext) -> str | None:
+    plan, name = context.plan, context.job.optimizer.name
     divided = [key for key in ("fsdp", "tp", "ep") if getattr(plan, key) > 1]
     if name in _BY_NUMBER or not divided:
         return None
@@ -174,27 +174,27 @@ def _norms_of_whole_layers(case: Case) -> str | None:
     )
 
 
-def _format_of_divided_images(case: Case) -> str | None:
-    if case.plan.memory_format != "channels_last" or not case.divides:
+def _format_of_divided_images(context: PlanContext) -> str | None:
+    if context.plan.memory_format != "channels_last" or not context.divides:
         return None
-    return f"plan {case.plan} divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous."
+    return f"plan {context.plan} divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous."
 
 
-def _graphs_of_divided_models(case: Case) -> str | None:
-    if case.plan.compile != "reduce-overhead" or not case.divides or case.cluster.kind == "cpu":
+def _graphs_of_divided_models(context: PlanContext) -> str | None:
+    if context.plan.compile != "reduce-overhead" or not context.divides or context.cluster.kind == "cpu":
         return None
-    return f"plan {case.plan} replays CUDA graphs, which cannot hold the communication inside a divided model: compile=on."
+    return f"plan {context.plan} replays CUDA graphs, which cannot hold the communication inside a divided model: compile=on."
 
 
-def _nothing_to_compute_again(case: Case) -> str | None:
-    plan = case.plan
-    if plan.remat == "none" or plan.pp > 1 or case.anatomy.blocks:
+def _nothing_to_compute_again(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.remat == "none" or plan.pp > 1 or context.model_info.blocks:
         return None
     return f"plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
 
 
-def _compiled_zero_bubble(case: Case) -> str | None:
-    plan = case.plan
+def _compiled_zero_bubble(context: PlanContext) -> str | None:
+    plan = context.plan
     if plan.pp == 1 or plan.schedule != "zero-bubble" or plan.compile == "off":
         return None
     return (
@@ -203,35 +203,35 @@ def _compiled_zero_bubble(case: Case) -> str | None:
     )
 
 
-def _shards_of_a_tied_weight(case: Case) -> str | None:
+def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
     """Reason against FSDP2 shards of a tied weight, or None.
 
     The V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
     """
-    plan = case.plan
-    if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not case.anatomy.tied:
+    plan = context.plan
+    if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None
-    tied = " and ".join(case.anatomy.tied[0][:2])
+    tied = " and ".join(context.model_info.tied[0][:2])
     return f"plan {plan} would shard {tied} twice, which are one weight, on two stages of a rank: schedule=1f1b, or fsdp=1."
 
 
-def _state_beyond_memory(case: Case) -> str | None:
-    if not (case.divides or case.weighed) or (crowd := crowded(case)) is None:
+def _state_beyond_memory(context: PlanContext) -> str | None:
+    if not (context.divides or context.weighed) or (shortage := memory_shortage(context)) is None:
         return None
-    return f"plan {case.plan} keeps parameters, gradients and optimizer state of {crowd}: {_enough_fsdp(case)}."
+    return f"plan {context.plan} keeps parameters, gradients and optimizer state of {shortage}: {_enough_fsdp(context)}."
 
 
-def _enough_fsdp(case: Case) -> str:
+def _enough_fsdp(context: PlanContext) -> str:
     """The value that would work: more ranks to shard the state over. It is limited by devices and samples."""
-    plan = case.plan
+    plan = context.plan
     others = plan.ranks // plan.fsdp
-    most = (case.world or case.devices) // others
+    most = (context.world or context.devices) // others
     for zero in dict.fromkeys((plan.zero, 3)):
         for fsdp in (plan.fsdp * 2**n for n in range(max(1, most // plan.fsdp).bit_length())):
             bigger = replace(plan, fsdp=fsdp, zero=zero)
-            if fsdp > 1 and crowded(replace(case, plan=bigger)) is None:
+            if fsdp > 1 and memory_shortage(replace(context, plan=bigger)) is None:
                 return f"fsdp={fsdp}" + (f" zero={zero}" if zero != plan.zero else "") + " is enough"
-    return f"more memory, or a smaller model (this one has {case.anatomy.numel:,} parameters)"
+    return f"more memory, or a smaller model (this one has {context.model_info.numel:,} parameters)"
 
 
 def _one_of(key: str, values: Sequence[int]) -> str:

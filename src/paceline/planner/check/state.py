@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.job.job import Job
-from paceline.planner.check.case import Case
+from paceline.planner.check.plan_context import PlanContext
 from paceline.units import size
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
-    from paceline.trace.anatomy import Anatomy, Sizes
+    from paceline.trace.model_info import ModelInfo, Sizes
 
 _ADAMS = ("adam", "adamw", "lamb")  # two moments each
 
 
-def state_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
+def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Least bytes that a rank keeps on its compute device between and in steps."""
     whole, trained, largest_block = _held(plan, model)
     # bf16 is autocast's: the parameters stay fp32
@@ -33,32 +33,32 @@ def state_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
     return int(size * (kept + gradients + moments(job) * trained / plan.fsdp))
 
 
-def offloaded_bytes(plan: Plan, job: Job, model: Anatomy) -> int:
+def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Bytes that a rank of a plan with offload keeps in host memory."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
     return int(size * (whole + trained + moments(job) * trained) / plan.fsdp)
 
 
-def crowded(case: Case) -> str | None:
+def memory_shortage(context: PlanContext) -> str | None:
     """Shortage of memory as text, such as `30 GiB on a GPU that has 16 GiB`; None if the state fits."""
-    plan, job, cluster = case.plan, case.job, case.cluster
-    on_device = state_bytes(plan, job, case.anatomy)
-    in_host = offloaded_bytes(plan, job, case.anatomy) if plan.offload else 0
+    plan, job, cluster = context.plan, context.job, context.cluster
+    on_device = state_bytes(plan, job, context.model_info)
+    in_host = offloaded_bytes(plan, job, context.model_info) if plan.offload else 0
     if cluster.kind == "cpu":
         in_host = max(on_device, in_host)
     elif on_device > (memory := min(gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus)):
         return f"{size(on_device)} on a GPU that has {size(memory)}"
     # ranks that were started elsewhere are on unknown hosts
-    if not in_host or case.world is not None:
+    if not in_host or context.world is not None:
         return None
-    for host, ranks in zip(cluster.hosts, case.ranks_per_host, strict=True):
+    for host, ranks in zip(cluster.hosts, context.ranks_per_host, strict=True):
         if ranks * in_host > host.memory_bytes:
             return f"{size(ranks * in_host)} in the memory of a host that has {size(host.memory_bytes)}"
     return None
 
 
-def _held(plan: Plan, model: Anatomy) -> tuple[float, float, float]:
+def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
     """Numbers of all parameters, trained ones and the largest block's on a rank before fsdp. Each rank is assumed to have an equal part."""
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)

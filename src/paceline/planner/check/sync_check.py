@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from paceline.planner.check.case import Case, Check
+from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.plans.sync_info import SyncSpec
 
 
-def _nothing_to_compress(case: Case) -> str | None:
+def _nothing_to_compress(context: PlanContext) -> str | None:
     """Reason against compression with a rule that cannot use it, or None.
 
     LocalSGD averages the parameters themselves; another package's rule sends its own data.
     """
-    plan, rule = case.plan, SyncSpec.parse(case.plan.sync).name
+    plan, rule = context.plan, SyncSpec.parse(context.plan.sync).name
     if plan.compress == "none" or rule in ("allreduce", "diloco"):
         return None
     what = "averages parameters, whose every bit counts" if rule == "local" else "sends by itself"
     return f"plan {plan} compresses what is sent, but sync={rule} {what}: compress=none, or sync=allreduce or diloco."
 
 
-def _nothing_to_try(case: Case) -> str | None:
-    plan = case.plan
+def _nothing_to_try(context: PlanContext) -> str | None:
+    plan = context.plan
     if plan.compress != "auto" or SyncSpec.parse(plan.sync).name == "allreduce":
         return None
     return f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: compress=int8."
 
 
-def _too_wide_to_compress(case: Case) -> str | None:
-    plan = case.plan
-    if plan.compress == "none" or plan.precision_for(case.job) != "fp64":
+def _too_wide_to_compress(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.compress == "none" or plan.precision_for(context.job) != "fp64":
         return None
     return f"plan {plan} compresses gradients, but in fp64, which is asked for where every digit counts: compress=none."
 
 
-def _cannot_go_back(case: Case) -> str | None:
-    plan = case.plan
-    if case.job.nonfinite != "rewind" or SyncSpec.parse(plan.sync).agrees_every_step:
+def _cannot_go_back(context: PlanContext) -> str | None:
+    plan = context.plan
+    if context.job.nonfinite != "rewind" or SyncSpec.parse(plan.sync).agrees_every_step:
         return None
     return (
         f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of which the others do "
@@ -42,8 +42,8 @@ def _cannot_go_back(case: Case) -> str | None:
     )
 
 
-def _batch_over_all_replicas(case: Case) -> str | None:
-    plan, job = case.plan, case.job
+def _batch_over_all_replicas(context: PlanContext) -> str | None:
+    plan, job = context.plan, context.job
     if plan.dp == 1 or SyncSpec.parse(plan.sync).agrees_every_step:
         return None
     if job.loss.is_over_whole_batch:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.planner.check.case import Case
+from paceline.planner.check.plan_context import PlanContext
 from paceline.plans.sync_info import SyncSpec
 from paceline.units import count
 
@@ -24,70 +24,70 @@ _ZOO_WITHOUT_BATCH_NORM = ("mlp", "cifar_cnn", "bert", "gpt", "moe")
 
 def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
     """Warnings about a plan that runs, each with a value that avoids it."""
-    case = Case(plan, job, cluster)
+    context = PlanContext(plan, job, cluster)
     found = [
-        *_more_ranks_than_cores(case),
-        *_more_threads_than_cores(case),
-        *_cores_shared_by_ranks(case),
-        *_slow_bf16(case),
-        *_matrices_across_hosts(case),
+        *_more_ranks_than_cores(context),
+        *_more_threads_than_cores(context),
+        *_cores_shared_by_ranks(context),
+        *_slow_bf16(context),
+        *_matrices_across_hosts(context),
         *_parameters_gathered_often(plan),
-        *_vocabulary_left_whole(case),
+        *_vocabulary_left_whole(context),
         *_idle_stages(plan),
-        *_fewer_microbatches(case),
+        *_fewer_microbatches(context),
         *_many_activations(plan),
-        *_uneven_attention(case),
-        *_nothing_to_offload_to(case),
-        *_statistics_of_microbatches(case),
+        *_uneven_attention(context),
+        *_nothing_to_offload_to(context),
+        *_statistics_of_microbatches(context),
         *_nobody_to_agree_with(plan),
-        *_ends_between_agreements(case),
+        *_ends_between_agreements(context),
     ]
     # once if hosts are alike
     return list(dict.fromkeys(found))
 
 
-def _more_ranks_than_cores(case: Case) -> list[str]:
-    plan, cluster = case.plan, case.cluster
-    if cluster.kind == "cuda" or plan.ranks <= case.devices:
+def _more_ranks_than_cores(context: PlanContext) -> list[str]:
+    plan, cluster = context.plan, context.cluster
+    if cluster.kind == "cuda" or plan.ranks <= context.devices:
         return []
-    share = f"{plan.ranks} ranks share {count(case.devices, 'core')}, {case.devices / plan.ranks:.2f} of a core each"
+    share = f"{plan.ranks} ranks share {count(context.devices, 'core')}, {context.devices / plan.ranks:.2f} of a core each"
     if plan.ranks > plan.dp:
-        return [f"plan {plan}: {share}; degrees that multiply to {case.devices} give each rank one."]
-    better = "" if case.job.partition.weights else f" {replace(plan, dp=case.devices)}, with a core for each rank, is likely faster."
+        return [f"plan {plan}: {share}; degrees that multiply to {context.devices} give each rank one."]
+    better = "" if context.job.partition.weights else f" {replace(plan, dp=context.devices)}, with a core for each rank, is likely faster."
     return [f"plan {plan}: {share}, and every rank keeps a copy of the model.{better}"]
 
 
-def _more_threads_than_cores(case: Case) -> list[str]:
-    plan = case.plan
+def _more_threads_than_cores(context: PlanContext) -> list[str]:
+    plan = context.plan
     return [
         f"plan {plan} runs {ranks} × {plan.threads} threads on a host with {host.cores} cores; threads={max(1, host.cores // ranks)} fits."
-        for host, ranks in zip(case.cluster.hosts, case.ranks_per_host, strict=True)
+        for host, ranks in zip(context.cluster.hosts, context.ranks_per_host, strict=True)
         if ranks and plan.threads > max(1, host.cores // ranks)
     ]
 
 
-def _cores_shared_by_ranks(case: Case) -> list[str]:
-    plan = case.plan
+def _cores_shared_by_ranks(context: PlanContext) -> list[str]:
+    plan = context.plan
     return [
         f"plan {plan} pins {ranks} ranks to {host.cores} cores of a host, so that some share one; pin=off lets them move."
-        for host, ranks in zip(case.cluster.hosts, case.ranks_per_host, strict=True)
+        for host, ranks in zip(context.cluster.hosts, context.ranks_per_host, strict=True)
         if plan.pin and ranks > max(host.cores, sum(map(len, host.affinity)))
     ]
 
 
-def _slow_bf16(case: Case) -> list[str]:
-    plan, cluster = case.plan, case.cluster
+def _slow_bf16(context: PlanContext) -> list[str]:
+    plan, cluster = context.plan, context.cluster
     without = {d.name for host in cluster.hosts if host.kind == cluster.kind for d in host.devices if d.bf16 is False}
-    if plan.precision_for(case.job) != "bf16" or not without:
+    if plan.precision_for(context.job) != "bf16" or not without:
         return []
     names = ", ".join(sorted(without))
     return [f"plan {plan} computes in bf16, which {names} does only in software; precision=fp32 is likely faster there."]
 
 
-def _matrices_across_hosts(case: Case) -> list[str]:
+def _matrices_across_hosts(context: PlanContext) -> list[str]:
     """Warning about tensor-parallel groups that are divided by the end of a host."""
-    plan = case.plan
-    ends = list(accumulate(case.ranks_per_host))[:-1]
+    plan = context.plan
+    ends = list(accumulate(context.ranks_per_host))[:-1]
     if plan.tp == 1 or not any(end % plan.tp and end < plan.ranks for end in ends):
         return []
     fitting = [n for n in range(1, plan.tp) if plan.tp % n == 0 and not any(end % n for end in ends)]
@@ -111,22 +111,22 @@ def _idle_stages(plan: Plan) -> list[str]:
     return [f"plan {plan} has fewer microbatches than pipeline ranks, so some always wait; microbatches={4 * plan.pp} keeps them busy."]
 
 
-def _fewer_microbatches(case: Case) -> list[str]:
+def _fewer_microbatches(context: PlanContext) -> list[str]:
     """Warning that fewer microbatches will be used. A pipeline's stages need equal ones."""
-    plan, shares = case.plan, case.shares
+    plan, shares = context.plan, context.shares
     fitting = next(n for n in range(plan.microbatches, 0, -1) if not any(share % n for share in shares))
     if plan.pp == 1 or fitting == plan.microbatches:
         return []
     per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches
     return [
         f"plan {plan} has {per_rank}, which cannot be divided into {plan.microbatches} equal microbatches, so {fitting} will be used; "
-        f"a global batch of {-(-case.job.global_batch // equal) * equal} would divide."
+        f"a global batch of {-(-context.job.global_batch // equal) * equal} would divide."
     ]
 
 
-def _vocabulary_left_whole(case: Case) -> list[str]:
-    plan = case.plan
-    wrong = [n for n in case.anatomy.vocabulary if n % plan.tp] if plan.tp > 1 else []
+def _vocabulary_left_whole(context: PlanContext) -> list[str]:
+    plan = context.plan
+    wrong = [n for n in context.model_info.vocabulary if n % plan.tp] if plan.tp > 1 else []
     left = f"plan {plan} leaves the vocabulary whole on each rank"
     return [f"{left}, for {n} is no multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided." for n in wrong]
 
@@ -140,8 +140,8 @@ def _many_activations(plan: Plan) -> list[str]:
     ]
 
 
-def _uneven_attention(case: Case) -> list[str]:
-    plan, tokens = case.plan, case.tokens
+def _uneven_attention(context: PlanContext) -> list[str]:
+    plan, tokens = context.plan, context.tokens
     if plan.cp == 1 or tokens is None or tokens % (2 * plan.cp) == 0:
         return []
     return [
@@ -150,19 +150,19 @@ def _uneven_attention(case: Case) -> list[str]:
     ]
 
 
-def _nothing_to_offload_to(case: Case) -> list[str]:
-    plan, cluster = case.plan, case.cluster
+def _nothing_to_offload_to(context: PlanContext) -> list[str]:
+    plan, cluster = context.plan, context.cluster
     if not plan.offload or plan.fsdp == 1 or cluster.kind == "cuda":
         return []
     return [f"plan {plan} keeps shards in host memory, where ranks without a GPU keep them anyway; offload=off does the same."]
 
 
-def _statistics_of_microbatches(case: Case) -> list[str]:
-    plan, job = case.plan, case.job
+def _statistics_of_microbatches(context: PlanContext) -> list[str]:
+    plan, job = context.plan, context.job
     if plan.microbatches == 1 or job.model.zoo in _ZOO_WITHOUT_BATCH_NORM:
         return []
     try:
-        norms = case.anatomy.batch_norms
+        norms = context.model_info.batch_norms
     # the ranks will report it with more details
     except JobError:
         return []
@@ -188,9 +188,9 @@ def _nobody_to_agree_with(plan: Plan) -> list[str]:
     return [f"plan {plan} has one replica, which agrees with nobody, so {said} does nothing; dp=2 or more has it work."]
 
 
-def _ends_between_agreements(case: Case) -> list[str]:
+def _ends_between_agreements(context: PlanContext) -> list[str]:
     """Warning about a run that ends before its replicas agree once."""
-    plan, steps = case.plan, case.job.stop.steps
+    plan, steps = context.plan, context.job.stop.steps
     spec = SyncSpec.parse(plan.sync)
     if plan.dp == 1 or spec.agrees_every_step or steps is None or steps >= spec.arguments[""]:
         return []

@@ -13,7 +13,7 @@ from paceline.planner.cost.layout import BYTES, Layout, Precision
 from paceline.trace.graph import Block, Gemm
 
 
-class Share(NamedTuple):
+class BlockConfig(NamedTuple):
     """Everything that a block's time on one rank depends on, but for the block."""
 
     device: Accelerator
@@ -46,12 +46,12 @@ class BlockTime(NamedTuple):
     launch_backward_s: float
 
 
-def share(layout: Layout) -> Share:
+def block_config(layout: Layout) -> BlockConfig:
     """The part of a layout that a block's time depends on."""
-    stack, device = layout.stack, device_of(layout)
+    framework, device = layout.framework, device_of(layout)
     floor = max(device.launch_s, constants.LAUNCH_S)
     adds_up = layout.microbatches > 1 and not (layout.fsdp > 1 and layout.zero == 3)
-    return Share(
+    return BlockConfig(
         device,
         layout.samples,
         layout.tp,
@@ -59,13 +59,13 @@ def share(layout: Layout) -> Share:
         layout.ep,
         layout.sequence,
         layout.precision,
-        stack.attention if stack.flash else 0,
-        stack.loss,
-        stack.kernels,
-        stack.softmax_of,
-        stack.stops_early,
+        framework.attention if framework.flash else 0,
+        framework.loss,
+        framework.kernels,
+        framework.softmax_of,
+        framework.stops_early,
         floor,
-        stack.derating,
+        framework.derating,
         3 * layout.gradient_bytes if adds_up else 0.0,
     )
 
@@ -83,70 +83,72 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
 
 
 @lru_cache(maxsize=200_000)
-def block_time(block: Block, share: Share) -> BlockTime:
+def block_time(block: Block, config: BlockConfig) -> BlockTime:
     """Times of a block for one microbatch, without communication."""
-    fused = [gemm for gemm in block.gemms if gemm.batch and share.attention]
-    weights = [gemm for gemm in block.gemms if not (gemm.batch and share.attention)]
-    attention = sum(_fused_attention_s(gemm, share) for gemm in fused)
-    forward = sum(gemm_s(gemm, share) for gemm in weights) + attention
-    backward = sum(gemm_s(gemm, share, backward=True) for gemm in weights) + attention * constants.FUSED_BACKWARD
-    unfused = _softmax_is_unfused(block, share)
-    scores = 0.0 if share.attention else _pass_s(block.scores / share.tp / share.cp, share) * (constants.UNFUSED_SOFTMAX if unfused else 1)
-    inside = block.inside * (share.loss if block.kind == "head" else 1.0)
-    other = _pass_s(inside / share.tp / share.cp + block.outside / (share.tp if share.sequence else 1) / share.cp, share)
-    squares = scores + attention + sum(gemm_s(gemm, share) for gemm in weights if gemm.batch)
-    held = block.matrices / share.tp + block.experts / share.tp / share.ep
-    added = held * share.added_bytes / _vector_bandwidth(share.device)
-    kernels = (block.kernels + (constants.UNFUSED_KERNELS if unfused else 0)) * share.kernels
-    starts = kernels * constants.KERNEL_S if share.device.kind == "cuda" else 0.0
-    launch = kernels * share.floor_s * (1 + constants.LAUNCH_TP * (share.tp - 1))
-    slow = share.derating
+    fused = [gemm for gemm in block.gemms if gemm.batch and config.attention]
+    weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
+    attention = sum(_fused_attention_s(gemm, config) for gemm in fused)
+    forward = sum(gemm_s(gemm, config) for gemm in weights) + attention
+    backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights) + attention * constants.FUSED_BACKWARD
+    unfused = _softmax_is_unfused(block, config)
+    scores = (
+        0.0 if config.attention else _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
+    )
+    inside = block.inside * (config.loss if block.kind == "head" else 1.0)
+    other = _pass_s(inside / config.tp / config.cp + block.outside / (config.tp if config.sequence else 1) / config.cp, config)
+    squares = scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)
+    held = block.matrices / config.tp + block.experts / config.tp / config.ep
+    added = held * config.added_bytes / _vector_bandwidth(config.device)
+    kernels = (block.kernels + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+    starts = kernels * constants.KERNEL_S if config.device.kind == "cuda" else 0.0
+    launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
+    slow = config.derating
     trained = 1.0 if block.trained else 0.0
     others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added
     return BlockTime(
         (forward + other + scores) * slow + starts,
         ((backward + others_backward) * slow + 2 * starts) * trained,
         squares * slow,
-        gemm_s(block.gemms[-1], share) * slow if block.gemms else 0.0,
+        gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
         launch,
         2 * launch * trained,
     )
 
 
-def _softmax_is_unfused(block: Block, share: Share) -> bool:
-    if share.attention or share.softmax_of == 1:
+def _softmax_is_unfused(block: Block, config: BlockConfig) -> bool:
+    if config.attention or config.softmax_of == 1:
         return False
-    squares = max((gemm.batch for gemm in block.gemms), default=0) * share.samples / share.tp
-    return squares % share.softmax_of != 0
+    squares = max((gemm.batch for gemm in block.gemms), default=0) * config.samples / config.tp
+    return squares % config.softmax_of != 0
 
 
-def gemm_s(gemm: Gemm, share: Share, backward: bool = False) -> float:
+def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     """Seconds of all products of this shape in a microbatch, forward or backward. The backward pass has two products for each."""
-    rows, n, k = gemm.rows / share.cp, float(gemm.n), float(gemm.k)
+    rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
     times = float(gemm.times)
     if gemm.batch:
-        times *= gemm.batch * share.samples / (share.tp if gemm.divided != "none" else 1)
+        times *= gemm.batch * config.samples / (config.tp if gemm.divided != "none" else 1)
     elif gemm.experts:
-        rows *= share.samples * share.ep / gemm.experts
-        times *= gemm.experts / share.ep
+        rows *= config.samples * config.ep / gemm.experts
+        times *= gemm.experts / config.ep
     else:
-        rows *= share.samples
+        rows *= config.samples
     if gemm.divided == "n":
-        n /= share.tp
+        n /= config.tp
     elif gemm.divided == "k":
-        k /= share.tp
+        k /= config.tp
     if gemm.batch:
-        return _both(share, rows, n, k, times) if backward else product_s(share.device, share.precision, rows, n, k, times)
+        return _both(config, rows, n, k, times) if backward else product_s(config.device, config.precision, rows, n, k, times)
     many = times if gemm.experts else 1.0
     repeated = 1.0 if gemm.experts else times
     if backward:
-        return repeated * _both(share, rows, n, k, many)
-    return repeated * product_s(share.device, share.precision, rows, n, k, many)
+        return repeated * _both(config, rows, n, k, many)
+    return repeated * product_s(config.device, config.precision, rows, n, k, many)
 
 
-def _both(share: Share, rows: float, n: float, k: float, many: float) -> float:
+def _both(config: BlockConfig, rows: float, n: float, k: float, many: float) -> float:
     """Seconds of the products for the gradients of both operands."""
-    device, precision = share.device, share.precision
+    device, precision = config.device, config.precision
     return product_s(device, precision, rows, k, n, many) + product_s(device, precision, n, k, rows, many)
 
 
@@ -184,12 +186,12 @@ def peak_flops(device: Accelerator, precision: Precision) -> float:
     return min(device.peak_flops.values())
 
 
-def _fused_attention_s(gemm: Gemm, share: Share) -> float:
+def _fused_attention_s(gemm: Gemm, config: BlockConfig) -> float:
     """Seconds of one of attention's two products inside a fused kernel. The kernel skips what a causal mask hides."""
-    flops = gemm.flops * share.samples / share.cp / share.tp * (0.5 if gemm.causal else 1.0)
+    flops = gemm.flops * config.samples / config.cp / config.tp * (0.5 if gemm.causal else 1.0)
     length = gemm.rows
-    reached = constants.FUSED_ATTENTION[min(share.attention, 2)] * length / (length + constants.FUSED_ATTENTION_HALF)
-    return flops / (peak_flops(share.device, share.precision) * reached)
+    reached = constants.FUSED_ATTENTION[min(config.attention, 2)] * length / (length + constants.FUSED_ATTENTION_HALF)
+    return flops / (peak_flops(config.device, config.precision) * reached)
 
 
 @lru_cache(maxsize=100)
@@ -199,7 +201,7 @@ def _multiprocessors(device: Accelerator) -> int:
 
 @lru_cache(maxsize=100)
 def _sustained(device: Accelerator) -> float:
-    return next((share for name, share in constants.SUSTAINED.items() if device.name.startswith(name)), 1.0)
+    return next((part for name, part in constants.SUSTAINED.items() if device.name.startswith(name)), 1.0)
 
 
 def _alignment(n: float, k: float, size: int) -> float | None:
@@ -213,9 +215,9 @@ def _alignment(n: float, k: float, size: int) -> float | None:
     return speed
 
 
-def _pass_s(numbers: float, share: Share) -> float:
+def _pass_s(numbers: float, config: BlockConfig) -> float:
     """Seconds to move `numbers` elements per sample through the device's memory."""
-    return numbers * share.samples * BYTES[share.precision] / _vector_bandwidth(share.device)
+    return numbers * config.samples * BYTES[config.precision] / _vector_bandwidth(config.device)
 
 
 def _vector_bandwidth(device: Accelerator) -> float:

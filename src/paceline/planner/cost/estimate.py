@@ -7,11 +7,11 @@ from paceline.planner.cost.compute import device_of, peak_flops
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import measured_step
 from paceline.planner.cost.measured_memory import measured_memory
-from paceline.planner.cost.memory import memory, room_bytes
+from paceline.planner.cost.memory import capacity_bytes, memory
 from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.prediction import PARTS, Prediction
-from paceline.planner.cost.stages import StageCost, exposed_s, pace
-from paceline.planner.cost.traffic import all_reduce_s, gather_s, way
+from paceline.planner.cost.stages import StageCost, exposed_s, stage_times
+from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path
 
 
 def estimate(layout: Layout) -> Prediction:
@@ -29,12 +29,12 @@ def estimate(layout: Layout) -> Prediction:
         mfu=flops / step / peak if peak else None,
         breakdown=parts,
         memory=held,
-        fits=used <= room_bytes(layout),
+        fits=used <= capacity_bytes(layout),
     )
 
 
 def _parts(layout: Layout) -> dict[str, float]:
-    _, forwards, backwards, slow, working = pace(layout)
+    _, forwards, backwards, slow, working = stage_times(layout)
     hop = hop_s(layout)
     whole = pipeline_s(forwards, backwards, layout.microbatches, hop, layout.pp, layout.schedule)
     parts = dict.fromkeys(PARTS, 0.0)
@@ -59,7 +59,7 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
     """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds."""
     if layout.fsdp == 1:
         return 0.0
-    link = way(layout, "fsdp")
+    link = link_path(layout, "fsdp")
     gathered = gather_s(slow.parameters * min(layout.parameter_bytes, layout.number_bytes), link)
     scattered = gather_s(slow.parameters * layout.sync_bytes, link)
     one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
@@ -78,8 +78,8 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     if layout.dp == 1:
         return 0.0
     shared = slow.parameters / layout.fsdp
-    seconds = all_reduce_s(shared * layout.sync_bytes, way(layout, "dp")) / layout.sync_every
-    if not layout.stack.overlaps_gradients:
+    seconds = all_reduce_s(shared * layout.sync_bytes, link_path(layout, "dp")) / layout.sync_every
+    if not layout.framework.overlaps_gradients:
         return seconds
     return exposed_s(seconds, slow.backward) + seconds / slow.blocks
 

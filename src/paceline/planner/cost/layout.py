@@ -22,7 +22,7 @@ BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Stack:
+class FrameworkProfile:
     """Framework profile: what the software that runs a plan adds to the physics.
 
     `derating` is its only fitted number; the others describe how its code works.
@@ -124,7 +124,7 @@ class Layout:
     cut: tuple[int, ...] = ()
     sync_bytes: float = 4.0
     sync_every: int = 1
-    stack: Stack = field(default_factory=Stack)
+    framework: FrameworkProfile = field(default_factory=FrameworkProfile)
     order: tuple[str, ...] = AXES[::-1]
     # of a rank on CPUs
     threads: int = 1

@@ -18,7 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from paceline.partition import contiguous
-from paceline.planner.calibrate import Anchor, Calibration, interpolated
+from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
 from paceline.planner.cost.pipeline import simulate, work_of
@@ -70,7 +70,7 @@ class Added:
 def measured_step(layout: Layout) -> dict[str, float] | None:
     """Seconds of a step by `PARTS`, from the layout's calibration; None without one."""
     found = layout.machines.calibration
-    if found is None or not found.paces or not found.anchors:
+    if found is None or not found.timings or not found.points:
         return None
     links = links_of(layout, found)
     times, added = times_of(layout, found), added_by(layout, found)
@@ -101,11 +101,11 @@ def times_of(layout: Layout, found: Calibration) -> Times:
 
 @lru_cache(maxsize=4096)
 def _times(trace: Trace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Times:
-    plain = found.paces_of(ranks, precision)
-    sizes = [pace.samples for pace in plain]
+    plain = found.timings_of(ranks, precision)
+    sizes = [timing.samples for timing in plain]
     each = range(len(plain[0].forward_s))
-    forward = [interpolated(sizes, [pace.forward_s[i] for pace in plain], samples) for i in each]
-    backward = [interpolated(sizes, [pace.backward_s[i] for pace in plain], samples) for i in each]
+    forward = [interpolated(sizes, [timing.forward_s[i] for timing in plain], samples) for i in each]
+    backward = [interpolated(sizes, [timing.backward_s[i] for timing in plain], samples) for i in each]
     again = sum(forward) * _again(found, remat) if remat != "none" else 0.0
     return Times(_by_block(trace, found.segments, forward), _by_block(trace, found.segments, backward), again)
 
@@ -113,8 +113,8 @@ def _times(trace: Trace, found: Calibration, ranks: int, precision: str, samples
 @lru_cache(maxsize=64)
 def _again(found: Calibration, remat: str) -> float:
     """Time of recomputation, in forward passes: the median of all measurements; 1 without any."""
-    plain = {(p.ranks, p.precision, p.samples): p for p in found.paces if p.remat == "none"}
-    pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.paces if p.remat == remat]
+    plain = {(p.ranks, p.precision, p.samples): p for p in found.timings if p.remat == "none"}
+    pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.timings if p.remat == remat]
     ratios = [(again.seconds - once.seconds) / sum(once.forward_s) for again, once in pairs if once is not None]
     return max(0.0, median(ratios)) if ratios else 1.0
 
@@ -182,56 +182,56 @@ def _fused_gain_s(layout: Layout, found: Calibration) -> float:
 @lru_cache(maxsize=256)
 def _added(trace: Trace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
     """Overhead of an axis: its calibration points less the model without overhead."""
-    anchors = found.anchors_of(axis, precision)
-    if not anchors:
-        other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.anchors_of(other, precision))
+    points = found.points_of(axis, precision)
+    if not points:
+        other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.points_of(other, precision))
         like = _added(trace, found, precision, other, ranks)
         shares = {"tp": 1 / ranks, "cp": 1 / ranks}
         return replace(like, share=min(1.0, _UNSEEN * shares.get(axis, 1.0)), each_s=_UNSEEN * like.each_s)
-    precision = anchors[0].precision
-    layouts = [_as_layout(trace, found, anchor, precision) for anchor in anchors]
-    plain = [_times(trace, found, anchor.ranks, precision, anchor.samples, "none") for anchor in anchors]
+    precision = points[0].precision
+    layouts = [_as_layout(trace, found, point, precision) for point in points]
+    plain = [_times(trace, found, point.ranks, precision, point.samples, "none") for point in points]
     links = [links_of(layout, found) for layout in layouts]
     share = 1.0
     if axis == "pp":
         bare = [_pipelined(layout, t, Added(), link)[0] for layout, t, link in zip(layouts, plain, links, strict=True)]
-        over = [a.compute_s + a.bubble_s + a.comm_s - b for a, b in zip(anchors, bare, strict=True)]
-        weights = [float(a.microbatches + layout.pp - 1) for a, layout in zip(anchors, layouts, strict=True)]
+        over = [a.compute_s + a.bubble_s + a.comm_s - b for a, b in zip(points, bare, strict=True)]
+        weights = [float(a.microbatches + layout.pp - 1) for a, layout in zip(points, layouts, strict=True)]
     else:
-        inside = [link.fsdp_s(layout) + a.microbatches * link.tp_s(layout) for a, layout, link in zip(anchors, layouts, links, strict=True)]
-        computed = [a.compute_s - i for a, i in zip(anchors, inside, strict=True)]
+        inside = [link.fsdp_s(layout) + a.microbatches * link.tp_s(layout) for a, layout, link in zip(points, layouts, links, strict=True)]
+        computed = [a.compute_s - i for a, i in zip(points, inside, strict=True)]
         if axis == "tp":
-            share = _remaining(anchors, computed, plain)
-        over = [c - a.microbatches * share * t.seconds for a, c, t in zip(anchors, computed, plain, strict=True)]
-        weights = [float(a.microbatches) for a in anchors]
+            share = _remaining(points, computed, plain)
+        over = [c - a.microbatches * share * t.seconds for a, c, t in zip(points, computed, plain, strict=True)]
+        weights = [float(a.microbatches) for a in points]
     each_s = sum(o * w for o, w in zip(over, weights, strict=True)) / sum(w * w for w in weights)
     each_s = max(each_s, -_LEAST_ADDED * min(times.seconds for times in plain))
-    comm_s = 0.0 if axis == "pp" else sum(a.comm_s for a in anchors) / len(anchors)
+    comm_s = 0.0 if axis == "pp" else sum(a.comm_s for a in points) / len(points)
     return Added(
         share=share,
         each_s=each_s,
         comm_s=comm_s,
-        optimizer_s=sum(a.optimizer_s for a in anchors) / len(anchors),
-        data_s=sum(a.data_s for a in anchors) / len(anchors),
-        samples=float(anchors[0].samples * anchors[0].microbatches),
+        optimizer_s=sum(a.optimizer_s for a in points) / len(points),
+        data_s=sum(a.data_s for a in points) / len(points),
+        samples=float(points[0].samples * points[0].microbatches),
     )
 
 
-def _as_layout(trace: Trace, found: Calibration, anchor: Anchor, precision: str) -> Layout:
-    degrees = {} if anchor.axis == "none" else {anchor.axis: anchor.ranks}
+def _as_layout(trace: Trace, found: Calibration, point: CalibrationPoint, precision: str) -> Layout:
+    degrees = {} if point.axis == "none" else {point.axis: point.ranks}
     return Layout(
         trace=trace,
         machines=replace(here(found), calibration=found),
-        samples=float(anchor.samples),
-        microbatches=anchor.microbatches,
+        samples=float(point.samples),
+        microbatches=point.microbatches,
         precision=precision,  # type: ignore[arg-type]
         **degrees,  # type: ignore[arg-type]
     )
 
 
-def _remaining(anchors: Sequence[Anchor], computed: Sequence[float], plain: Sequence[Times]) -> float:
+def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], plain: Sequence[Times]) -> float:
     """Fraction of a pass that remains on a rank of tp. Two points separate it from the overhead of each microbatch."""
-    per = [c / a.microbatches for a, c in zip(anchors, computed, strict=True)]
+    per = [c / a.microbatches for a, c in zip(points, computed, strict=True)]
     long, short = plain[0].seconds, plain[-1].seconds
     slope = (per[0] - per[-1]) / (long - short) if abs(long - short) > 0.2 * long else per[0] / long
     return min(max(slope, _TP_SHARES[0]), _TP_SHARES[1])

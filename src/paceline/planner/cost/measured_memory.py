@@ -5,7 +5,7 @@ It sums the memory of a process without a model, the state by count, and the mea
 
 from __future__ import annotations
 
-from paceline.planner.calibrate import Anchor, Calibration, interpolated
+from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import here
 
@@ -22,7 +22,7 @@ def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
     negative, all are reduced in proportion.
     """
     found = layout.machines.calibration
-    if found is None or not found.paces or not found.baseline_bytes:
+    if found is None or not found.timings or not found.baseline_bytes:
         return held
     peak = peak_bytes(layout, found)
     others = {name: size for name, size in held.items() if name != "runtime"}
@@ -42,21 +42,21 @@ def _beside(layout: Layout, found: Calibration) -> float:
     Later points were measured with memory left over from earlier ones.
     """
     axis = "none" if layout.ranks == 1 else "dp"
-    anchors = [anchor for anchor in found.anchors_of(axis, found.precisions[0]) if anchor.precision == found.precisions[0]]
-    if not anchors:
+    points = [point for point in found.points_of(axis, found.precisions[0]) if point.precision == found.precisions[0]]
+    if not points:
         return 0.0
-    beside = [anchor.peak_bytes - found.baseline_bytes - _known_bytes(layout, found, anchor) for anchor in anchors]
+    beside = [point.peak_bytes - found.baseline_bytes - _known_bytes(layout, found, point) for point in points]
     return min(max(sum(beside) / len(beside), 0.0), _MOST_BESIDE * found.baseline_bytes)
 
 
-def _known_bytes(layout: Layout, found: Calibration, anchor: Anchor) -> float:
-    degrees = {} if anchor.axis == "none" else {anchor.axis: anchor.ranks}
+def _known_bytes(layout: Layout, found: Calibration, point: CalibrationPoint) -> float:
+    degrees = {} if point.axis == "none" else {point.axis: point.ranks}
     own = Layout(
         trace=layout.trace,
         machines=here(found),
-        samples=float(anchor.samples),
-        microbatches=anchor.microbatches,
-        precision=anchor.precision,  # type: ignore[arg-type]
+        samples=float(point.samples),
+        microbatches=point.microbatches,
+        precision=point.precision,  # type: ignore[arg-type]
         parameter_bytes=layout.parameter_bytes,
         gradient_bytes=layout.gradient_bytes,
         optimizer_bytes=layout.optimizer_bytes,
@@ -73,11 +73,11 @@ def _state_bytes(layout: Layout, found: Calibration) -> float:
 def _pass_bytes(layout: Layout, found: Calibration) -> float:
     """Bytes of gradients and of activations in flight on the first stage."""
     precision = found.nearest_precision(layout.precision)
-    plain = found.paces_of(layout.ranks, precision)
-    whole = interpolated([pace.samples for pace in plain], [float(pace.peak_bytes) for pace in plain], layout.samples)
-    again = found.paces_of(layout.ranks, precision, layout.remat) if layout.remat != "none" else []
-    known = {pace.samples: pace.peak_bytes for pace in plain}
-    less = [(pace.samples, float(known[pace.samples] - pace.peak_bytes)) for pace in again if pace.samples in known]
+    plain = found.timings_of(layout.ranks, precision)
+    whole = interpolated([timing.samples for timing in plain], [float(timing.peak_bytes) for timing in plain], layout.samples)
+    again = found.timings_of(layout.ranks, precision, layout.remat) if layout.remat != "none" else []
+    known = {timing.samples: timing.peak_bytes for timing in plain}
+    less = [(timing.samples, float(known[timing.samples] - timing.peak_bytes)) for timing in again if timing.samples in known]
     if less:
         whole -= max(0.0, interpolated([samples for samples, _ in less], [size for _, size in less], layout.samples))
     gradients = min(found.parameters * layout.gradient_bytes, whole)

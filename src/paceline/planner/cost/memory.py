@@ -28,7 +28,7 @@ RESERVE = 0.03
 GATHERED_AT_ONCE = 2
 
 
-class Habits(NamedTuple):
+class MemoryModel(NamedTuple):
     """Memory model parameters of a framework, beside the formulas.
 
     Attributes:
@@ -49,19 +49,19 @@ class Habits(NamedTuple):
 
 
 # by the beginning of the framework's name
-_HABITS = {
-    "paceline": Habits(products=True),
-    "Megatron-DeepSpeed eager": Habits(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
+_MEMORY_MODELS = {
+    "paceline": MemoryModel(products=True),
+    "Megatron-DeepSpeed eager": MemoryModel(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
     # And what ZeRO 1 flattens into them: fitted, the least that lines 2, 17, 32 and 47 of bloom_tr11_a100.csv lack.
-    "Megatron-DeepSpeed": Habits(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
+    "Megatron-DeepSpeed": MemoryModel(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
     # frees a stage's result once it is sent
-    "Megatron": Habits(stage_results=0),
-    "Composer": Habits(head=1 / 3),  # FlashAttention's cross entropy
+    "Megatron": MemoryModel(stage_results=0),
+    "Composer": MemoryModel(head=1 / 3),  # FlashAttention's cross entropy
 }
-_OTHER = Habits()
+_OTHER = MemoryModel()
 
 
-class Held(NamedTuple):
+class BlockMemory(NamedTuple):
     """Memory of a rank for consecutive blocks. Activations are elements of one sample.
 
     Attributes:
@@ -83,8 +83,8 @@ class Held(NamedTuple):
     result: float
 
 
-class Share(NamedTuple):
-    """Everything that a block's `Held` depends on, but for the block."""
+class MemoryConfig(NamedTuple):
+    """Everything that a block's `BlockMemory` depends on, but for the block."""
 
     tp: int
     ep: int
@@ -97,22 +97,22 @@ class Share(NamedTuple):
 
 def memory(layout: Layout) -> dict[str, float]:
     """Bytes of the worst rank by `HOLDERS`, the largest sum over a pipeline's ranks."""
-    habits = _habits(layout.stack.name)
-    worst = max((_of_rank(layout, habits, stage, chunks) for stage, chunks in _ranks(layout, habits)), key=sum)
+    memory_model = _memory_model(layout.framework.name)
+    worst = max((_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum)
     held = dict(zip(HOLDERS, worst, strict=False))
     on_gpu = layout.machines.device.kind != "cpu"
-    held["buffers"] += habits.workspace_bytes if on_gpu else 0.0
+    held["buffers"] += memory_model.workspace_bytes if on_gpu else 0.0
     held["fragments"] = FRAGMENTS * (held["activations"] + held["logits"] + held["working"] + held["gathered"])
     held["runtime"] = RUNTIME_BYTES if on_gpu else _baseline_bytes(layout)
     return held
 
 
 @cache
-def _habits(stack: str) -> Habits:
-    return next((habits for start, habits in _HABITS.items() if stack.startswith(start)), _OTHER)
+def _memory_model(framework: str) -> MemoryModel:
+    return next((memory_model for start, memory_model in _MEMORY_MODELS.items() if framework.startswith(start)), _OTHER)
 
 
-def room_bytes(layout: Layout) -> float:
+def capacity_bytes(layout: Layout) -> float:
     """Memory of a rank's device. On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores."""
     machines = layout.machines
     own = float(machines.memory_bytes or machines.device.memory_bytes)
@@ -123,32 +123,32 @@ def room_bytes(layout: Layout) -> float:
 
 
 def usable_bytes(layout: Layout) -> float:
-    """Bytes of `room_bytes` that a proposed plan may use. A GPU's driver keeps some, and predictions err."""
-    return room_bytes(layout) * (1 if layout.machines.device.kind == "cpu" else 1 - RESERVE)
+    """Bytes of `capacity_bytes` that a proposed plan may use. A GPU's driver keeps some, and predictions err."""
+    return capacity_bytes(layout) * (1 if layout.machines.device.kind == "cpu" else 1 - RESERVE)
 
 
-def _of_rank(layout: Layout, habits: Habits, stage: int, chunks: tuple[Held, ...]) -> tuple[float, ...]:
+def _of_rank(layout: Layout, memory_model: MemoryModel, stage: int, chunks: tuple[BlockMemory, ...]) -> tuple[float, ...]:
     """Bytes of a rank in the order of `HOLDERS`, up to the buffers."""
     sample = layout.samples / layout.cp * layout.number_bytes
     kept = logits = 0.0
     for held, count in zip(chunks, _in_flight(layout, stage), strict=True):
-        results = habits.stage_results if layout.pp > 1 else 0
+        results = memory_model.stage_results if layout.pp > 1 else 0
         kept += (held.kept + results * held.result) * count
-        logits += held.logits * min(count, 1) * habits.head
+        logits += held.logits * min(count, 1) * memory_model.head
     working = max(held.working for held in chunks) * sample
-    parameters, gradients, optimizer, gathered, update = _state(layout, habits, chunks)
+    parameters, gradients, optimizer, gathered, update = _state(layout, memory_model, chunks)
     kept, logits = kept * sample, logits * sample
-    if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and habits.products:
+    if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and memory_model.products:
         kept = _while_gradients_come(layout, kept, sample)
     working += max(update - kept - logits - working - gathered, 0.0)
     received = 0.0
     # torch allocates what every microbatch receives, of activations and of gradients
-    if layout.pp > 1 and habits.products:
+    if layout.pp > 1 and memory_model.products:
         received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
     return parameters, gradients, optimizer, kept, logits, working, gathered, received
 
 
-def _state(layout: Layout, habits: Habits, chunks: tuple[Held, ...]) -> tuple[float, float, float, float, float]:
+def _state(layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]) -> tuple[float, float, float, float, float]:
     """Bytes of parameters, gradients, optimizer state, FSDP's gathered tensors, and an update's temporaries."""
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule == "zero-bubble" and chunks[0].outside and chunks[-1].outside):
@@ -165,14 +165,14 @@ def _state(layout: Layout, habits: Habits, chunks: tuple[Held, ...]) -> tuple[fl
         gathered += (narrow + layout.gradient_bytes) * max(largest, outside)
         if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
             beside = layout.gradient_bytes
-    elif habits.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
+    elif memory_model.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
         beside = layout.number_bytes
     gradients = numbers * (layout.gradient_bytes / shards + beside)
     kept = (numbers * layout.parameter_bytes / shards, gradients, own * layout.optimizer_bytes)
     if layout.offload and shards > 1 and layout.machines.device.kind != "cpu":
         return 0.0, numbers * beside, 0.0, gathered, 0.0
     optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
-    update = own * (habits.update_bytes or (optimizer_copy if layout.machines.device.kind != "cpu" else 0.0))
+    update = own * (memory_model.update_bytes or (optimizer_copy if layout.machines.device.kind != "cpu" else 0.0))
     return *kept, gathered, update
 
 
@@ -181,7 +181,7 @@ def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
 
     One backward pass frees activations block by block, while the blocks' gradients appear.
     """
-    held = _helds(layout.trace, _share(layout, _HABITS["paceline"]))
+    held = _block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
     later, most = 0.0, 0.0
     for block in reversed(held):
         later += (block.dense + block.experts) * layout.gradient_bytes
@@ -207,20 +207,20 @@ def _in_flight(layout: Layout, stage: int) -> list[int]:
     return [rounds * pp + min(max(remainder - chunk * pp, 0), pp) for chunk in range(chunks)]
 
 
-def _ranks(layout: Layout, habits: Habits) -> list[tuple[int, tuple[Held, ...]]]:
+def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[BlockMemory, ...]]]:
     """Pipeline ranks with distinct content, with their chunks. Of equal ones the first, which has the most microbatches in flight."""
-    share = _share(layout, habits)
+    config = _memory_config(layout, memory_model)
     cut = layout.cut or _even_cut(layout)
-    key = (share, cut, layout.pp, layout.schedule == "zero-bubble")
+    key = (config, cut, layout.pp, layout.schedule == "zero-bubble")
     memo = layout.trace.memo
     if key not in memo:
-        chunks, pp = _chunks(layout.trace, share, cut), layout.pp
-        firsts: dict[tuple[Held, ...], int] = {}
+        chunks, pp = _chunks(layout.trace, config, cut), layout.pp
+        firsts: dict[tuple[BlockMemory, ...], int] = {}
         for rank in range(pp):
             back = layout.schedule == "zero-bubble" and len(chunks) == 2 * pp
             firsts.setdefault((chunks[rank], chunks[-1 - rank]) if back else tuple(chunks[rank::pp]), rank)
         memo[key] = [(rank, own) for own, rank in firsts.items()]
-    found: list[tuple[int, tuple[Held, ...]]] = memo[key]
+    found: list[tuple[int, tuple[BlockMemory, ...]]] = memo[key]
     return found
 
 
@@ -229,7 +229,7 @@ def _even_cut(layout: Layout) -> tuple[int, ...]:
     if layout.pp == 1:
         return (len(layout.trace.blocks),)
     degrees = (layout.pp, layout.chunks, layout.tp, layout.cp, layout.ep, layout.sequence, layout.samples)
-    key = ("cut", *degrees, layout.remat, layout.precision, layout.stack, layout.machines.device.name)
+    key = ("cut", *degrees, layout.remat, layout.precision, layout.framework, layout.machines.device.name)
     memo = layout.trace.memo
     if key not in memo:
         memo[key] = tuple(int(stage.blocks) for stage in stages(layout))
@@ -237,52 +237,52 @@ def _even_cut(layout: Layout) -> tuple[int, ...]:
     return cut
 
 
-def _share(layout: Layout, habits: Habits) -> Share:
-    return Share(layout.tp, layout.ep, layout.sequence, layout.remat, not layout.stack.flash, habits.products)
+def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
+    return MemoryConfig(layout.tp, layout.ep, layout.sequence, layout.remat, not layout.framework.flash, memory_model.products)
 
 
-def _chunks(trace: Trace, share: Share, cut: tuple[int, ...]) -> list[Held]:
-    helds = _helds(trace, share)
-    return [_together(helds[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
+def _chunks(trace: Trace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
+    memories = _block_memories(trace, config)
+    return [_summed(memories[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
 
 
-def _together(helds: tuple[Held, ...]) -> Held:
-    dense, experts, outside, largest, kept, logits, working, _ = zip(*helds, strict=True)
-    return Held(sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), helds[-1].result)
+def _summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
+    dense, experts, outside, largest, kept, logits, working, _ = zip(*memories, strict=True)
+    return BlockMemory(sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result)
 
 
-def _helds(trace: Trace, share: Share) -> tuple[Held, ...]:
+def _block_memories(trace: Trace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
     """Memory of every block. Equal blocks share one object, so that equal sums are equal to the last bit."""
-    if share not in trace.memo:
+    if config not in trace.memo:
         kinds = [block.kind for block in trace.blocks]
         repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind == "layer"}
-        by_block: dict[Block, Held] = {}
+        by_block: dict[Block, BlockMemory] = {}
         for block in trace.blocks:
             if block not in by_block:
-                by_block[block] = _held(block, share, block.kind in repeated)
-        trace.memo[share] = tuple(by_block[block] for block in trace.blocks)
-    helds: tuple[Held, ...] = trace.memo[share]
-    return helds
+                by_block[block] = _held(block, config, block.kind in repeated)
+        trace.memo[config] = tuple(by_block[block] for block in trace.blocks)
+    memories: tuple[BlockMemory, ...] = trace.memo[config]
+    return memories
 
 
-def _held(block: Block, share: Share, layer: bool) -> Held:
-    tp, across = share.tp, share.tp if share.sequence else 1
-    dense, experts = block.vectors + block.matrices / tp, block.experts / tp / share.ep
-    squares = block.kept_scores / tp if share.squares else 0.0
+def _held(block: Block, config: MemoryConfig, layer: bool) -> BlockMemory:
+    tp, across = config.tp, config.tp if config.sequence else 1
+    dense, experts = block.vectors + block.matrices / tp, block.experts / tp / config.ep
+    squares = block.kept_scores / tp if config.squares else 0.0
     kept, result = block.kept_inside / tp + block.kept_outside / across, block.boundary / across
     logits, working = 0.0, 0.0
     if block.kind == "head":
         kept, logits = block.kept_outside / across, block.kept_inside / tp
     elif not block.trained:
         kept = 0.0
-    elif layer and share.remat == "block":
+    elif layer and config.remat == "block":
         kept, working = result, kept + squares
-    elif layer and share.remat == "selective":
-        products = result + _products(block, tp, across) if share.products else kept
+    elif layer and config.remat == "selective":
+        products = result + _products(block, tp, across) if config.products else kept
         kept, working = min(products, kept), squares + max(kept - products, 0.0)
     else:
         kept += squares
-    return Held(dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result)
+    return BlockMemory(dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result)
 
 
 def _products(block: Block, tp: int, across: int) -> float:

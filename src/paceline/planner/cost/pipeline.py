@@ -35,7 +35,7 @@ def hop_s(layout: Layout) -> float:
     if layout.pp == 1:
         return 0.0
     boundary = max(block.boundary for block, _ in layout.trace.runs)
-    numbers = boundary * layout.samples / layout.cp / (layout.tp if layout.sequence or layout.stack.scatters_hops else 1)
+    numbers = boundary * layout.samples / layout.cp / (layout.tp if layout.sequence or layout.framework.scatters_hops else 1)
     return constants.PIPELINE_S + send_s(numbers * min(layout.number_bytes, 4), layout)
 
 

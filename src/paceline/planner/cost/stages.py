@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from paceline.partition import contiguous
 from paceline.planner.cost import constants
-from paceline.planner.cost.compute import BlockTime, Share, block_time, share
+from paceline.planner.cost.compute import BlockConfig, BlockTime, block_config, block_time
 from paceline.planner.cost.layout import BYTES, Layout
-from paceline.planner.cost.traffic import Way, all_reduce_s, all_to_all_s, gather_s, way
+from paceline.planner.cost.traffic import LinkPath, all_reduce_s, all_to_all_s, gather_s, link_path
 from paceline.trace.graph import Block, Trace
 
 
@@ -47,16 +47,16 @@ class StageCost(NamedTuple):
     def forward(self) -> float:
         """Seconds from a microbatch's arrival to its departure."""
         device = self.forward_s + self.tp_forward_s + (self.cp_s + self.ep_s) / 3
-        return _together(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0)
+        return _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0)
 
     @property
     def backward(self) -> float:
         """Seconds from a gradient's arrival to its departure."""
         device = self.backward_s + self.again_s + self.tp_backward_s + (self.cp_s + self.ep_s) * 2 / 3
-        return _together(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
+        return _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
 
 
-def _together(device_s: float, python_s: float, meets: bool) -> float:
+def _step_time_s(device_s: float, python_s: float, meets: bool) -> float:
     """Step time of Python and the device together. It is the slower of the two, as Python runs ahead.
 
     With tensor parallelism every layer is a barrier, so launch and kernel jitter add up; modelled as a p-norm of the two times.
@@ -67,7 +67,7 @@ def _together(device_s: float, python_s: float, meets: bool) -> float:
     return float((device_s**power + python_s**power) ** (1 / power))
 
 
-class Pace(NamedTuple):
+class StageTimes(NamedTuple):
     """Stage costs of a layout in the order of a microbatch, and the slowest rank's.
 
     Attributes:
@@ -83,20 +83,28 @@ class Pace(NamedTuple):
 
 def stages(layout: Layout) -> tuple[StageCost, ...]:
     """Costs of the virtual stages, in the order in which a microbatch passes them."""
-    return pace(layout).costs
+    return stage_times(layout).costs
 
 
-def pace(layout: Layout) -> Pace:
+def stage_times(layout: Layout) -> StageTimes:
     """Stage costs, and the rank that all others wait for; cached, since searches repeat them."""
-    ways = way(layout, "tp"), way(layout, "cp"), way(layout, "ep")
-    return paced(layout.trace, share(layout), layout.remat, *ways, layout.pp, layout.chunks, layout.cut)
+    paths = link_path(layout, "tp"), link_path(layout, "cp"), link_path(layout, "ep")
+    return _stage_times(layout.trace, block_config(layout), layout.remat, *paths, layout.pp, layout.chunks, layout.cut)
 
 
 @lru_cache(maxsize=16384)
-def paced(
-    trace: Trace, share: Share, remat: str, tp_way: Way, cp_way: Way, ep_way: Way, ranks: int, chunks: int, cut: tuple[int, ...]
-) -> Pace:
-    until = summed(trace, share, remat, tp_way, cp_way, ep_way)
+def _stage_times(
+    trace: Trace,
+    config: BlockConfig,
+    remat: str,
+    tp_path: LinkPath,
+    cp_path: LinkPath,
+    ep_path: LinkPath,
+    ranks: int,
+    chunks: int,
+    cut: tuple[int, ...],
+) -> StageTimes:
+    until = summed(trace, config, remat, tp_path, cp_path, ep_path)
     cut = cut or _even(until, ranks * chunks)
     ends = accumulate(cut)
     costs = tuple(_between(until[end - count], until[end]) for count, end in zip(cut, ends, strict=True))
@@ -104,7 +112,7 @@ def paced(
     working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
     slowest = own[working.index(max(working))]
     total = StageCost(*[sum(values) for values in zip(*slowest, strict=True)])
-    return Pace(costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working))
+    return StageTimes(costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working))
 
 
 def _between(start: StageCost, end: StageCost) -> StageCost:
@@ -112,8 +120,8 @@ def _between(start: StageCost, end: StageCost) -> StageCost:
 
 
 @lru_cache(maxsize=4096)
-def summed(trace: Trace, share: Share, remat: str, *links: Way) -> tuple[StageCost, ...]:
-    costs = (block_cost(block, share, remat, *links) for block in trace)
+def summed(trace: Trace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
+    costs = (block_cost(block, config, remat, *links) for block in trace)
     return tuple(accumulate(costs, StageCost.__add__, initial=StageCost()))
 
 
@@ -126,18 +134,18 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=100_000)
-def block_cost(block: Block, share: Share, remat: str, tp_way: Way, cp_way: Way, ep_way: Way) -> StageCost:
+def block_cost(block: Block, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath) -> StageCost:
     """Cost of one block."""
-    time = block_time(block, share)
+    time = block_time(block, config)
     layer = block.kind not in ("embedding", "head")
-    again, launch_again, reductions = _again(block, time, remat if layer else "none", share.stops_early)
-    number_bytes = BYTES[share.precision]
-    width = share.samples / share.cp * number_bytes
-    reduced = all_reduce_s(block.boundary * width, tp_way)
-    keys = (block.keys / share.tp or 2 * block.boundary) * share.samples * number_bytes if share.cp > 1 and layer else 0.0
-    routed = all_to_all_s(block.routed * width, ep_way)
+    again, launch_again, reductions = _again(block, time, remat if layer else "none", config.stops_early)
+    number_bytes = BYTES[config.precision]
+    width = config.samples / config.cp * number_bytes
+    reduced = all_reduce_s(block.boundary * width, tp_path)
+    keys = (block.keys / config.tp or 2 * block.boundary) * config.samples * number_bytes if config.cp > 1 and layer else 0.0
+    routed = all_to_all_s(block.routed * width, ep_path)
     trained = 1 if block.trained else 0
-    held = block.matrices / share.tp + block.vectors + block.experts / share.tp / share.ep
+    held = block.matrices / config.tp + block.vectors + block.experts / config.tp / config.ep
     return StageCost(
         time.forward_s,
         time.backward_s,
@@ -146,7 +154,7 @@ def block_cost(block: Block, share: Share, remat: str, tp_way: Way, cp_way: Way,
         time.launch_backward_s + launch_again,
         block.reductions * reduced,
         trained * (block.reductions + reductions) * reduced,
-        exposed_s(3 * gather_s(keys, cp_way), 3.5 * time.scores_s),
+        exposed_s(3 * gather_s(keys, cp_path), 3.5 * time.scores_s),
         6 * routed,
         held,
         1.0,

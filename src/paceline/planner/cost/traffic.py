@@ -9,7 +9,7 @@ from paceline.planner.cost import constants
 from paceline.planner.cost.layout import Layout
 
 
-class Way(NamedTuple):
+class LinkPath(NamedTuple):
     """Link path of a group's messages.
 
     Attributes:
@@ -26,7 +26,7 @@ class Way(NamedTuple):
     tree_s: float
 
 
-def way(layout: Layout, axis: str) -> Way:
+def link_path(layout: Layout, axis: str) -> LinkPath:
     """Link path of the groups along an axis.
 
     A host's ranks of one group share all of its links to other hosts with the host's other groups.
@@ -36,7 +36,7 @@ def way(layout: Layout, axis: str) -> Way:
     inside = machines.device.inside
     if ranks == 1 or apart * ranks <= machines.per_host:
         steps = (ranks - 1) * inside.latency_s
-        return Way(ranks, 1, inside.bandwidth * constants.LINK_TOP_INSIDE, steps, 2 * steps)
+        return LinkPath(ranks, 1, inside.bandwidth * constants.LINK_TOP_INSIDE, steps, 2 * steps)
     together = max(1, min(ranks, machines.per_host // apart))
     hosts = -(-ranks // together)
     bandwidth = machines.between.bandwidth * together * constants.LINK_TOP_BETWEEN
@@ -44,29 +44,29 @@ def way(layout: Layout, axis: str) -> Way:
         bandwidth = min(bandwidth, inside.bandwidth * constants.LINK_TOP_INSIDE)
     around = hosts * machines.between.latency_s + (ranks - hosts) * inside.latency_s
     tree = 2 * (log2(hosts) * machines.between.latency_s + (together - 1) * inside.latency_s)
-    return Way(ranks, hosts, bandwidth, around, tree)
+    return LinkPath(ranks, hosts, bandwidth, around, tree)
 
 
-def all_reduce_s(nbytes: float, way: Way) -> float:
+def all_reduce_s(nbytes: float, path: LinkPath) -> float:
     """Seconds of an all-reduce over a ring, or a tree of less latency.
 
     Each rank sends 2 (n − 1) / n of the bytes (Thakur et al., 2005).
     """
-    if way.ranks < 2:
+    if path.ranks < 2:
         return 0.0
-    return constants.COLLECTIVE_S + 2 * nbytes * (way.ranks - 1) / way.ranks / way.bandwidth + min(2 * way.around_s, way.tree_s)
+    return constants.COLLECTIVE_S + 2 * nbytes * (path.ranks - 1) / path.ranks / path.bandwidth + min(2 * path.around_s, path.tree_s)
 
 
-def gather_s(nbytes: float, way: Way) -> float:
+def gather_s(nbytes: float, path: LinkPath) -> float:
     """Seconds of an all-gather or a reduce-scatter of `nbytes` on each rank. Each rank sends (n − 1) / n of them."""
-    if way.ranks < 2:
+    if path.ranks < 2:
         return 0.0
-    return constants.COLLECTIVE_S + nbytes * (way.ranks - 1) / way.ranks / way.bandwidth + way.around_s
+    return constants.COLLECTIVE_S + nbytes * (path.ranks - 1) / path.ranks / path.bandwidth + path.around_s
 
 
-def all_to_all_s(nbytes: float, way: Way) -> float:
+def all_to_all_s(nbytes: float, path: LinkPath) -> float:
     """Seconds of an all-to-all. Each rank sends a part of its bytes to every other."""
-    return gather_s(nbytes, way)
+    return gather_s(nbytes, path)
 
 
 def send_s(nbytes: float, layout: Layout, axis: str = "pp") -> float:

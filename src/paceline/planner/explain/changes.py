@@ -11,9 +11,9 @@ from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout, Machines
-from paceline.planner.cost.memory import room_bytes
+from paceline.planner.cost.memory import capacity_bytes
 from paceline.planner.cost.prediction import Prediction
-from paceline.planner.search.result import Candidate, Found
+from paceline.planner.search.result import Candidate, SearchResult
 from paceline.plans.plan import Plan
 from paceline.units import bandwidth, count, size
 
@@ -65,15 +65,15 @@ class Change:
         }
 
 
-def changes_of(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None) -> tuple[Change, ...]:
+def changes_of(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None) -> tuple[Change, ...]:
     """Every change by itself, the most helpful first, unpredictable ones last."""
     return tuple(sorted(_changes(job, cluster, found, calibration), key=lambda change: -(-1.0 if change.gain is None else change.gain)))
 
 
-def _changes(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None) -> Iterator[Change]:
+def _changes(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None) -> Iterator[Change]:
     best = found.best[0]
     on = best.layout.machines
-    room = room_bytes(best.layout)
+    room = capacity_bytes(best.layout)
     more = Change("twice the memory of a device", str(size(2 * room)))
     yield _searched(more, job, with_memory(cluster, 2), best, calibration, no_worse=True)
     yield _more_devices(job, cluster, best, calibration)
@@ -188,7 +188,7 @@ def _linked(host: Host) -> bool:
 # Predicted again: a link changes the times of plans, not which of them can run
 
 
-def _predicted(change: Change, found: Found, faster: Callable[[Machines], Machines]) -> Change:
+def _predicted(change: Change, found: SearchResult, faster: Callable[[Machines], Machines]) -> Change:
     """Predict a change with the best of the plans found, on the changed machines."""
 
     def then(layout: Layout) -> Prediction:

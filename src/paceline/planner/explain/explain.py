@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planner.cost.memory import room_bytes
+from paceline.planner.cost.memory import capacity_bytes
 from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.changes import WORTH, Change, changes_of
-from paceline.planner.search.result import Candidate, Found, Hint
+from paceline.planner.search.result import Candidate, Hint, SearchResult
 from paceline.units import percent, size
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PART_NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Share:
+class Portion:
     """A part of a whole: `value` in seconds or bytes, and `share`, its fraction."""
 
     name: str
@@ -46,7 +46,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """Cost of training in the currency of the user's prices, with the amount of work."""
 
     value: float
@@ -54,7 +54,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Help:
+class Suggestion:
     """A suggestion that would help, or would not.
 
     Attributes:
@@ -92,9 +92,9 @@ class Explanation:
 
     job: Job
     cluster: Cluster
-    found: Found
-    time: tuple[Share, ...]
-    memory: tuple[Share, ...]
+    found: SearchResult
+    time: tuple[Portion, ...]
+    memory: tuple[Portion, ...]
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     measured: bool = False
@@ -110,11 +110,11 @@ class Explanation:
         return self.winner.layout.trace.tokens
 
     @property
-    def room_bytes(self) -> int:
+    def capacity_bytes(self) -> int:
         """Memory of a device; on CPUs a rank's part of its host's."""
-        return int(room_bytes(self.winner.layout))
+        return int(capacity_bytes(self.winner.layout))
 
-    def cost(self, candidate: Candidate) -> Cost | None:
+    def cost(self, candidate: Candidate) -> TrainingCost | None:
         """Cost of the whole run, or of a round number of tokens or samples.
 
         None without prices. The whole run is used if its steps are known.
@@ -124,8 +124,12 @@ class Explanation:
         of_step = candidate.prediction.step_time_s / 3600 * candidate.plan.ranks * self.cluster.price_per_hour
         of_sample = of_step / self.job.global_batch
         if self.job.stop.steps is not None:
-            return Cost(of_step * self.job.stop.steps, f"the run of {self.job.stop.steps:,} steps")
-        return Cost(of_sample / self.tokens * 1e9, "1 billion tokens") if self.tokens > 1 else Cost(of_sample * 1e6, "1 million samples")
+            return TrainingCost(of_step * self.job.stop.steps, f"the run of {self.job.stop.steps:,} steps")
+        return (
+            TrainingCost(of_sample / self.tokens * 1e9, "1 billion tokens")
+            if self.tokens > 1
+            else TrainingCost(of_sample * 1e6, "1 million samples")
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -136,7 +140,7 @@ class Explanation:
         lines = [
             f"{best.plan}: the fastest of {self.found.considered:,} plans for {self.job.name} on {cluster}",
             f"predicted: {prediction.step_time_s:.4g} s a step, {prediction.throughput:,.4g} samples/s{mfu}, "
-            f"{size(prediction.memory_bytes)} of {size(self.room_bytes)}",
+            f"{size(prediction.memory_bytes)} of {size(self.capacity_bytes)}",
             self.limit,
         ]
         helping = next((change for change in self.changes if change.helps), None)
@@ -145,22 +149,22 @@ class Explanation:
         return lines
 
     @property
-    def helps(self) -> list[Help]:
+    def helps(self) -> list[Suggestion]:
         """Suggestions, the most helpful first: other machines and batches, and the search's own hints."""
         found, rows = self.found, []
         for change in self.changes:
             then = f"then {change.plan}" if change.plan and change.helps else ""
             about = change.but if change.helps or change.gain is None else ""
             what = f"{change.what}: {change.value}" if change.value else change.what
-            rows.append(Help(change.gain, what, "; ".join(text for text in (about, then) if text)))
-        rows += [Help(_grown(hint.gain), hint.change, hint.but) for hint in found.hints]
+            rows.append(Suggestion(change.gain, what, "; ".join(text for text in (about, then) if text)))
+        rows += [Suggestion(_grown(hint.gain), hint.change, hint.but) for hint in found.hints]
         if found.weights:
             weights = ", ".join(f"{weight:.3g}" for weight in found.weights)
             rows.append(
-                Help(_grown(found.weights_gain), "shares of the batch by speed", f"in the job: partition: {{weights: [{weights}]}}")
+                Suggestion(_grown(found.weights_gain), "shares of the batch by speed", f"in the job: partition: {{weights: [{weights}]}}")
             )
         if found.cut:
-            rows.append(Help(_grown(found.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(found.cut)}"))
+            rows.append(Suggestion(_grown(found.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(found.cut)}"))
         return sorted(rows, key=lambda row: -2.0 if row.gain is None else row.gain, reverse=True)
 
     @property
@@ -227,7 +231,7 @@ class Explanation:
 
 
 def explain(
-    job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None, *, what_would_help: bool = True
+    job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None, *, what_would_help: bool = True
 ) -> Explanation:
     """Explain a search's result.
 
@@ -254,7 +258,7 @@ def explain(
     )
 
 
-def shares_of_time(candidate: Candidate) -> tuple[Share, ...]:
+def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
     """Parts of a candidate's step with positive time, in the order of `PARTS`.
 
     They sum to the step: a part that measurements made negative is subtracted from computing.
@@ -262,14 +266,14 @@ def shares_of_time(candidate: Candidate) -> tuple[Share, ...]:
     prediction = candidate.prediction
     parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
     parts["compute"] += sum(seconds for seconds in parts.values() if seconds < 0)
-    return tuple(Share(part, seconds, seconds / prediction.step_time_s) for part, seconds in parts.items() if seconds > 0)
+    return tuple(Portion(part, seconds, seconds / prediction.step_time_s) for part, seconds in parts.items() if seconds > 0)
 
 
-def shares_of_memory(candidate: Candidate) -> tuple[Share, ...]:
+def shares_of_memory(candidate: Candidate) -> tuple[Portion, ...]:
     """Holders of the memory of its fullest rank, largest first."""
     prediction = candidate.prediction
     held = sorted(prediction.memory.items(), key=lambda entry: -entry[1])
-    return tuple(Share(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
+    return tuple(Portion(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
 
 
 def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:

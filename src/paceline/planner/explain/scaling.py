@@ -10,7 +10,7 @@ from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.explain.changes import with_devices
-from paceline.planner.search.result import Found
+from paceline.planner.search.result import SearchResult
 from paceline.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Scaled:
         }
 
 
-def scaling(job: Job, cluster: Cluster, found: Found, calibration: Calibration | None = None) -> tuple[Scaled, ...]:
+def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None) -> tuple[Scaled, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
     from paceline.planner.search.search import search
 

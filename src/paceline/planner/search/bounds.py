@@ -19,7 +19,7 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import FRAGMENTS, GATHERED_AT_ONCE, RUNTIME_BYTES, memory, usable_bytes
 from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
-from paceline.planner.cost.traffic import all_reduce_s, way
+from paceline.planner.cost.traffic import all_reduce_s, link_path
 from paceline.planner.search.space import Ints
 from paceline.plans.choices import STAGES_PER_RANK
 from paceline.trace.graph import Block, Trace
@@ -31,7 +31,7 @@ _ENDLESS = 2.0**16
 _CERTAIN = 0.97
 
 
-class Core(NamedTuple):
+class ShardConfig(NamedTuple):
     """Shard config: everything that a rank's work and state inside a stage depend on."""
 
     tp: int
@@ -44,7 +44,7 @@ class Core(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
+class RankCost:
     """Rank cost: all blocks on one rank of tp, cp and ep.
 
     Attributes:
@@ -86,31 +86,31 @@ class Bounds:
         self._each, self._counts = Trace(tuple(kinds)), list(kinds.values())
         self.layers = max(self._counts)
         self._samples: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
-        self._wholes: dict[Core, Whole] = {}
+        self._rank_costs: dict[ShardConfig, RankCost] = {}
         self._passes: dict[tuple[int, int, str], tuple[float, float]] = {}
         self._sums: dict[tuple[int, int], float] = {}
 
     @cached_property
-    def room(self) -> float:
+    def capacity(self) -> float:
         """Bytes of a device that a plan may use; on CPUs those of one core."""
         machines = self.layout.machines
         return usable_bytes(replace(self.layout, dp=machines.devices, fsdp=1, tp=1, pp=1, cp=1, ep=1))
 
     @cached_property
-    def room_for_model(self) -> float:
+    def model_capacity(self) -> float:
         """Bytes of a device without its runtime. On CPUs a rank may have the memory of idle cores: infinite."""
-        return self.room - RUNTIME_BYTES if self.layout.machines.device.kind == "cuda" else float("inf")
+        return self.capacity - RUNTIME_BYTES if self.layout.machines.device.kind == "cuda" else float("inf")
 
-    def whole(self, core: Core) -> Whole:
+    def rank_cost(self, config: ShardConfig) -> RankCost:
         """Rank cost of a shard config, computed once."""
-        found = self._wholes.get(core)
+        found = self._rank_costs.get(config)
         if found is None:
-            found = self._wholes[core] = self._computed(core)
+            found = self._rank_costs[config] = self._computed(config)
         return found
 
     def rate_s(self, tp: int, cp: int, ep: int, threads: int, sequence: bool, remat: str) -> float:
         """Seconds per sample of all blocks on one rank, with the best microbatch size."""
-        return self.whole(Core(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
+        return self.rank_cost(ShardConfig(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
 
     def passes(self, pp: int, microbatches: int, schedule: str) -> tuple[float, float]:
         """Numbers of microbatches and of hops on the critical path of even stages."""
@@ -146,7 +146,7 @@ class Bounds:
         """
         key = apart, dp
         if key not in self._sums:
-            over = way(replace(self.layout, fsdp=apart, dp=dp), "dp")
+            over = link_path(replace(self.layout, fsdp=apart, dp=dp), "dp")
             self._sums[key] = (all_reduce_s(2e9, over) - all_reduce_s(1e9, over)) / 1e9 if dp > 1 else 0.0
         return self._sums[key]
 
@@ -191,24 +191,24 @@ class Bounds:
         activations: Floats = repeated_kept / self.layers * layers * np.where(pp > 1, flight, 1.0)
         return activations
 
-    def _computed(self, core: Core) -> Whole:
-        layout = replace(self.layout, **core._asdict())
+    def _computed(self, config: ShardConfig) -> RankCost:
+        layout = replace(self.layout, **config._asdict())
         costs = stages(replace(layout, trace=self._each, cut=(1,) * len(self._counts)))
         total = StageCost(*[sum(map(mul, values, self._counts)) for values in zip(*costs, strict=True)])
         dense = [cost.parameters / seconds for cost in costs if (seconds := cost.forward + cost.backward) > 0]
         kept, hops = self._per_sample(layout)
-        layer, sample = self._counts.index(self.layers), core.samples * layout.number_bytes / core.cp
-        return Whole(
+        layer, sample = self._counts.index(self.layers), config.samples * layout.number_bytes / config.cp
+        return RankCost(
             forward_s=total.forward,
             backward_s=total.backward,
             repeated_s=(costs[layer].forward + costs[layer].backward) * self.layers,
             parameters=total.parameters,
             repeated=costs[layer].parameters * self.layers,
             dense=min(dense, default=0.0),
-            kept=sum(map(mul, kept, self._counts)) * core.samples,
-            repeated_kept=kept[layer] * self.layers * core.samples,
-            received=self._each.blocks[layer].boundary / (core.tp if core.sequence else 1) * sample,
-            hop_s=max(0.0, hops[0] + (hops[1] - hops[0]) * (core.samples - 1)),
+            kept=sum(map(mul, kept, self._counts)) * config.samples,
+            repeated_kept=kept[layer] * self.layers * config.samples,
+            received=self._each.blocks[layer].boundary / (config.tp if config.sequence else 1) * sample,
+            hop_s=max(0.0, hops[0] + (hops[1] - hops[0]) * (config.samples - 1)),
         )
 
     def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:

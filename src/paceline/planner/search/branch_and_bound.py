@@ -13,8 +13,8 @@ from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.predict import Layouts
-from paceline.planner.search.bounds import Bounds, Core, Floats, Whole
-from paceline.planner.search.rejected import Tally
+from paceline.planner.search.bounds import Bounds, Floats, RankCost, ShardConfig
+from paceline.planner.search.rejected import RejectionCounts
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import Ints, Space, divisors, numbered
 from paceline.plans.axes import DEGREES
@@ -36,14 +36,14 @@ _MOST_MEASURED = 2000
 
 
 @dataclass
-class Columns:
+class PlanTable:
     """Plan table: plans, or partial plans, with one array per column."""
 
     row: Ints
     schedule: Ints  # of `SCHEDULES`
     remat: Ints  # of `REMATS`
     sequence: Ints
-    whole: Ints  # of the hunt's wholes
+    cost: Ints  # index of the rank cost
     bound_s: Floats
     needed: Floats  # bytes of activations
     fsdp: Ints
@@ -52,9 +52,9 @@ class Columns:
     def __len__(self) -> int:
         return len(self.row)
 
-    def at(self, places: Any) -> Columns:
+    def at(self, places: Any) -> PlanTable:
         """Rows at the given positions."""
-        return Columns(*[getattr(self, name)[places] for name in self.__dataclass_fields__])
+        return PlanTable(*[getattr(self, name)[places] for name in self.__dataclass_fields__])
 
     def key(self, i: int) -> tuple[int, ...]:
         """Identity of the plan at a position."""
@@ -62,17 +62,17 @@ class Columns:
         return tuple(int(column[i]) for column in columns)
 
     @classmethod
-    def joined(cls, pieces: list[Columns]) -> Columns:
+    def joined(cls, tables: list[PlanTable]) -> PlanTable:
         """Concatenation of several tables."""
-        return cls(*[np.concatenate([getattr(piece, name) for piece in pieces]) for name in cls.__dataclass_fields__])
+        return cls(*[np.concatenate([getattr(part, name) for part in tables]) for name in cls.__dataclass_fields__])
 
 
-class Hunt:
+class BranchAndBound:
     """Branch-and-bound search of the best plans.
 
     Attributes:
         found: for each set of degrees the best plan so far.
-        tally: counts of excluded plans.
+        rejections: counts of excluded plans.
         considered: number of plans in the space.
         evaluated: number of predicted plans.
     """
@@ -86,11 +86,11 @@ class Hunt:
         self.layout = layouts.of(space.base)
         self.bounds = Bounds(self.layout)
         self.considered = int(space.plans_per_row.sum())
-        self.tally = Tally(self.bounds.room)
+        self.rejections = RejectionCounts(self.bounds.capacity)
         # of what was measured there are no bounds: as many are predicted as may be
         self.exact = layouts.machines.calibration is None
-        self._wholes: list[Whole] = []
-        self._places: dict[Core, int] = {}
+        self._rank_costs: list[RankCost] = []
+        self._places: dict[ShardConfig, int] = {}
         self._seen: set[tuple[int, ...]] = set()
         self._known_passes: dict[str, Floats] = {}
         self._filling = False
@@ -101,10 +101,10 @@ class Hunt:
         gap = self._through_all(_MOST_EVALUATIONS if self.exact else _MOST_MEASURED)
         # of those that are much slower, the ones that promise most
         if len(self.found) < self.top:
-            tally, self.tally = self.tally, Tally(self.tally.room)  # all were counted
+            rejections, self.rejections = self.rejections, RejectionCounts(self.rejections.capacity)  # all were counted
             self._filling, self.limit = True, float("inf")
             self._through_all(len(self._seen) + _FILL)
-            self.tally = tally
+            self.rejections = rejections
         return gap
 
     def _through_all(self, most: int) -> float:
@@ -149,7 +149,7 @@ class Hunt:
 
         Returns the least bound of untried plans if there were too many, else None.
         """
-        plans = self._shared_out(self._variants(rows))
+        plans = self._with_dp_fsdp(self._variants(rows))
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
             if self.exact and plans.bound_s[i] >= self.limit:
@@ -163,23 +163,23 @@ class Hunt:
                     self._evaluate(key, knobs)
         return None
 
-    def _variants(self, rows: Ints) -> Columns:
+    def _variants(self, rows: Ints) -> PlanTable:
         """Variants of the rows: schedule, remat and sequence of possible best plans."""
-        pieces = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
-        return Columns.joined([piece for some in pieces for piece in some])
+        tables = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
+        return PlanTable.joined([part for some in tables for part in some])
 
-    def _variants_of(self, rows: Ints, sequence: int, remat: int) -> list[Columns]:
+    def _variants_of(self, rows: Ints, sequence: int, remat: int) -> list[PlanTable]:
         space, bounds, table = self.space, self.bounds, self.space.rows
         rows = rows[space.allows(rows, bool(sequence), REMATS[remat])]
         if self.exact:
             rows = rows[self._at_best_s(rows, bool(sequence), REMATS[remat]) < self.limit]
-        whole = self._wholes_of(rows, bool(sequence), REMATS[remat])
+        cost = self._rank_costs_of(rows, bool(sequence), REMATS[remat])
         if self.exact:
-            hopeful = self._of(whole, "seconds")[0] * table["microbatches"][rows] / table["pp"][rows] < self.limit
-            rows, whole = rows[hopeful], whole[hopeful]
+            hopeful = self._of(cost, "seconds")[0] * table["microbatches"][rows] / table["pp"][rows] < self.limit
+            rows, cost = rows[hopeful], cost[hopeful]
         pp, microbatches, shared = (table[key][rows] for key in ("pp", "microbatches", "shared"))
-        seconds, parameters, kept, repeated_kept, received, hop = self._of(whole, "seconds parameters kept repeated_kept received hop_s")
-        uneven = bounds.unevenness_s(seconds, self._of(whole, "repeated_s")[0], pp, microbatches)
+        seconds, parameters, kept, repeated_kept, received, hop = self._of(cost, "seconds parameters kept repeated_kept received hop_s")
+        uneven = bounds.unevenness_s(seconds, self._of(cost, "repeated_s")[0], pp, microbatches)
         least_state = (
             np.maximum(parameters - bounds.layout.trace.tied, 0.0) / pp * bounds.state_bytes(np.ones_like(pp), np.ones_like(pp), shared, 3)
         )
@@ -193,15 +193,15 @@ class Hunt:
             held = np.maximum(held, first) + np.where(pp > 1, 2 * microbatches * received, 0.0)
             # gradients appear while activations are freed
             held[(pp == 1) & (microbatches == 1) & (shared == 1)] = 0.0
-            crowded = works & (least_state + held > bounds.room_for_model)
-            self.tally.crowd((least_state + held)[crowded], space.sharings[rows[crowded]])
-            some = np.flatnonzero(works & ~crowded & ((times < self.limit) | (not self.exact)))
+            out_of_memory = works & (least_state + held > bounds.model_capacity)
+            self.rejections.count_out_of_memory((least_state + held)[out_of_memory], space.factorisations[rows[out_of_memory]])
+            some = np.flatnonzero(works & ~out_of_memory & ((times < self.limit) | (not self.exact)))
             ones = np.ones(len(some), np.int64)
             same = (number * ones, remat * ones, sequence * ones)
-            found.append(Columns(rows[some], *same, whole[some], times[some], held[some], ones, 3 * ones))
+            found.append(PlanTable(rows[some], *same, cost[some], times[some], held[some], ones, 3 * ones))
         return found
 
-    def _shared_out(self, variants: Columns) -> Columns:
+    def _with_dp_fsdp(self, variants: PlanTable) -> PlanTable:
         """Factorisations of the data-parallel ranks into dp × fsdp that may be best and fit."""
         space, bounds, table = self.space, self.bounds, self.space.rows
         several, place = np.unique(table["shared"][variants.row], return_inverse=True)
@@ -211,10 +211,10 @@ class Hunt:
         plans.fsdp = np.concatenate([np.array(ways[i], np.int64) for i in place]) if len(place) else plans.fsdp
         may = np.ones(len(plans), np.bool_)
         for refused, refusal in space.shares(plans.row, plans.fsdp, plans.schedule):
-            self.tally.refuse(*refusal, int(refused.sum()))
+            self.rejections.refuse(*refusal, int(refused.sum()))
             may &= ~refused
         plans = plans.at(may)
-        seconds, backward, dense = self._of(plans.whole, "seconds backward_s dense")
+        seconds, backward, dense = self._of(plans.cost, "seconds backward_s dense")
         pp, shared = table["pp"][plans.row], table["shared"][plans.row]
         shard = seconds / pp * dense / plans.fsdp
         plans.bound_s = plans.bound_s + bounds.optimizers_s(shard)
@@ -222,31 +222,31 @@ class Hunt:
         keys, place = numbered(apart, shared // plans.fsdp)
         sums = np.array([bounds.sum_s_per_byte(*key) for key in keys])[place] if len(keys) else np.zeros(0)
         sent = sums * shard * self.layout.sync_bytes / self.layout.sync_every
-        plans.bound_s = plans.bound_s + np.maximum(sent - (backward / pp if self.layout.stack.overlaps_gradients else 0.0), 0.0)
-        return Columns.joined([self._fitting(plans, zero) for zero in (3, 2, 1)])
+        plans.bound_s = plans.bound_s + np.maximum(sent - (backward / pp if self.layout.framework.overlaps_gradients else 0.0), 0.0)
+        return PlanTable.joined([self._fitting(plans, zero) for zero in (3, 2, 1)])
 
-    def _fitting(self, plans: Columns, zero: int) -> Columns:
+    def _fitting(self, plans: PlanTable, zero: int) -> PlanTable:
         """Plans that may fit with this `zero`."""
         bounds, table = self.bounds, self.space.rows
         pp, microbatches = table["pp"][plans.row], table["microbatches"][plans.row]
         plans = plans.at(slice(None))
         plans.bound_s = plans.bound_s + self._gathered_s(plans, zero)
         meant = np.ones(len(plans), np.bool_) if zero == 3 else (plans.fsdp > 1) & (pp == 1)
-        parameters, repeated = self._of(plans.whole, "parameters repeated")
+        parameters, repeated = self._of(plans.cost, "parameters repeated")
         each = bounds.state_bytes(pp, microbatches, plans.fsdp, zero)
         tied, layer = bounds.layout.trace.tied / table["tp"][plans.row], repeated / bounds.layers
         held = each * np.where(pp > 1, layer * (bounds.layers // pp), parameters - tied) + plans.needed
         held += bounds.gathered_bytes(layer, pp, plans.fsdp, zero)
-        crowded = meant & (held > bounds.room_for_model)
-        self.tally.crowd(held[crowded], table["knobs"][plans.row[crowded]])
-        fitting = plans.at(np.flatnonzero(meant & (held <= bounds.room_for_model) & ((plans.bound_s < self.limit) | (not self.exact))))
+        out_of_memory = meant & (held > bounds.model_capacity)
+        self.rejections.count_out_of_memory(held[out_of_memory], table["knobs"][plans.row[out_of_memory]])
+        fitting = plans.at(np.flatnonzero(meant & (held <= bounds.model_capacity) & ((plans.bound_s < self.limit) | (not self.exact))))
         fitting.zero = np.full(len(fitting), zero)
         return fitting
 
-    def _gathered_s(self, plans: Columns, zero: int) -> Floats:
+    def _gathered_s(self, plans: PlanTable, zero: int) -> Floats:
         """FSDP all-gather and reduce-scatter time that compute cannot overlap; 0 with a pipeline."""
         bounds, table, layout = self.bounds, self.space.rows, self.layout
-        seconds, parameters = self._of(plans.whole, "seconds parameters")
+        seconds, parameters = self._of(plans.cost, "seconds parameters")
         keys, place = numbered(table["tp"][plans.row] * table["cp"][plans.row] * table["ep"][plans.row], plans.fsdp)
         per_byte = np.array([bounds.sum_s_per_byte(*key) / 2 for key in keys])[place] if len(keys) else np.zeros(0)
         gathers, times = (2, table["microbatches"][plans.row]) if zero == 3 else (1, 1)
@@ -260,13 +260,13 @@ class Hunt:
         values: dict[str, Any] = {name: int(self.space.rows[name][row]) for name in ("tp", "cp", "ep", "pp", "microbatches")}
         values |= {"dp": int(self.space.rows["shared"][row]) // fsdp, "fsdp": fsdp, "zero": zero}
         values |= {"schedule": SCHEDULES[schedule], "remat": REMATS[remat], "sequence": bool(sequence)}
-        if (refusal := self.space.legality.refusal(values | knobs)) is not None:
-            self.tally.refuse(*refusal)
+        if (refusal := self.space.legal.refusal(values | knobs)) is not None:
+            self.rejections.refuse(*refusal)
             return
         layout = self._layout(values, knobs, row)
         needed = sum(memory(layout).values())
         if needed > usable_bytes(layout):
-            self.tally.crowd(np.array([needed]), np.array([1]))
+            self.rejections.count_out_of_memory(np.array([needed]), np.array([1]))
             return
         self._keep(values | knobs, layout)
 
@@ -283,8 +283,8 @@ class Hunt:
         known = self.found.get(key)
         if prediction.step_time_s < self._last_s and (known is None or prediction.step_time_s < known.prediction.step_time_s):
             plan = replace(self.space.base, **values)
-            if (refusal := self.space.legality.crowded(plan)) is not None:
-                self.tally.refuse(*refusal)
+            if (refusal := self.space.legal.out_of_memory(plan)) is not None:
+                self.rejections.refuse(*refusal)
                 return
             notes = (*prediction.notes, *((_OFFLOADED,) if layout.offload else ()))
             self.found[key] = Candidate(plan, layout, replace(prediction, fits=True, notes=notes))
@@ -322,21 +322,21 @@ class Hunt:
         table = self.space.rows
         return numbered(*(table[key] for key in ("tp", "cp", "ep", "threads", "size")))[1]
 
-    def _wholes_of(self, rows: Ints, sequence: bool, remat: str) -> Ints:
+    def _rank_costs_of(self, rows: Ints, sequence: bool, remat: str) -> Ints:
         """Index of each row's rank cost."""
         first, place = np.unique(self._likeness[rows], return_index=True, return_inverse=True)[1:]
-        return np.array([self._whole(sequence, remat, int(row)) for row in rows[first]], np.int64)[place]
+        return np.array([self._rank_cost(sequence, remat, int(row)) for row in rows[first]], np.int64)[place]
 
-    def _whole(self, sequence: bool, remat: str, row: int) -> int:
+    def _rank_cost(self, sequence: bool, remat: str, row: int) -> int:
         tp, cp, ep, threads = (int(self.space.rows[key][row]) for key in ("tp", "cp", "ep", "threads"))
-        core = Core(tp, cp, ep, sequence, remat, float(self.space.rows["samples"][row]), threads)
-        place = self._places.get(core)
+        config = ShardConfig(tp, cp, ep, sequence, remat, float(self.space.rows["samples"][row]), threads)
+        place = self._places.get(config)
         if place is None:
-            place = self._places[core] = len(self._wholes)
-            self._wholes.append(self.bounds.whole(core))
+            place = self._places[config] = len(self._rank_costs)
+            self._rank_costs.append(self.bounds.rank_cost(config))
         return place
 
-    def _of(self, wholes: Ints, names: str) -> list[Floats]:
+    def _of(self, costs: Ints, names: str) -> list[Floats]:
         """Attributes of the rank costs at these indices."""
-        several, place = np.unique(wholes, return_inverse=True)
-        return [np.array([getattr(self._wholes[i], name) for i in several], np.float64)[place] for name in names.split()]
+        several, place = np.unique(costs, return_inverse=True)
+        return [np.array([getattr(self._rank_costs[i], name) for i in several], np.float64)[place] for name in names.split()]

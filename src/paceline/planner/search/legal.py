@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.case import Case, Check
+from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
 from paceline.plans.choices import STAGES_PER_RANK
@@ -21,7 +21,7 @@ Refusal = tuple[tuple[str, ...], str]
 _FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")
 
 
-class Legality:
+class LegalPlans:
     """Legality of plans that differ from a base plan in some keys.
 
     Args:
@@ -30,7 +30,7 @@ class Legality:
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, blocks: int) -> None:
         self.blocks = blocks
-        self.case = Case(base, job, cluster, weighed=True)
+        self.context = PlanContext(base, job, cluster, weighed=True)
         self._known: list[tuple[Check, dict[tuple[Any, ...], str | None]]] = [(check, {}) for check in CHECKS if check.keys != MEMORY]
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
 
@@ -42,22 +42,22 @@ class Legality:
         Args:
             among: only reasons that depend on no other keys.
         """
-        base, plan = self.case.plan, None
+        base, plan = self.context.plan, None
         for check, known in self._known:
             if among is not None and not set(check.keys) <= set(among):
                 continue
             key = tuple([values[name] if name in values else getattr(base, name) for name in check.keys])
             if key not in known:
                 plan = plan or replace(base, **values)
-                reason = check.reason(replace(self.case, plan=plan))
+                reason = check.reason(replace(self.context, plan=plan))
                 known[key] = reason and reason.removeprefix(f"plan {plan} ")
             if (found := known[key]) is not None:
                 return check.keys, found
         return None
 
-    def crowded(self, plan: Plan) -> Refusal | None:
+    def out_of_memory(self, plan: Plan) -> Refusal | None:
         """Reason why the state of a plan exceeds the memory, or None."""
-        reason = self._memory.reason(replace(self.case, plan=plan))
+        reason = self._memory.reason(replace(self.context, plan=plan))
         return (("memory",), reason.removeprefix(f"plan {plan} ")) if reason else None
 
     def refusal_of_value(self, key: str, value: int) -> Refusal | None:
@@ -81,7 +81,7 @@ class Legality:
         stages = pp * STAGES_PER_RANK[schedule] if pp > 1 else 1
         return stages <= self.blocks and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
 
-    def sharing_refusal(self, schedule: str, pp: int) -> Refusal | None:
+    def fsdp_refusal(self, schedule: str, pp: int) -> Refusal | None:
         """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""
         return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
 

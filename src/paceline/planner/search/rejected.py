@@ -36,12 +36,12 @@ _WORDS = {
 
 
 @dataclass
-class Tally:
+class RejectionCounts:
     """Rejection counts of a search: by memory, and by the checks of a plan."""
 
     # bytes of a device
-    room: float = 0.0
-    crowded: int = 0
+    capacity: float = 0.0
+    out_of_memory: int = 0
     least_bytes: float = float("inf")
     most_bytes: float = 0.0
     refused: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
@@ -49,12 +49,12 @@ class Tally:
     @property
     def plans(self) -> int:
         """Number of all excluded plans."""
-        return self.crowded + sum(count for _, count in self.refused.values())
+        return self.out_of_memory + sum(count for _, count in self.refused.values())
 
-    def crowd(self, needed: NDArray[np.float64], plans: NDArray[np.int64]) -> None:
+    def count_out_of_memory(self, needed: NDArray[np.float64], plans: NDArray[np.int64]) -> None:
         """Count plans that need more memory than there is."""
         if len(needed):
-            self.crowded += int(plans.sum())
+            self.out_of_memory += int(plans.sum())
             self.least_bytes = min(self.least_bytes, float(needed.min()))
             self.most_bytes = max(self.most_bytes, float(needed.max()))
 
@@ -70,11 +70,13 @@ class Tally:
         if (batch := _uneven_batch(space)) is not None:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
-        if self.crowded:
+        if self.out_of_memory:
             needs = f"need {size(self.least_bytes)}" + (f" to {size(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else "")
             found.append(
                 Excluded(
-                    "memory", f"does not fit: {self.crowded:,} plans {needs} on a device that has {size(self.room)} to give", self.crowded
+                    "memory",
+                    f"does not fit: {self.out_of_memory:,} plans {needs} on a device that has {size(self.capacity)} to give",
+                    self.out_of_memory,
                 )
             )
         return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
@@ -122,14 +124,14 @@ def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> st
     return ": stages are less even" if plan.pp > 1 else ""
 
 
-def nothing_fits(space: Space, tally: Tally, layout: Layout) -> PlanError:
+def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> PlanError:
     """The error of a search that found nothing."""
     job, cluster = space.job, space.cluster
     if not len(space.rows["tp"]):
         return PlanError(_no_rows(space))
     if missing := smallest_that_works(layout, job.global_batch):
         return PlanError(f"{job.name} fits on {cluster.name} under no plan. {missing}")
-    refused = [f"{one.what}: {one.reason}" for one in tally.excluded(space)]
+    refused = [f"{one.what}: {one.reason}" for one in rejections.excluded(space)]
     return PlanError("\n".join([f"{job.name} cannot be trained on {cluster.name} under any plan.", *refused]))
 
 

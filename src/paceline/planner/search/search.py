@@ -15,10 +15,10 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts, priced
-from paceline.planner.search.branch_and_bound import Hunt
+from paceline.planner.search.branch_and_bound import BranchAndBound
 from paceline.planner.search.hints import hints
 from paceline.planner.search.rejected import nothing_fits, why_it_loses, why_it_wins
-from paceline.planner.search.result import Found
+from paceline.planner.search.result import SearchResult
 from paceline.planner.search.space import Space
 from paceline.planner.search.uneven import cut_by_speed, weights_by_speed
 from paceline.plans.plan import Plan
@@ -34,7 +34,7 @@ def search(
     top: int = 10,
     calibration: Calibration | None = None,
     base: Plan | None = None,
-) -> Found:
+) -> SearchResult:
     """The plans predicted to be fastest, of all that pass `check_plan` and fit the memory.
 
     Args:
@@ -51,29 +51,29 @@ def search(
     base = base or Plan()
     layouts = Layouts(job, machines(cluster, calibration))
     space = Space(job, cluster, base, layouts.trace)
-    hunt = Hunt(space, layouts, top)
-    gap = hunt.run()
+    solver = BranchAndBound(space, layouts, top)
+    gap = solver.run()
     # offload is the slowest way to save memory, so it is tried only if no other works
-    if not hunt.found and cluster.kind == "cuda" and not base.offload:
+    if not solver.found and cluster.kind == "cuda" and not base.offload:
         offloaded = Space(job, cluster, replace(base, offload=True), layouts.trace)
-        again = Hunt(offloaded, layouts, top)
+        again = BranchAndBound(offloaded, layouts, top)
         gap = again.run()
-        space, hunt = (offloaded, again) if again.found else (space, hunt)
-    if not hunt.found:
-        raise nothing_fits(space, hunt.tally, hunt.layout)
-    ordered = sorted(hunt.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
+        space, solver = (offloaded, again) if again.found else (space, solver)
+    if not solver.found:
+        raise nothing_fits(space, solver.rejections, solver.layout)
+    ordered = sorted(solver.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
     winner = ordered[0]
     weights, weights_gain = weights_by_speed(job, winner)
-    cut, cut_gain = cut_by_speed(winner, space.legality)
+    cut, cut_gain = cut_by_speed(winner, space.legal)
     best = [replace(c, prediction=priced(c.prediction, job, cluster, c.plan), why=why_it_loses(c, winner)) for c in ordered[1:]]
     best.insert(0, replace(winner, prediction=priced(winner.prediction, job, cluster, winner.plan), why=why_it_wins(winner)))
-    found = Found(
+    found = SearchResult(
         best=tuple(best),
-        excluded=hunt.tally.excluded(space),
-        considered=hunt.considered,
+        excluded=solver.rejections.excluded(space),
+        considered=solver.considered,
         gap=gap,
-        evaluated=hunt.evaluated,
-        pruned=hunt.considered - hunt.evaluated - hunt.tally.plans,
+        evaluated=solver.evaluated,
+        pruned=solver.considered - solver.evaluated - solver.rejections.plans,
         weights=weights,
         weights_gain=weights_gain,
         cut=cut,

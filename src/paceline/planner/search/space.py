@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
 from paceline.planner.check.split_check import microbatches_fit
-from paceline.planner.search.legal import Legality, Refusal
+from paceline.planner.search.legal import LegalPlans, Refusal
 from paceline.plans.choices import REMATS, SCHEDULES
 from paceline.plans.plan import Plan
 from paceline.trace.graph import Trace
@@ -25,7 +25,7 @@ _TRANSPORTS = ("auto", "gloo")
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedValues:
     """Values of a degree that cannot work."""
 
     key: str
@@ -44,9 +44,9 @@ class Space:
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: Trace) -> None:
         self.job, self.cluster, self.base, self.trace = job, cluster, base, trace
-        self.legality = Legality(job, cluster, base, len(trace.blocks))
-        self.devices = self.legality.case.devices
-        self.refused: list[Refused] = []
+        self.legal = LegalPlans(job, cluster, base, len(trace.blocks))
+        self.devices = self.legal.context.devices
+        self.refused: list[RefusedValues] = []
         self.degrees = {key: self._fitting(key) for key in ("tp", "cp", "ep", "pp")}
 
     @cached_property
@@ -58,7 +58,7 @@ class Space:
         pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
         rows: dict[str, NDArray[Any]] = {key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)}
-        if not self.legality.allows_microbatches():
+        if not self.legal.allows_microbatches():
             rows = {key: column[rows["microbatches"] == 1] for key, column in rows.items()}
         rows["ranks"] = rows["tp"] * rows["cp"] * rows["ep"] * rows["pp"] * rows["shared"]
         several, place = numbered(rows["ranks"])
@@ -70,7 +70,7 @@ class Space:
         return rows
 
     @cached_property
-    def sharings(self) -> Ints:
+    def factorisations(self) -> Ints:
         """Number of variants of each row. They are factorisations into dp × fsdp, each with its `zero` stages and knobs."""
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
@@ -82,7 +82,7 @@ class Space:
         every = np.arange(len(self.rows["tp"]))
         schedules = sum(self.runs(every, schedule).astype(np.int64) for schedule in SCHEDULES)
         variants = sum(self.allows(every, sequence, remat).astype(np.int64) for sequence in (False, True) for remat in REMATS)
-        return np.asarray(schedules * variants * self.sharings)
+        return np.asarray(schedules * variants * self.factorisations)
 
     def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
         """Mask of the rows that are legal with sequence parallelism and remat."""
@@ -92,7 +92,7 @@ class Space:
     @cached_property
     def _divides_sequence(self) -> NDArray[np.bool_]:
         both, place = numbered(self.rows["tp"], self.rows["cp"])
-        return np.array([self.legality.divides_sequence(*key) for key in both], np.bool_)[place]
+        return np.array([self.legal.divides_sequence(*key) for key in both], np.bool_)[place]
 
     def runs(self, rows: Ints, schedule: str) -> NDArray[np.bool_]:
         """Mask of the rows that a schedule can run; without a pipeline only 1f1b."""
@@ -101,7 +101,7 @@ class Space:
     @cached_property
     def _schedules(self) -> dict[str, NDArray[np.bool_]]:
         both, place = numbered(self.rows["pp"], self.rows["microbatches"])
-        fitting = {(name, pp): self.legality.schedule_fits(name, pp) for name in SCHEDULES for pp in self.degrees["pp"]}
+        fitting = {(name, pp): self.legal.schedule_fits(name, pp) for name in SCHEDULES for pp in self.degrees["pp"]}
         works = {name: [_runs(name, pp, count) and fitting[name, pp] for pp, count in both] for name in SCHEDULES}
         return {name: np.array(works[name], np.bool_)[place] for name in SCHEDULES}
 
@@ -109,7 +109,7 @@ class Space:
         """Masks of the rows that this `fsdp` and these schedules (of `SCHEDULES`) rule out, with reasons."""
         keys, place = numbered(self.rows["pp"][rows], schedules)
         for i, (pp, schedule) in enumerate(keys):
-            if refusal := self.legality.sharing_refusal(SCHEDULES[schedule], pp):
+            if refusal := self.legal.fsdp_refusal(SCHEDULES[schedule], pp):
                 yield (place == i) & (fsdp > 1), refusal
 
     def knobs(self, row: int) -> list[dict[str, Any]]:
@@ -127,31 +127,31 @@ class Space:
         """Threads of each rank on the host with the most of `ranks`; 1 on GPUs."""
         if self.cluster.kind == "cuda":
             return 1
-        return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legality.case.per_host)))
+        return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))
 
     @cached_property
     def recomputes(self) -> bool:
         """True if the model has blocks that can be recomputed."""
-        return bool(self.legality.case.anatomy.blocks)
+        return bool(self.legal.context.model_info.blocks)
 
     def _fitting(self, key: str) -> list[int]:
-        fitting = [n for n in self._worth_asking(key) if n == 1 or self.legality.refusal_of_value(key, n) is None]
+        fitting = [n for n in self._worth_asking(key) if n == 1 or self.legal.refusal_of_value(key, n) is None]
         self._note_refused(key, fitting)
         return fitting
 
     def _worth_asking(self, key: str) -> list[int]:
         """Values of a degree that divide what it divides."""
-        case = self.legality.case
+        context = self.legal.context
         most = self.devices
         if key == "pp":
-            pieces = len(case.anatomy.blocks) or sum(len(shape.sizes) > 1 for shape in case.anatomy.parameters)
+            pieces = len(context.model_info.blocks) or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
             return list(range(1, min(most, max(pieces, 1)) + 1))
-        if key == "cp" and not case.anatomy.takes_parts_of_sequences:
+        if key == "cp" and not context.model_info.takes_parts_of_sequences:
             return [1]
         numbers: tuple[int, ...] = {
-            "tp": (*case.anatomy.heads, *case.anatomy.key_value_heads),
-            "cp": (case.tokens or self.trace.tokens,),
-            "ep": case.anatomy.experts or (1,),
+            "tp": (*context.model_info.heads, *context.model_info.key_value_heads),
+            "cp": (context.tokens or self.trace.tokens,),
+            "ep": context.model_info.experts or (1,),
         }[key]
         # a model without heads: every power of two may divide
         if not numbers:
@@ -163,8 +163,8 @@ class Space:
         powers = [2**n for n in range(1, self.devices.bit_length()) if 2**n <= self.devices]
         wrong = [value for value in (*powers, *range(2, min(self.devices, 16) + 1)) if value not in fitting]
         for value in wrong:
-            if refusal := self.legality.refusal_of_value(key, value):
-                self.refused.append(Refused(key, tuple(sorted(set(wrong))), refusal[1]))
+            if refusal := self.legal.refusal_of_value(key, value):
+                self.refused.append(RefusedValues(key, tuple(sorted(set(wrong))), refusal[1]))
                 return
 
     def _inner_degrees(self) -> Iterator[tuple[int, int, int, int]]:

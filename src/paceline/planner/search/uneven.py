@@ -13,7 +13,7 @@ from paceline.partition import contiguous
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
-from paceline.planner.search.legal import Legality
+from paceline.planner.search.legal import LegalPlans
 from paceline.planner.search.result import Candidate
 from paceline.plans.axes import AXES, DATA_AXES
 
@@ -44,7 +44,7 @@ def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | Non
     return (weights, gain) if gain >= _LEAST_GAIN else (None, 0.0)
 
 
-def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], float]:
+def cut_by_speed(best: Candidate, legal: LegalPlans) -> tuple[tuple[str, ...], float]:
     """Blocks that begin later pipeline stages, with fewer for slow hosts, and the saved fraction.
 
     () if the usual cut, which makes all stages equal, is as good.
@@ -64,7 +64,7 @@ def cut_by_speed(best: Candidate, legality: Legality) -> tuple[tuple[str, ...], 
     gain = saved / (best.prediction.step_time_s * _slowest(before, speeds) / max(before))
     names = tuple(layout.trace.blocks[end].name for end in ends[:-1])
     named = len(set(names)) == len(names) and all(names)
-    works = named and legality.refusal({**_values(best), "cut": ",".join(names)}) is None
+    works = named and legal.refusal({**_values(best), "cut": ",".join(names)}) is None
     fits = works and estimate(replace(layout, cut=cut)).fits
     return (names, gain) if fits and gain >= _LEAST_GAIN else ((), 0.0)
 

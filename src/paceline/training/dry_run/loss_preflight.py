@@ -11,10 +11,10 @@ from paceline.errors import PlanError
 from paceline.job.batch import target_of
 from paceline.job.data import DataSets
 from paceline.job.job import Job
-from paceline.planner.check.case import loss_is_tried
+from paceline.planner.check.plan_context import loss_is_tried
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
-from paceline.trace.anatomy import anatomy
+from paceline.trace.model_info import model_info
 from paceline.training.build import loader_of
 
 _SMALL = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
@@ -25,7 +25,7 @@ def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
 
     The loss is computed by the undivided model in one process, from its first weights.
     """
-    if not loss_is_tried(job, plan) or sum(shape.numel for shape in anatomy(job.model).parameters) > _SMALL:
+    if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
         return []
     try:
         with torch.random.fork_rng(devices=[]):

@@ -22,11 +22,11 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
-from paceline.planner.check.case import Case, Check
 from paceline.planner.check.nearest import nearest_plan
+from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
-from paceline.trace.anatomy import anatomy
+from paceline.trace.model_info import model_info
 from paceline.training.dry_run.dry_run import StepFailed, as_rehearsed, rehearsed_role, with_data_at_hand
 from paceline.training.dry_run.loss_preflight import reasons_of_loss
 
@@ -79,15 +79,15 @@ class Preflight:
             return []
         until = time.monotonic() + BUDGET_S
 
-        def division(case: Case) -> str | None:
-            if not case.plan.splits:
+        def division(context: PlanContext) -> str | None:
+            if not context.plan.splits:
                 return None
-            if case.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
+            if context.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
                 return "there was no time to try it"
-            return "\n".join(self.reasons(case.plan)) or None
+            return "\n".join(self.reasons(context.plan)) or None
 
-        def loss(case: Case) -> str | None:
-            return "\n".join(reasons_of_loss(self.job, case.plan, self._data)) or None
+        def loss(context: PlanContext) -> str | None:
+            return "\n".join(reasons_of_loss(self.job, context.plan, self._data)) or None
 
         further = (Check(division, _KEYS), Check(loss, ("microbatches", *DEGREES)))
         nearest = nearest_plan(plan, self.job, cluster, world, further=further)
@@ -103,7 +103,7 @@ class Preflight:
         job = with_data_at_hand(self.job)
         rehearsed = as_rehearsed(job, plan, [])
         as_it_is = replace(rehearsed, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
-        if rehearsed.cut != plan.cut and sum(shape.numel for shape in anatomy(job.model).parameters) > _SMALL:
+        if rehearsed.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
             return self._of_stages(job, rehearsed) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
         return self._of_stages(job, as_it_is)
 

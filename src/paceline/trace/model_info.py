@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelInfo:
     """Facts about a model, all in the order in which it registers its modules.
 
     Attributes:
@@ -110,7 +110,7 @@ class Anatomy:
         return tuple(dict.fromkeys(_sizes(shapes) for _, shapes in groupby(by_block, key=lambda shape: shape.block)))
 
 
-def anatomy(spec: ModelSpec) -> Anatomy:
+def model_info(spec: ModelSpec) -> ModelInfo:
     """Model info of the model that a job names, built once per process.
 
     It is built on the meta device if its code allows that. A model named by its dimensions is not built, and needs no torch.
@@ -118,10 +118,10 @@ def anatomy(spec: ModelSpec) -> Anatomy:
     Raises:
         JobError: the model cannot be built.
     """
-    return _anatomy_of_json(spec.model_dump_json())
+    return _model_info_of_json(spec.model_dump_json())
 
 
-def anatomy_of(model: nn.Module) -> Anatomy:
+def model_info_of(model: nn.Module) -> ModelInfo:
     """Model info of a given model; reads no weight, so meta tensors are fine."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -132,7 +132,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     heads, key_value_heads = _numbers(model, _HEADS), _numbers(model, _KEY_VALUE_HEADS)
-    return Anatomy(
+    return ModelInfo(
         modules=tuple(name for name, _ in model.named_modules() if name),
         blocks=blocks,
         parameters=tuple(_shape(name, p, blocks) for name, p in model.named_parameters()),
@@ -149,13 +149,13 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 
 @cache
-def _anatomy_of_json(text: str) -> Anatomy:
+def _model_info_of_json(text: str) -> ModelInfo:
     spec = ModelSpec.model_validate_json(text)
     if spec.transformer is not None:
-        from paceline.trace.dimensions import anatomy_by_dimensions
+        from paceline.trace.dimensions import model_info_by_dimensions
 
-        return anatomy_by_dimensions(spec.transformer)
-    return anatomy_of(without_memory(spec))
+        return model_info_by_dimensions(spec.transformer)
+    return model_info_of(without_memory(spec))
 
 
 def without_memory(spec: ModelSpec) -> nn.Module:

@@ -16,7 +16,7 @@ from paceline.plans.choices import STAGES_PER_RANK
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
-    from paceline.trace.anatomy import Anatomy
+    from paceline.trace.model_info import ModelInfo
 
 
 def loss_is_tried(job: Job, plan: Plan) -> bool:
@@ -29,7 +29,7 @@ def loss_is_tried(job: Job, plan: Plan) -> bool:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanContext:
     """A plan with the job and the cluster that it is checked against.
 
     Attributes:
@@ -56,11 +56,11 @@ class Case:
         return sum(self.per_host)
 
     @cached_property
-    def anatomy(self) -> Anatomy:
+    def model_info(self) -> ModelInfo:
         """Facts about the model, which is built without memory; only for plans that divide it."""
-        from paceline.trace.anatomy import anatomy
+        from paceline.trace.model_info import model_info
 
-        return anatomy(self.job.model)
+        return model_info(self.job.model)
 
     @property
     def divides(self) -> bool:
@@ -114,7 +114,7 @@ class Check(NamedTuple):
         keys: the plan keys that the answer depends on; changing one of them may help.
     """
 
-    reason: Callable[[Case], str | None]
+    reason: Callable[[PlanContext], str | None]
     keys: tuple[str, ...]
 
 

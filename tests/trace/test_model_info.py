@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job.model import ModelSpec
-from paceline.trace.anatomy import Anatomy, Sizes, anatomy, anatomy_of
+from paceline.trace.model_info import ModelInfo, Sizes, model_info, model_info_of
 
 BODY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = BODY | {"vocab_size": 120}
@@ -29,10 +29,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def of(family: str) -> Anatomy:
+def of(family: str) -> ModelInfo:
     made, config = FAMILIES[family]
     with torch.device("meta"):
-        return anatomy_of(made(config))
+        return model_info_of(made(config))
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_what_must_divide_is_found_in_seven_families(
 def test_the_zoo_is_known_too(
     zoo: str, heads: tuple[int, ...], vocabulary: tuple[int, ...], experts: tuple[int, ...], tied: tuple[tuple[str, ...], ...]
 ) -> None:
-    found = anatomy(ModelSpec(zoo=zoo))
+    found = model_info(ModelSpec(zoo=zoo))
     assert (found.heads, found.vocabulary, found.experts, found.tied) == (heads, vocabulary, experts, tied)
 
 
 def test_sizes_are_those_of_the_model_with_tied_parameters_once() -> None:
     spec = ModelSpec(zoo="moe", args={"layers": 2, "hidden": 16, "heads": 2, "experts": 4})
-    found, real = anatomy(spec), spec.build()
+    found, real = model_info(spec), spec.build()
     assert found.numel == sum(p.numel() for p in real.parameters())
     assert found.total.experts == sum(p.numel() for name, p in real.named_parameters() if "experts" in name)
     assert found.total == found.trained
@@ -94,15 +94,15 @@ def test_sizes_are_those_of_the_model_with_tied_parameters_once() -> None:
 def test_parameters_without_gradients_are_told_apart() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     model[0].requires_grad_(False)
-    found = anatomy_of(model)
+    found = model_info_of(model)
     assert (found.total, found.trained) == (Sizes(0, 36, 8), Sizes(0, 12, 2))
 
 
 def test_a_model_is_built_once_and_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     spec = ModelSpec(factory=f"{__file__}:ReadsItsValues")
-    assert anatomy(spec) is anatomy(spec.model_copy())
-    assert anatomy(spec).modules == ("linear",)
+    assert model_info(spec) is model_info(spec.model_copy())
+    assert model_info(spec).modules == ("linear",)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -115,7 +115,7 @@ def test_a_model_is_built_once_and_leaves_the_random_state_alone() -> None:
 )
 def test_a_model_that_cannot_be_built_says_so(factory: str, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        anatomy(ModelSpec(factory=factory))
+        model_info(ModelSpec(factory=factory))
 
 
 class ReadsItsValues(nn.Module):

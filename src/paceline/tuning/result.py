@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.files import write_whole
-from paceline.planner.knobs import SHARE_OF_RUN, Tried, as_json
+from paceline.planner.knobs import SHARE_OF_RUN, Trial, as_json
 from paceline.planner.shortlist import Forecast
 
 BEGINNING = "the plan to begin with"
 
 
 @dataclass
-class Findings:
+class TuningResult:
     """Result of a trial so far; kept in a file, from which another trial continues.
 
     Attributes:
@@ -36,7 +36,7 @@ class Findings:
 
     default: str
     best: str
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[Trial] = field(default_factory=list)
     under_way: str | None = None
     step_s: float = 0.0
     steps_per_epoch: int = 0
@@ -51,10 +51,10 @@ class Findings:
     before_s: float = 0.0
 
     @classmethod
-    def read(cls, file: Path) -> Findings:
+    def read(cls, file: Path) -> TuningResult:
         """Read a result from a file."""
         values: dict[str, Any] = json.loads(file.read_text())
-        tried = [Tried.from_json(row) for row in values["tried"]]
+        tried = [Trial.from_json(row) for row in values["tried"]]
         return cls(**(values | {"tried": tried, "forecasts": [Forecast(**row) for row in values["forecasts"]]}))
 
     def write(self, file: Path) -> None:
