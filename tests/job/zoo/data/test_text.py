@@ -148,6 +148,6 @@ def test_missing_empty_and_short_text_is_refused_by_name(tmp_path: Path) -> None
         build(str(tmp_path), context=127)
     with pytest.raises(DataError, match="leaves none to train on"):
         build(str(tmp_path), context=127, objective="masked")
-    with pytest.raises(DataError, match="too few for a training and a held-out sample"):
+    with pytest.raises(DataError, match="too few for a training and a validation sample"):
         build(str(tmp_path), context=63)
     assert samples(build(str(tmp_path), context=127, objective="masked", held_out=0).train)
