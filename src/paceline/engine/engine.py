@@ -294,8 +294,8 @@ class Engine:
         self.agreement = kind(self.rule, self.replica, signals, self.meter, world, split)
         if self.apart and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
-                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: sync, joins them in every "
-                "step. Use sync=allreduce."
+                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: sync, joins them in "
+                "every step. Use sync=allreduce."
             )
 
     def _owners(self) -> dict[Tensor, int]:
