@@ -158,6 +158,28 @@ class AsideBlock(nn.Module):
         return y
 
 
+class Masked(nn.Module):
+    """A module makes a mask, and the code after it leaves that away where nothing is masked, as ViLT's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = MaskedTokens(60, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 60)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x, mask = self.tokens(ids)
+        scale = 1.0 if mask.all() else mask.unsqueeze(-1) * 0.5
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * scale
+        return {"logits": self.head(x)}
+
+
+class MaskedTokens(nn.Embedding):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(ids), ids >= 0
+
+
 class AsideTwice(Aside):
     """Its blocks call one layer twice in a forward pass, with inputs of different shapes (DeBERTa does so with its projections)."""
 
@@ -201,6 +223,7 @@ class AsideConstantBlock(AsideBlock):
 CASES = {
     "gpt": Case(gpt, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside": Case(Aside, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
+    "masked": Case(Masked, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside_twice": Case(AsideTwice, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside_constant": Case(AsideConstant, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "mlp": Case(mlp, vectors, classes),

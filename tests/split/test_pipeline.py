@@ -74,6 +74,11 @@ def test_a_model_that_only_a_traced_graph_shows_is_exported(ranks: Ranks, plan: 
     assert_same(found, alone(CASES["aside"]))
 
 
+def test_code_between_modules_decides_by_the_values_that_the_whole_model_has(ranks: Ranks) -> None:
+    """A mask that is looked at crosses to the later stages: a stand-in of zeros would mask everything there."""
+    assert_same(ranks(2, piped, "masked", "pp=2 microbatches=2 cut=blocks.2"), alone(CASES["masked"], 2))
+
+
 def test_an_exported_model_may_call_a_layer_twice(ranks: Ranks) -> None:
     """torch.export gives the layer another name at its second call; the weights and gradients are those of one layer."""
     found = ranks(2, piped, "aside_twice", "pp=2 microbatches=2")

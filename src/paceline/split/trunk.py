@@ -87,6 +87,7 @@ class Step:
     changes: list[int]  # storages
     random: bool
     name: str
+    looks: bool = False  # whether code can decide by values that are read
 
 
 @dataclass(frozen=True)
@@ -278,15 +279,19 @@ class Trace:
 
     def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str], str | None]:
         """What of `sources` is used after `time`, by way of the code between modules as well, which every stage runs."""
-        updates = [
-            s for s in self.steps if s.time < time and any(c in self._buffers for c in s.changes) and not self._within(s.visit, time)
-        ]
-        open_ = self._read_after(time) + [(node, step.time) for step in updates for node in step.reads if node[0] not in self._buffers]
+        outside = [s for s in self.steps if s.time < time and not self._within(s.visit, time)]
+        updates = [s for s in outside if any(c in self._buffers for c in s.changes)]
+        # What code looks at comes first in the list and so last in the search; a draw (layer drop) may be looked at on every stage.
+        open_ = [(node, step.time) for step in outside if step.looks for node in step.reads if node[0] not in self._buffers]
+        looked_at = len(open_)
+        open_ += self._read_after(time) + [(node, step.time) for step in updates for node in step.reads if node[0] not in self._buffers]
         seen: set[tuple[Node, int]] = set()
         crossing: set[Node] = set()
         parameters: set[str] = set()
+        only_looked_at = False
         while open_:
             node, read = open_.pop()
+            only_looked_at = only_looked_at or len(open_) < looked_at
             if (node, read) in seen:
                 continue
             seen.add((node, read))
@@ -309,6 +314,8 @@ class Trace:
                         parameters,
                         f"{inside.name} keeps a tensor {list(node[1])} for later and does not return it{returns}",
                     )
+                if step.random and only_looked_at:
+                    continue
                 if step.random:
                     return crossing, parameters, f"what {step.name} draws before it is used after it, and each stage would draw its own"
                 open_ += [(n, step.time) for n in step.reads]
@@ -514,7 +521,9 @@ class Trace:
                 m._buffers.update(buffers)
             self._watching = True
 
-    def note(self, name: str, read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor], *, random: bool) -> None:
+    def note(
+        self, name: str, read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor], *, random: bool, looks: bool = False
+    ) -> None:
         """Put an operation down."""
         reads = [self._node(t) for t in read]
         changes = [self._storage(t) for t in changed]
@@ -527,7 +536,7 @@ class Trace:
             while at >= 0:
                 self.visits[at].works = True
                 at = self.visits[at].parent
-        self.steps.append(Step(self._tick(), self._current, reads, makes, changes, random, name))
+        self.steps.append(Step(self._tick(), self._current, reads, makes, changes, random, name, looks))
 
     @property
     def watching(self) -> bool:
@@ -573,7 +582,8 @@ class _Watch(TorchDispatchMode):
                 for t in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name))
                 if isinstance(t, Tensor)
             ]
-            self.trace.note(str(func), read, made, changed, random=torch.Tag.nondeterministic_seeded in func.tags)
+            looks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+            self.trace.note(str(func), read, made, changed, random=torch.Tag.nondeterministic_seeded in func.tags, looks=looks)
         return output
 
 
