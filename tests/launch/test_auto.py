@@ -94,7 +94,7 @@ def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_p
     network(tmp_path, slow, stop={"loss_below": 1e9})
     first = paceline("train", "job.yaml", folder=tmp_path)
     assert first.code == 0, first.err
-    assert first.says("plan auto: measuring plans and knobs for this job", "ratio to best before", "the plan to begin with")
+    assert first.says("plan auto: measuring plans and knobs for this job", "ratio to the best, in the same rounds")
     row = next(line for line in first.err.splitlines() if line.startswith("  memory_format=channels_last"))
     assert row.endswith("kept")
     assert re.search(

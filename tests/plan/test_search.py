@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.errors import PlanError
@@ -232,3 +233,26 @@ def test_state_goes_to_host_memory_only_where_nothing_else_helps() -> None:
     best = search(job, gpus(1, 2, memory_gb=2.4)).best[0]
     assert best.plan.offload
     assert "offload" in best.prediction.notes[-1]
+
+
+class TwoLayers(nn.Module):
+    """A model without repeated blocks, which a pipeline can cut and whose parts cannot be predicted apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.convolution(x).flatten(1))
+        return scores
+
+
+def test_a_model_without_blocks_is_searched_without_pipelines_and_predicted_with_none() -> None:
+    images = {"kind": "synthetic", "samples": 64, "shape": [3, 8, 8], "classes": 10, "held_out": 0}
+    model = {"factory": f"{__file__}:TwoLayers"}
+    job = Job(model=model, data=images, loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1})
+    found = search(job, gpus(1, 4), top=20)
+    assert found.best
+    assert all(candidate.plan.pp == 1 for candidate in found.best)
+    with pytest.raises(PlanError, match="no more than 1 block of the model can be predicted apart"):
+        predict(job, gpus(1, 4), "pp=2 microbatches=2")

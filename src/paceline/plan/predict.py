@@ -8,8 +8,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.plan.case import STAGES_PER_RANK
+from paceline.plan.case import STAGES_PER_RANK, count
 from paceline.plan.cost.estimate import estimate
 from paceline.plan.cost.layout import BYTES, Layout, Machines, Stack
 from paceline.plan.cost.prediction import Prediction
@@ -64,6 +65,10 @@ class Layouts:
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
         """The layout of a plan, whose ranks compute with so many threads each where they are on CPUs."""
+        stages, blocks = plan.pp * STAGES_PER_RANK[plan.schedule] if plan.pp > 1 else 1, len(self.trace.blocks)
+        if stages > max(blocks, 1):
+            apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
+            raise PlanError(f"plan {plan} makes {stages} stages, and {apart}")
         precision = plan.precision_for(self.job)
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])  # bf16 is autocast's: parameters, gradients and moments stay fp32
         return Layout(

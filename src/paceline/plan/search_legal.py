@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.plan.case import Case, Check
+from paceline.plan.case import STAGES_PER_RANK, Case, Check, count
 from paceline.plan.check import CHECKS
 from paceline.plan.plan import Plan
 from paceline.plan.split_check import MEMORY
@@ -18,9 +18,14 @@ _FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")  # a value that is refused with the 
 
 
 class Legality:
-    """What keeps plans from running a job on a cluster, that differ from one plan in some keys."""
+    """What keeps plans from running a job on a cluster, that differ from one plan in some keys.
 
-    def __init__(self, job: Job, cluster: Cluster, base: Plan) -> None:
+    Args:
+        blocks: of the traced model; no more stages can be predicted.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, base: Plan, blocks: int) -> None:
+        self.blocks = blocks
         self.case = Case(base, job, cluster, weighed=True)
         self._known: list[tuple[Check, dict[tuple[Any, ...], str | None]]] = [(check, {}) for check in CHECKS if check.keys != MEMORY]
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
@@ -56,7 +61,10 @@ class Legality:
 
     def _too_many_stages(self, pp: int) -> Refusal | None:
         one_a_rank = [self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) for schedule in ("1f1b", "gpipe")]
-        return next(iter(one_a_rank)) if all(one_a_rank) else None
+        if all(one_a_rank):
+            return next(iter(one_a_rank))
+        apart = f"no more than {count(self.blocks, 'block')} of the model can be predicted apart"
+        return (("pp",), f"makes {pp} stages, and {apart}: pp={self.blocks}.") if pp > self.blocks else None
 
     def divides_sequence(self, tp: int, cp: int) -> bool:
         """Whether sequence parallelism may go with these degrees."""
@@ -64,7 +72,8 @@ class Legality:
 
     def schedule_fits(self, schedule: str, pp: int) -> bool:
         """Whether the model has blocks for the schedule's stages."""
-        return self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
+        stages = pp * STAGES_PER_RANK[schedule] if pp > 1 else 1
+        return stages <= self.blocks and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
 
     def sharing_refusal(self, schedule: str, pp: int) -> Refusal | None:
         """Why fsdp cannot share out what a rank of such a pipeline has."""

@@ -44,7 +44,7 @@ class Space:
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: Trace) -> None:
         self.job, self.cluster, self.base, self.trace = job, cluster, base, trace
-        self.legality = Legality(job, cluster, base)
+        self.legality = Legality(job, cluster, base, len(trace.blocks))
         self.devices = self.legality.case.devices
         self.refused: list[Refused] = []
         self.degrees = {key: self._fitting(key) for key in ("tp", "cp", "ep", "pp")}
