@@ -82,7 +82,7 @@ def rank_of(mesh: Mesh, *, seed: int = 0, shapes: set[str] | None = None, optimi
         group=SimpleNamespace(rank=mesh.world.rank, size=mesh.world.size, gather_json=lambda value: [value]),
         settings=SimpleNamespace(seed=1),
         step_count=0,
-        items_per_sample=None,
+        compute=SimpleNamespace(weighing=SimpleNamespace(items_per_sample=None)),
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),
         parts=parts,
         extra={},
