@@ -1,4 +1,4 @@
-"""The named choices of a plan: one definition of each, as a type and as a tuple.
+"""Named choices of a plan, one definition of each: a type and a tuple.
 
 The precisions are the job's: `paceline.job.job.Precision`.
 """
