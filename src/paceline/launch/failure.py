@@ -1,4 +1,4 @@
-"""Which rank failed first, and how, in words: the record that a failing rank leaves, and the choice of the root cause."""
+"""Root cause of a failed launch: records of failing ranks, and the first among them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed.
+    """Reason why an attempt failed.
 
     `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that the rank raised.
     """
@@ -80,7 +80,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank leaves behind when it raises.
+    """Record that a rank leaves behind when it raises.
 
     `time` is in seconds since the epoch. `secondary`: it only lost a peer, so another rank is to blame.
     `explained`: a PacelineError, whose message is all that a user needs, but for the traceback of code of their own.
@@ -100,7 +100,10 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
-        """The record of `error`, caught now in this process; its traceback starts in the frame below the one that caught it."""
+        """Record of `error`, caught now in this process.
+
+        Its traceback starts in the frame below the one that caught it.
+        """
         explained = isinstance(error, PacelineError)
         if isinstance(error, PacelineError):
             message, lines = str(error), _traceback_of_users_code(error)
@@ -144,7 +147,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or (`code` None) that it has not; `code` is negative for a signal, as subprocess has it."""
+    """End of one rank; `code` is None if it still runs, negative for a signal."""
 
     status: RankStatus
     pid: int
@@ -157,19 +160,19 @@ class RankEnd:
 
     @property
     def primary(self) -> bool:
-        """Whether the rank failed by itself. SIGABRT without a record is C++ that gave up on a lost peer."""
+        """True if the rank failed by itself. SIGABRT without a record is C++ that gave up on a lost peer."""
         if self.record:
             return not self.record.secondary
         return self.code not in (None, 0, -signal.SIGABRT)
 
     @property
     def failed_at(self) -> float:
-        """When it failed; the earliest possible moment for a rank that left no record."""
+        """Time of its failure; the earliest possible one for a rank without a record."""
         return self.record.time if self.record else self.alive_at
 
 
 def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> Failure:
-    """The rank to blame among `ends`, one per rank: the first that failed by itself; else the one that kept the others waiting.
+    """Rank to blame: the first that failed by itself, else the one others waited for.
 
     Args:
         oom_kills: processes of this control group killed for lack of memory meanwhile; None where the kernel does not tell.
@@ -257,7 +260,10 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def _shortened(stack: str) -> str:
-    """faulthandler's output, the main thread first, without the frames around the rank's function, and short enough for one screen."""
+    """Output of faulthandler, main thread first, short enough for one screen.
+
+    Frames around the rank's function are left out.
+    """
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
     around = ("launch/rank.py", "launch/seed_process.py", "<frozen runpy>")
@@ -281,7 +287,7 @@ def _traceback_of_users_code(error: PacelineError) -> str:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether the error, or one that it was raised from, is of a disk, a network or a loader process, and not of the job itself."""
+    """True if the error is of a disk, network or loader process, not the job."""
     while error is not None:
         if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
             return True
@@ -292,7 +298,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:
-    """Whether the error, or the one that it was raised from, is a lost connection: another rank's failure as this rank sees it."""
+    """True if the error is a lost connection: another rank's failure, seen from here."""
     while error is not None:
         names = {kind.__name__ for kind in type(error).__mro__}  # by name: the launcher does without torch
         if isinstance(error, SyncError) or "DistError" in names:

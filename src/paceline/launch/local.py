@@ -37,7 +37,7 @@ _ANSWER_S = 1.0  # for a hung rank to write its stack
 
 @dataclass(frozen=True)
 class Launched:
-    """How a launch ended that did not fail. `stopped_by`: the signal that made it end early, or None."""
+    """End of a launch that did not fail. `stopped_by`: the signal that made it end early, or None."""
 
     attempts: int
     stopped_by: str | None
@@ -108,7 +108,7 @@ def launch(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What one attempt is to start."""
+    """Ranks that one attempt is to start."""
 
     module_args: list[str]
     places: Sequence[Place]
@@ -153,12 +153,15 @@ class _Rank:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def note_end(self) -> None:
-        """Take the exit code, after what the rank started was ended; before, as the group's number is the rank's own only until then."""
+        """Take the exit code, once the rank's process group was ended.
+
+        The group's number is the rank's own only until then.
+        """
         self.kill()
         self.code = self.process.wait()
 
     def stack(self) -> str:
-        """What faulthandler wrote."""
+        """Stack traces that faulthandler wrote."""
         path = self.record.with_suffix(".stack")
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -201,7 +204,7 @@ class _Attempt:
         self._made.close()
 
     def watch(self) -> Failure | None:
-        """Wait until all ranks have ended, or one has failed or hangs and all are stopped. None when all ended with exit code 0.
+        """Wait until all ranks have ended, or all were stopped since one failed or hangs. None when all ended with exit code 0.
 
         Raises:
             SystemExit: 130, when a second SIGINT came and all were killed.
@@ -250,7 +253,7 @@ class _Attempt:
         )
 
     def _seed(self) -> Seed | None:
-        """The process to fork the ranks from, ready; None where each is to be an interpreter of its own."""
+        """Seed process to fork the ranks from; None where each is a new interpreter."""
         variables = {**os.environ, **self._variables(None)}
         if why_not(variables):
             return None
@@ -283,7 +286,7 @@ class _Attempt:
         )
 
     def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
-        """All that a rank, or the seed of all, finds in its environment besides what this process has."""
+        """Environment variables of a rank, or of the seed, besides those of this process."""
         return {
             **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
             **({"CUDA_VISIBLE_DEVICES": ""} if environment and environment.host else {}),  # an emulated host has no GPU
@@ -339,7 +342,7 @@ class _Attempt:
         return failure
 
     def _hung(self) -> list[RankStatus]:
-        """The ranks that have done nothing for longer than they may; all of them, if they only wait for one another."""
+        """Ranks that did nothing for too long; all, if they only wait for another."""
         now_ns = time.monotonic_ns()
         alive = [status for status in self.board.read() if self.ranks[status.rank].code is None]
         limits = {"starting": self.setting.start_deadline_s}
@@ -365,7 +368,7 @@ class _Attempt:
         return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
 
     def _ends(self) -> list[RankEnd]:
-        """How every rank ended, or stands."""
+        """End or present state of every rank."""
         return [
             RankEnd(
                 status=status,
@@ -398,7 +401,7 @@ class _Attempt:
 
 
 class _CursorShown:
-    """A progress display that was cut off leaves the terminal without its cursor: show it again."""
+    """Show the terminal's cursor again, which a progress display that was cut off leaves hidden."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Where each rank of a run goes: onto this machine as it is, or into the hosts emulated on it."""
+"""Places of ranks: this machine as it is, or the hosts emulated on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Place:
     host: EmulatedHost | None = None
 
     def environment(self, rank: int, world_size: int, master: Place, port: int) -> RankEnvironment:
-        """The environment of the rank in this place; `master` is the place of rank 0, which serves the rendezvous at `port`."""
+        """Environment of the rank in this place.
+
+        `master` is the place of rank 0, which serves the rendezvous at `port`.
+        """
         return RankEnvironment(
             rank,
             world_size,
@@ -55,7 +58,7 @@ class Place:
 
 @contextmanager
 def places_on(cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None) -> Iterator[list[Place]]:
-    """The places of so many ranks on a cluster, whose emulated hosts are up until the end.
+    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
 
     Args:
         on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
@@ -80,7 +83,7 @@ def on_this_machine(ranks: int) -> list[Place]:
 
 
 def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[Place]:
-    """So many ranks on each emulated host, in their order."""
+    """Places of ranks on each emulated host, in their order."""
     return [
         Place(rank, count, host.address, host.interface, host) for host, count in zip(hosts, per_host, strict=True) for rank in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Starting the ranks of a plan to look at what they do, not to train: they save nothing, and a signal ends the command."""
+"""Launches of ranks that look at something and save nothing; a signal ends the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Launch = Callable[[list[str], Job, Cluster, Plan], None]  # starts the ranks of 
 
 
 def launch_to_look(module_args: list[str], job: Job, cluster: Cluster, plan: Plan, *, on_tick: Callable[[], None] | None = None) -> None:
-    """Run the function of `module_args` (see `launch`) on the ranks of a plan on the cluster, and wait for their end.
+    """Run the function of `module_args` (see `launch`) on a plan's ranks, and wait.
 
     Raises:
         LaunchError: a rank raised, hung or was killed.

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes: who is stopped, and how many were ended for lack of memory."""
+"""Process information of the kernel: stopped processes, and those ended for lack of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP or a debugger holds the process."""
+    """True if SIGSTOP or a debugger holds the process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -16,7 +16,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills() -> int | None:
-    """How many processes of this control group the kernel has ended for lack of memory; None where it does not say."""
+    """Number of processes that the kernel ended for lack of memory in this control group.
+
+    None where it does not say.
+    """
     for file in _memory_counters():
         with suppress(OSError, ValueError, KeyError):
             return int(dict(line.split() for line in file.read_text().splitlines())["oom_kill"])
@@ -24,7 +27,7 @@ def oom_kills() -> int | None:
 
 
 def _memory_counters() -> list[Path]:
-    """Where this process's control group may keep its counters; inside a container the group is often mounted as the root."""
+    """Candidate paths of this control group's counters; in a container it is often the root."""
     files = [Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""One rank: a call of `pkg.mod:function` with a list of arguments, in a fork of the seed or as `python -m paceline.launch.rank`.
+"""One rank: a call of `pkg.mod:function` in a fork of the seed or an interpreter.
 
 It never outlives its launcher, and leaves an error as a record for the launcher, which shows the one that matters.
 """
@@ -42,7 +42,9 @@ def main() -> None:
 def run(
     module_args: list[str], environment: RankEnvironment, parent: int, launcher: int, prepare: Callable[[], object] = lambda: None
 ) -> None:
-    """Run the function that the first argument names; exit 0 when it returns, its own code on SystemExit, 1 on any other exception.
+    """Run the function that the first argument names, and exit.
+
+    0 when it returns, its own code on SystemExit, 1 on any other exception.
 
     Args:
         parent: process id of the launcher, or of the seed that ends when the launcher does.
@@ -71,13 +73,16 @@ def run(
 
 
 class _Launcher:
-    """The rank's end of its launcher: gone with it, and with the folder that a killed launcher leaves behind."""
+    """Death of the launcher: ends the rank, and removes the folder that was left behind."""
 
     def __init__(self, process: int, folder: Path) -> None:
         self.process, self.folder = process, folder
 
     def end_with(self, parent: int) -> None:
-        """Get SIGTERM when the launcher dies, so that the rank saves and ends; and SIGKILL, with all it started, if it does not."""
+        """Have the kernel send SIGTERM when the launcher dies, so that the rank saves.
+
+        It gets SIGKILL, with all it started, if it does not.
+        """
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it died before it could have been noticed
             sys.exit(1)
@@ -120,7 +125,7 @@ def _pin(environment: RankEnvironment) -> None:
 
 
 def _leave(error: BaseException, path: Path, launcher: _Launcher, code: int) -> None:
-    """Record the error and end at once: a thread that still waits for a peer must not keep a failed rank alive."""
+    """Record the error and end at once, whatever threads still wait for a peer."""
     _record(error, path)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""The launcher's handle on its seed: a process that imports torch once, from which ranks are forked.
+"""Handle on the seed: a process that imports torch once, and forks ranks.
 
 A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and never CUDA, which no fork
 would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank is a Python interpreter of its own.
@@ -65,7 +65,7 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """The exit code, negative for a signal, as subprocess has it; that of SIGTERM where the seed was lost, whose forks get it."""
+        """Exit code, negative for a signal; that of SIGTERM where the seed was lost."""
         try:
             return int(self.seed.ask({"do": "wait", "pid": self.pid})["code"])
         except LaunchError:
@@ -99,12 +99,12 @@ class Seed:
 
     @property
     def pid(self) -> int:
-        """Of the seed process."""
+        """Process id of the seed."""
         return self._process.pid
 
     @property
     def lost(self) -> bool:
-        """Whether the process has ended."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     def wait_until_ready(self, deadline_s: float, stopped: Callable[[], object] = lambda: False) -> str | None:
@@ -207,7 +207,7 @@ def seed_for(variables: Mapping[str, str]) -> Seed:
 
 
 def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
-    """Return when the shared seed, if there is one, has imported all and keeps no core busy: before anything is measured."""
+    """Wait until the shared seed, if any, has imported everything and is idle."""
     with suppress(LaunchError):  # the launch will tell
         if _shared is not None and _shared.owner == os.getpid():
             _shared.wait_until_ready(deadline_s)
@@ -226,7 +226,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that a fork keeps from the start of its seed, which serves only ranks that want the same."""
+    """Inherited state of a fork: what a seed's ranks must have in common."""
     return {
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in _AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),

@@ -1,4 +1,4 @@
-"""The seed process: it imports once, then forks a rank for every order, until the launcher is gone."""
+"""The seed process: imports once, then forks a rank for every order of its launcher."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _become(order: _Order, watch: int) -> None:
 
 
 def _end() -> NoReturn:
-    """End as an interpreter does, without taking its modules apart: that copies the memory shared with the seed."""
+    """End as an interpreter does, but keep modules, whose teardown copies shared memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, and asks executors to end
     atexit._run_exitfuncs()  # as multiprocessing does in its forks
     for file in gc.get_objects():  # without what the seed froze
@@ -154,7 +154,7 @@ def _call_the_process(title: str) -> None:
 
 
 def _settle(folder: str, threads: int | None) -> None:
-    """Set what a new interpreter has of its own: the folder to import from, threads, random numbers."""
+    """Set what a new interpreter has of its own: import folder, threads, random numbers."""
     start = str(Path.cwd())
     os.chdir(folder)
     if start in sys.path[:1]:
@@ -170,7 +170,7 @@ def _settle(folder: str, threads: int | None) -> None:
 
 
 def _set_threads_of_numpy(threads: int) -> None:
-    """Set the threads of numpy's OpenBLAS, which took the seed's single one when it was loaded."""
+    """Set the threads of numpy's OpenBLAS, which was loaded with a single one."""
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line.rpartition("/")[2]}
     names = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
     for library in map(ctypes.CDLL, files):

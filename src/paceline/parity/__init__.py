@@ -1,4 +1,4 @@
-"""Whether a plan computes what one process computes: `paceline check`.
+"""Parity of a plan with one process: `paceline check`.
 
 Read `check.py` first (starts the ranks and compares), then `ranks.py` (what each rank does).
 """

@@ -1,4 +1,4 @@
-"""`paceline check`: whether a plan computes what one process computes, before anything long is trained under it."""
+"""`paceline check`: comparison of a plan with one process, before anything long is trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Verdict = Literal["holds", "differs", "cannot tell"]
 
 
 class Tolerance(NamedTuple):
-    """Relative differences to one process in float64: of a loss; of a tensor's gradient, and of the tensor after a step (L2 norms)."""
+    """Relative differences to one process in float64, of tensors in the L2 norm."""
 
     loss: float
     gradient: float
@@ -59,7 +59,7 @@ class Worst:
 
 @dataclass(frozen=True)
 class StepParity:
-    """How one step of the plan compares with the same step of one process."""
+    """Comparison of one step of the plan with the same step of one process."""
 
     loss: float
     reference_loss: float
@@ -75,7 +75,7 @@ class StepParity:
 
 @dataclass
 class Parity:
-    """What `check` found for a plan.
+    """Result of `check` for a plan.
 
     Attributes:
         tolerance: those of the precision, or more where one process in that precision is that far from float64.
@@ -109,7 +109,7 @@ class Parity:
 
     @classmethod
     def read(cls, plan: Plan, found_in: Path, reference: Path, tolerance: Tolerance) -> Parity:
-        """What the ranks of a plan wrote into `found_in`, held against the folder `reference`."""
+        """Parity of what ranks wrote into `found_in` with the folder `reference`."""
         found = [json.loads((found_in / f"rank-{rank}.json").read_text()) for rank in range(plan.ranks)]
         parity = cls(plan, tolerance, [_step(found, i) for i in range(len(found[0]["losses"]))])
         parity.parameters = _largest(found)
@@ -132,12 +132,12 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """Whether every step is within the tolerance, and the tolerance tells something."""
+        """True if every step is within a tolerance that tells something."""
         return self.verdict == "holds"
 
     @property
     def why_undecided(self) -> str | None:
-        """Why a match could be a coincidence, and what to do; None where it could not."""
+        """Reason why a match could be a coincidence, and what to do; else None."""
         if self.undecided is not None:
             return self.undecided
         beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
@@ -151,7 +151,7 @@ class Parity:
 
 
 def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = None, *, steps: int = STEPS) -> Parity:
-    """Train a few steps of a job under a plan and in one process, and compare losses, gradients and parameters.
+    """Train a few steps under a plan and in one process, and compare them.
 
     Args:
         job: a `Job`, or the YAML file of one.
@@ -171,7 +171,7 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
 
 
 class _Parts(NamedTuple):
-    """The parts in which one process computes a batch: the microbatches of data-parallel ranks, one rank after the other.
+    """Parts in which one process computes a batch: data-parallel ranks' microbatches, in turn.
 
     `together`: instead the first microbatches of all ranks as one part, then the second, as layers see them that the ranks share.
     """
@@ -237,7 +237,7 @@ class Checks:
             return Parity.read(plan, Path(out), reference, tolerance)
 
     def _parts(self, plan: Plan) -> _Parts:
-        """How one process computes a batch so that it can be compared.
+        """Parts in which one process computes a batch, so that it can be compared.
 
         Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
         """
@@ -250,7 +250,7 @@ class Checks:
         return _Parts(1, 1)
 
     def _reference(self, parts: _Parts) -> Path:
-        """The folder with the steps of one process, which computes as many parts of a batch one after the other."""
+        """Folder with the steps of one process, which computes a batch in these parts."""
         if parts not in self._references:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             (folder / "job.yaml").write_text(self.job.to_yaml())
@@ -274,7 +274,9 @@ class Checks:
 def check_all(
     job: Job, most_ranks: int, cluster: Cluster | None = None, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]
 ) -> bool:
-    """Check every legal plan of up to `most_ranks` ranks; `say` gets each as it is done, a refused one as its `PlanError`.
+    """Check every legal plan of up to `most_ranks` ranks.
+
+    `say` gets each as it is done, a refused one as its `PlanError`.
 
     Returns whether every plan that runs holds.
     """
@@ -328,7 +330,7 @@ def _largest(found: list[dict]) -> dict[str, float]:  # type: ignore[type-arg]
 
 
 def _first_difference(reference: dict[str, list[float]], found: list[dict], tolerance: float) -> str | None:  # type: ignore[type-arg]
-    """The first module, in the order in which they ran, whose outputs have another mean square."""
+    """First module, in order of execution, whose outputs have another mean square."""
     for name, (count, _, square) in reference.items():
         ours = [compared["outputs"][name] for compared in found if name in compared["outputs"]]
         if not ours or not count:

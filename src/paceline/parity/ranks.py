@@ -1,4 +1,4 @@
-"""Parity: a few steps of a job under a plan, against the same steps in one process and float64, parameter by parameter.
+"""Ranks of a parity check: steps under a plan against one process in float64.
 
 The one process writes down what it computed; every rank of the plan then holds its own pieces against it, so nothing is gathered, and
 replicas that drifted apart show as well. Gradients are those that the optimizer was given.
@@ -43,7 +43,7 @@ _LOOKED_AT = 4  # samples, to see whether the model draws at random
 
 @dataclass
 class Compared:
-    """What one rank found.
+    """Findings of one rank.
 
     Attributes:
         losses: of every step; the same on all ranks.
@@ -87,7 +87,10 @@ def _take_reference(engine: Engine, folder: Path, steps: int) -> None:
 
 
 def run_plan(arguments: list[str]) -> None:
-    """Take the steps as a rank of the plan, and write what differs: `FOLDER STEPS PLAN OUT [RANKS HOW]`; the last as for the reference."""
+    """Take the steps as a rank of the plan, and write what differs.
+
+    Arguments: `FOLDER STEPS PLAN OUT [RANKS HOW]`; the last as for the reference.
+    """
     folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
     job = Job.load(folder / "job.yaml")
     with joined(deadline_s=job.deadline_s, transport=plan.transport) as group, _comparable(job, plan):
@@ -189,7 +192,7 @@ class _Dealt:
 
 
 def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
-    """Data-parallel ranks, and the buffers that each has: this one's, or those of all for which one process stands."""
+    """Buffers by data-parallel rank: this one's, or those of all that one process stands for."""
     dealt: _Dealt | None = getattr(engine, "dealt", None)
     if dealt is None:
         return [(engine.loader.partition.replica, engine.named_buffers())]
@@ -242,7 +245,7 @@ def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
 
 
 def _distance(own: Tensor | None, reference: Tensor | None, layout: Layout, least: float) -> float:
-    """The relative L2 distance; infinite where only one of the two is there and is not zero."""
+    """Relative L2 distance; infinite where only one of the two is there and not zero."""
     if own is None or reference is None:
         there = own if own is not None else reference
         return 0.0 if there is None or not there.any() else math.inf

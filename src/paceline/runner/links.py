@@ -1,4 +1,7 @@
-"""Measuring the links between ranks: started here or on emulated hosts, one launch for each transport; or as ranks of a torchrun."""
+"""Measurement of the links between ranks, one launch for each transport.
+
+Ranks are started here, on emulated hosts, or by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _START_S, _CALL_S = 120, 20  # the longest that ranks may take to start, and for
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to measure: over each transport, each collective at each size (bytes), the all-reduce by each algorithm."""
+    """Measurements wanted: collectives at sizes in bytes, over transports, all-reduce by each algorithm."""
 
     transports: Sequence[str]
     collectives: Sequence[str] = COLLECTIVES
@@ -38,14 +41,17 @@ class Wanted:
 
 @dataclass
 class Found:
-    """What each transport's ranks measured, and which transports could not be measured, with the reason."""
+    """Measurements of each transport, and reasons for transports that could not be measured."""
 
     measured: list[Measured] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
 
 def transports_of(cluster: Cluster) -> tuple[str, ...]:
-    """Those that a cluster can have: shared memory within a host (there, tcp is nothing else), tcp between hosts, NCCL between GPUs."""
+    """Transports that a cluster can have.
+
+    Shared memory within a host (tcp adds nothing there), tcp between hosts, NCCL between GPUs.
+    """
     cores = ("shm", "gloo") if len(cluster.hosts) == 1 else ("gloo", "tcp")
     return ("nccl", *cores) if cluster.kind == "cuda" and cluster.devices > 1 else cores
 
@@ -56,7 +62,7 @@ def algorithms_of(cluster: Cluster) -> tuple[str, ...]:
 
 
 def ranks_of(cluster: Cluster) -> int:
-    """As many as a plan would have, but no more than 8 on a host's cores, and two at least."""
+    """Number of ranks: as a plan would have, from 2 to 8 a host."""
     if len(cluster.hosts) == 1:
         return max(2, min(cluster.hosts[0].physical_cores, _MOST_RANKS))
     return max(2, sum(min(devices, _MOST_RANKS) for devices in cluster.devices_per_host))
@@ -81,7 +87,7 @@ def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable
 
 
 def measure_as_rank(transport: str, wanted: Wanted) -> Measured | None:
-    """Measure among the ranks of a torchrun; what was found on rank 0, None on the others."""
+    """Measure among the ranks of a torchrun; the result on rank 0, else None."""
     from paceline.comm.backend import joined
     from paceline.comm.measure.links import measure
 

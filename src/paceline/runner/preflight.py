@@ -1,4 +1,6 @@
-"""Ask, before ranks are started, whether a plan can divide a job's model and batches: in its own process, once for the same work.
+"""Preflight of a plan in its own process, before ranks are started.
+
+It tells if the plan can split a job's model and batches, once for the same work.
 
 Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since a refusal.
 """
@@ -27,7 +29,7 @@ _WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "bat
 
 
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None, *, launch: Launch = launch_to_look) -> None:
-    """Return where ranks can be started under the plan, as far as shapes tell, and a few samples tell of the loss.
+    """Return if shapes and a few samples say nothing against starting ranks.
 
     A plan that divides no model is not looked at, but for the losses of users and models.
 
@@ -68,7 +70,10 @@ def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None, launch: La
 
 
 def _kept(job: Job, plan: Plan) -> Path:
-    """The file that says that the plan can be started: named by the work, the plan and all code that is known to bear on it."""
+    """File whose presence says that the plan can be started.
+
+    Named by the work, the plan and all code that is known to bear on it.
+    """
     values = job.model_dump(mode="json", include=set(_WORK))
     key = {"job": values, "files": list(digests(values)), "plan": str(plan) if plan.splits else "whole", "source": _newest_source()}
     key |= {package: _version(package) for package in ("paceline", "torch", "transformers")}
@@ -76,7 +81,7 @@ def _kept(job: Job, plan: Plan) -> Path:
 
 
 def _newest_source() -> int:
-    """When paceline itself was last edited, in ns: it may be installed from a working tree."""
+    """Time of paceline's last edit in ns, for installs from a working tree."""
     return max(file.stat().st_mtime_ns for file in Path(__file__).parents[1].rglob("*.py"))
 
 

@@ -1,4 +1,7 @@
-"""How a rank that torchrun has started fails: its error on the screen and in torchrun's own report, and an end that waits for nobody."""
+"""Failure of a rank that torchrun has started.
+
+Its error is on the screen and in torchrun's own report, and it waits for nobody.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline.train`: from a job to a finished run, on this machine or as one rank of a torchrun."""
+"""`paceline.train`: from a job to a finished run, here or under torchrun."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _note(console: Console, text: str) -> None:
 
 
 def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None, restarts: int) -> None:
-    """Train a run from its newest checkpoint to its end, on ranks of this machine or of hosts that it emulates."""
+    """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
     job, cluster, plan = record.job, record.cluster, record.plan
     host = cluster.hosts[0]
     with (
@@ -153,7 +153,7 @@ def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None
 
 
 def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Choice:
-    """The plan as asked; for `auto` that of the run `before` which is resumed, where it still can run, else the one that is found.
+    """The plan as asked; for `auto` that of the resumed run, else a new choice.
 
     Raises:
         PlanError: it cannot run the job on the cluster; every reason is listed.
@@ -215,7 +215,10 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | P
 def _agreed_run(
     group: Group, job: Job, cluster: Cluster, plan: Plan | str, held: ExitStack, *, run: str | Path | None, resume: bool
 ) -> str:
-    """Rank 0 makes or finds the run directory, locks it while `held` lasts, and tells the others; all raise what went wrong there."""
+    """Path of the run directory, made or found, and locked, by rank 0.
+
+    All ranks raise what went wrong there.
+    """
     answer: tuple[str | None, str | None] = (None, None)
     if group.rank == 0:
         try:
