@@ -20,11 +20,14 @@ demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against
 	@$(BIN)/paceline train examples/digits.yaml
 	@$(BIN)/paceline bench examples/digits.yaml --repeat 5
 
+# Tests mostly wait for processes that they start, so there are more of them at work than cores.
+WORKERS ?= $(shell echo $$((2 * $$(nproc))))
+
 test: check ## Run every check and every test that is not slow.
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-all: check ## Run every check and every test.
-	@$(BIN)/pytest --slow
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --slow
 
 check: $(VENV)/.test ## Run the linters and the type checker.
 	@$(BIN)/ruff check .
