@@ -21,7 +21,8 @@ from paceline.errors import ClusterError
 from paceline.launch.seed import shared_pid
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
-_SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
+# Ours, torch's, Python's. Semaphores do not say whose they are, so beside other workers of a test run they are not looked at.
+_SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", *(() if "PYTEST_XDIST_WORKER" in os.environ else ("sem.",)))
 _PR_SET_CHILD_SUBREAPER = 36
 _ENVIRONMENT_OF_OTHERS = {  # set by whoever imports or runs them, once
     "PYTEST_CURRENT_TEST",
