@@ -42,7 +42,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
-def test_the_cluster_to_rehearse_on_is_one() -> None:
+def test_the_cluster_to_emulate_is_one() -> None:
     [text] = [block for block in blocks("network.md", "yaml") if "emulate:" in block]
     emulate = Cluster.model_validate({"name": "here", "hosts": [], "emulate": yaml.safe_load(text)["emulate"] | {"cpu": 1}}).emulate
     assert emulate is not None

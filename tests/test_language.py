@@ -32,6 +32,7 @@ CLEAN = (
     "split",
     "sync",
     "trace",
+    "training",
     "tuning",
 )
 

@@ -13,7 +13,7 @@ from commands import ended, paceline, started, wait_for, write_job
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def test_a_plan_of_1024_ranks_is_rehearsed_or_refused(tmp_path: Path) -> None:
+def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
     model = {"zoo": "gpt", "args": {"layers": 2, "hidden": 64, "heads": 8, "vocab": 64, "context": 16}}
     data = {"kind": "synthetic", "samples": 256, "shape": [16], "vocab": 64, "held_out": 0}
     file = write_job(tmp_path / "job.yaml", model=model, data=data, optimizer="adamw", global_batch=128)
@@ -32,7 +32,7 @@ def test_a_plan_of_1024_ranks_is_rehearsed_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_llama_of_70_billion_parameters_is_rehearsed_without_memory_for_it(tmp_path: Path) -> None:
+def test_a_llama_of_70_billion_parameters_is_run_dry_without_memory_for_it(tmp_path: Path) -> None:
     job = EXAMPLES / "large" / "llama_70b.yaml"
     with started("paceline", "check", job, "--dry", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path) as process:
         outcome = ended(process, deadline_s=110)

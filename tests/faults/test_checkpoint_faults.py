@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint.reader import load, load_latest
-from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
 VALUES = 700_000  # float32: three pieces of a shard
@@ -297,7 +297,7 @@ def test_a_divided_state_that_is_not_all_there_is_no_checkpoint(tmp_path: Path) 
     ranks = [(mesh, parts_of(mesh)) for mesh in meshes(fsdp=2)]
     layout = ranks[1][1]["qkv"].layout
     ranks[1][1]["qkv"].layout = layout.narrow(0, 1, layout.shape[0])
-    snapshots = [Snapshot(own_parts(random_tensors(), parts), parts=parts, seat=Seat.of(mesh)) for mesh, parts in ranks]
+    snapshots = [Snapshot(own_parts(random_tensors(), parts), parts=parts, coordinate=MeshCoordinate.of(mesh)) for mesh, parts in ranks]
     with pytest.raises(
         CheckpointError, match=r"(?s)step 2 was not written: .* of qkv do not make up .* by no rank.*untouched: step-00000001"
     ):

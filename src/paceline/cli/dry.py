@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.job.job import Job
-    from paceline.training.dry_run.dry_run import Rehearsal
+    from paceline.training.dry_run.dry_run import DryRun
 
 
 _WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
@@ -28,12 +28,12 @@ _LEGEND = (
 def show_dry_run(job: Job, text: str, console: Console) -> bool:
     """Run a plan dry and show what was found; returns True if it can run."""
     from paceline.plans.plan import Plan
-    from paceline.training.dry_run.dry_run import rehearse
+    from paceline.training.dry_run.dry_run import run_dry
 
     plan = Plan.parse(text)
     try:
         with console.status("importing torch") as status:
-            found = rehearse(job, plan, say=status.update)
+            found = run_dry(job, plan, say=status.update)
     except PlanError as error:
         for line in str(error).splitlines():
             console.print(line, highlight=False, markup=False)
@@ -43,16 +43,16 @@ def show_dry_run(job: Job, text: str, console: Console) -> bool:
     return True
 
 
-def _show(found: Rehearsal, console: Console) -> None:
-    for line in together(line for role in found.roles for line in role.report):
+def _show(found: DryRun, console: Console) -> None:
+    for line in together(line for stage in found.stages for line in stage.report):
         console.print(f"  {line}", highlight=False, markup=False, style="dim")
     console.width = max(console.width, _WIDTH)
     console.print(_table(found))
     console.print(_LEGEND, highlight=False, style="dim")
     for note in dict.fromkeys((*found.notes, *_looks(found))):
         console.print(f"note: {note}", highlight=False, markup=False)
-    plan, state = found.plan, max(role.state.total for role in found.roles)
-    if reasons := [role.not_rehearsed for role in found.roles if role.not_rehearsed]:
+    plan, state = found.plan, max(stage.state.total for stage in found.stages)
+    if reasons := [stage.stopped_by for stage in found.stages if stage.stopped_by]:
         console.print(
             f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}", highlight=False, markup=False
         )
@@ -78,23 +78,23 @@ def together(lines: Iterable[str]) -> list[str]:
     return [line if count == 1 else pattern.replace(":", f" ({count} of them):", 1) for pattern, (line, count) in counts.items()]
 
 
-def _table(found: Rehearsal) -> Table:
+def _table(found: DryRun) -> Table:
     from rich.table import Table
 
-    axes = [axis for axis in reversed(AXES) if any(axis in role.sent_bytes for role in found.roles)]
-    piped = len(found.roles) > 1
+    axes = [axis for axis in reversed(AXES) if any(axis in stage.sent_bytes for stage in found.stages)]
+    piped = len(found.stages) > 1
     table = Table(*(["stage"] if piped else []), "parameters", "gradients", "optimizer", "peak", box=None, pad_edge=False)
     for axis in axes:
         table.add_column(f"sent: {axis}")
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
-    for role in found.roles:
-        first = [str(role.stage + 1)] if piped else []
-        sizes = (*role.state, role.peak_bytes, *(role.sent_bytes.get(axis, 0) for axis in axes))
+    for stage in found.stages:
+        first = [str(stage.stage + 1)] if piped else []
+        sizes = (*stage.state, stage.peak_bytes, *(stage.sent_bytes.get(axis, 0) for axis in axes))
         table.add_row(*first, *(str(size(size_bytes)) for size_bytes in sizes))
     return table
 
 
-def _looks(found: Rehearsal) -> list[str]:
-    asked = sorted({kind for role in found.roles for kind in role.asked})
+def _looks(found: DryRun) -> list[str]:
+    asked = sorted({kind for stage in found.stages for kind in stage.asked})
     return [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"] if asked else []

@@ -79,7 +79,7 @@ class Group:
         return "shm" if isinstance(self.backend, ShmProcessGroup) else dist.get_backend(self.backend)
 
     @property
-    def rehearsed(self) -> bool:
+    def is_fake(self) -> bool:
         """True in a dry run, where one process plays a rank without others (`paceline check --dry`)."""
         return self.transport == "fake"
 

@@ -38,7 +38,7 @@ class ReplicaState:
         self.max_norm = MaxNorm(engine)
         self._updates = 0
         exact = not engine.apart and SyncSpec.parse(engine.plan.sync).name == "allreduce"
-        self._compares = exact and engine.group.size > 1 and not engine.group.rehearsed
+        self._compares = exact and engine.group.size > 1 and not engine.group.is_fake
 
     def before_update(self) -> None:
         """Agree on what forward passes wrote into parameters, and compare ranks where that is due.

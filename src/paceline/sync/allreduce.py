@@ -51,7 +51,7 @@ class AllReduce(SyncRule):
         dp = replica.dp
         if dp.size == 1:
             return
-        if dp.rehearsed:
+        if dp.is_fake:
             self._prepare_dry_run()
         on_gpu, whole = dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
@@ -62,7 +62,7 @@ class AllReduce(SyncRule):
             self.streams.append(BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links))
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
-        if not dp.rehearsed and (dp.spans_hosts or self.algorithm_name != "auto"):
+        if not dp.is_fake and (dp.spans_hosts or self.algorithm_name != "auto"):
             replica.said.append(f"sync=allreduce: {first.algorithm.why}")
         if self.compress == "auto":
             from paceline.sync.compress import Choice

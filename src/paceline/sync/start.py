@@ -26,7 +26,7 @@ def start_alike(replica: Replica) -> None:
     """
     if replica.dp.size == 1 or replica.alike:
         return
-    if not replica.dp.rehearsed:
+    if not replica.dp.is_fake:
         agree_on(replica.dp, _descriptions(replica))
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in replica.tensors():

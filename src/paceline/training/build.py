@@ -1,4 +1,4 @@
-"""What a run trains, made from its job and plan: the model, this rank's share of the data, and the engine."""
+"""Model, data share and engine of a run, built from its job and plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
-    """The job's model; where the plan divides it, without memory for its weights."""
+    """The job's model; on the meta device where the plan divides it."""
     if not plan.splits:
         return job.model.build()
     from paceline.split.deferred_init.initialise import record
@@ -34,7 +34,7 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
 
 
 def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: DataSets, group: Group) -> Engine:
-    """The engine of this rank for a job: its part of the model, its optimizer, loss and share of the data.
+    """This rank's engine for a job: its model part, optimizer, loss and data share.
 
     Raises:
         PlanError: the plan cannot divide this model so, or has another number of ranks.
@@ -59,7 +59,7 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: D
 
 
 def _published(job: Job, model: nn.Module | DeferredModel) -> Source | None:
-    """The weights that the job starts from, if it names any; held to fit the model."""
+    """The pretrained weights that the job names, matched to the model; None without any."""
     if job.model.weights is None:
         return None
     return fitted(weights_from(job.model.weights), model if isinstance(model, nn.Module) else model.model)
@@ -97,7 +97,7 @@ def seed_all(seed: int) -> None:
 
 
 def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
-    """How many samples each host holds, where each holds only its own files."""
+    """Number of samples on each host, where hosts have their own files; else None."""
     if not job.partition.host_files:
         return None
     lengths = group.gather_json(len(data.train))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: made while it trains, and where it begins, goes on, or goes back to one."""
+"""Checkpoints of a run: saving, resuming and rewinding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Checkpoints(Callback):
         self._rewinds = 0
 
     def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`; begins a checkpoint that is due, unless the run ends and makes one anyway."""
+        """See `Callback`; begins a due checkpoint unless the run ends with one anyway."""
         if self.saving.due(info.result.step, info.result.votes) and info.ending is None:
             self.save()
         return None
@@ -57,7 +57,7 @@ class Checkpoints(Callback):
         self.engine.meter.mark(CHECKPOINT)
 
     def finish(self) -> None:
-        """Save the end of the run, where its newest checkpoint is an earlier one, and wait until it is written."""
+        """Save the final state, unless it is saved already, and wait for the writer."""
         if self.saving.at != self.engine.step_count:
             self.save()
         self.saving.finish()
@@ -81,7 +81,7 @@ class Checkpoints(Callback):
         return True
 
     def rewind(self, result: StepResult) -> None:
-        """Go back to the newest checkpoint, and leave the batch of this step out from then on.
+        """Go back to the newest checkpoint, and skip this step's batch from then on.
 
         Raises:
             NonFiniteError: there were too many rewinds in a row, or there is no checkpoint.

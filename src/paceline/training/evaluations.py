@@ -1,4 +1,4 @@
-"""Evaluations of a run on its validation set: after so many steps or epochs, and at the end."""
+"""Evaluations of a run on its validation set, periodic and at the end."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Evaluations(Callback):
         return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
 
     def after_epoch(self) -> str | None:
-        """Measure where the job counts epochs; a reason to stop if a metric reached its target."""
+        """Measure if the job counts epochs; returns a stop reason if a target was reached."""
         epoch, every = self.engine.step_count // self.epoch_steps, self.job.evaluate.every_epochs
         return self.measure() if self.job.evaluate.every_steps is None and epoch % every == 0 else None
 
     def measure(self) -> str | None:
-        """Measure the validation set, if there is one; returns a reason to stop if a metric reached its target."""
+        """Measure the validation set, if any; returns a stop reason if a target was reached."""
         engine, step = self.engine, self.engine.step_count
         self.at = step
         if self.data.held_out is None:

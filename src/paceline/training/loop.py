@@ -1,4 +1,4 @@
-"""The loop of a run: epochs, steps, the stop rule, and a clean end on signals."""
+"""The loop of a run: epochs, steps, the stop rule, and signals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.training.record.run import Run
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Train the run in the directory `arguments[0]` as the rank that the environment names."""
+    """Train the run in the directory `arguments[0]` as this process's rank."""
     run = Run(arguments[0])
     with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:
         train_in(run, group)
@@ -60,7 +60,7 @@ class Loop:
     """One rank's training of one run, from its newest checkpoint to the stop rule.
 
     Attributes:
-        callbacks: what the run does beside its steps, in this order.
+        callbacks: the run's callbacks, in the order of their calls.
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group) -> None:
@@ -80,7 +80,7 @@ class Loop:
         self.signal: str | None = None
 
     def run(self) -> None:
-        """Train until the stop rule or a signal ends the run; the last state is saved either way.
+        """Train until the stop rule or a signal ends the run, then save.
 
         Raises:
             PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
@@ -105,7 +105,7 @@ class Loop:
             callback.close()
 
     def _epoch(self) -> str | None:
-        """Train to the end of the epoch, or to a reason to stop, or to a rewind."""
+        """Train to the end of the epoch, a reason to stop, or a rewind."""
         for batch in self.engine.loader:
             info = self.advance(batch)
             if info is not None and info.result.problem is not None and self._rewound(info.result):
@@ -116,7 +116,11 @@ class Loop:
         return self.evaluations.after_epoch()
 
     def advance(self, batch: Batch | None) -> StepInfo | None:
-        """Take one step on this replica's share of a global batch and record it; None for a batch that a rewind left out."""
+        """Take and record one step on this rank's share of a global batch.
+
+        Returns:
+            What callbacks are told of it; None for a batch that a rewind left out.
+        """
         engine = self.engine
         step = engine.step_count + 1
         if step in self.checkpoints.rejected:
@@ -134,7 +138,7 @@ class Loop:
         return info
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Whether the step ends the run; evaluations and checkpoints that are due are made."""
+        """Run the callbacks' evaluations and checkpoints; returns the reason if the run ends."""
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self._ending(info.result)
@@ -144,7 +148,7 @@ class Loop:
         return info.ending
 
     def _ending(self, result: StepResult) -> str | None:
-        """Why the run ends after this step, by a signal, the stop rule or the clock."""
+        """Reason why the run ends after this step: a signal, stop rule or clock."""
         if "interrupted" in result.votes:
             return self.signal or "interrupted"
         # A loss that only this replica knows must not end the run of this replica alone.
@@ -158,7 +162,7 @@ class Loop:
             callback.on_evaluation(step, metrics)
 
     def _begin(self) -> None:
-        """Go on from the newest checkpoint, if there is any, and write down what is trained how."""
+        """Resume from the newest checkpoint, if any, and record the start event."""
         resumed = self.checkpoints.resume()
         engine = self.engine
         self.events(
@@ -186,7 +190,7 @@ class Loop:
         engine.meter.restart()
 
     def _finish(self, reason: str) -> None:
-        """Measure, save and note why the run ended."""
+        """Measure, save and record why the run ended."""
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
         if not interrupted and self.evaluations.at != self.engine.step_count:
             self.evaluations.measure()
@@ -200,7 +204,7 @@ class Loop:
         self.engine.on_phase("done", self.engine.step_count)
 
     def _rewound(self, result: StepResult) -> bool:
-        """Follow the policy after an update that was left out; True if training went back to a checkpoint."""
+        """Apply the non-finite policy to a skipped update; True after a rewind."""
         self.events("nonfinite", {"step": result.step, "problem": result.problem, "policy": self.job.nonfinite})
         if self.job.nonfinite != "rewind":
             return False
@@ -209,7 +213,10 @@ class Loop:
         return True
 
     def _predicted_state_bytes(self) -> int:
-        """Bytes of rank 0's parameters, gradients and optimizer state, from their shapes; its lines tell what it holds."""
+        """Predicted bytes of rank 0's parameters, gradients and optimizer state.
+
+        The recorder's lines have the measured ones.
+        """
         held = self.engine.named_parameters()
         parts = self.engine.parts or {name: Part(name, Layout.whole(p.shape)) for name, p in held.items()}
         return predicted_bytes(parts, held, self.job.optimizer).total
@@ -223,7 +230,7 @@ class Loop:
         return lr
 
     def _ask(self) -> None:
-        """Ask the other ranks, with the next step's gradients, for what this rank's clock or a signal wants."""
+        """Vote, with the next step's gradients, for this rank's clock or signal."""
         if self.signal is not None:
             self.engine.signals.vote("interrupted")
         if self.group.rank == 0:
@@ -233,7 +240,10 @@ class Loop:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask for a stop after the step under way; the checkpoint that is being written is finished first."""
+        """Turn SIGINT and SIGTERM into a stop after the current step.
+
+        The checkpoint that is being written is finished first.
+        """
 
         def ask(number: int, frame: Any) -> None:
             self.signal = signal.Signals(number).name

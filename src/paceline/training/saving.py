@@ -1,4 +1,7 @@
-"""When a run is saved, and how it goes on where that fails: no more steps are ever lost than the job allows."""
+"""Checkpoint cadence of a run and its policy for failed checkpoints.
+
+No more steps are ever lost than the job allows.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ _PACE = 10.0  # writing beside the training takes so many times as long as alone
 
 
 class Saving:
-    """The checkpoints of one rank's run: begun when they are due, finished in time, and tried again where they fail.
+    """Begins a rank's checkpoints when due, waits for them, and retries failed ones.
 
-    With `every_steps`, training never completes a step that lies more than so many steps behind the last whole checkpoint: it waits for
-    the one that is being written. Where that wait is long, the next one is begun some steps earlier.
+    With `every_steps`, training never completes a step that lies more than so many steps behind the last
+    whole checkpoint: it waits for the one that is being written. Where that wait is long, the next one is
+    begun some steps earlier.
 
     Attributes:
         at: the step of the newest checkpoint begun; -1 before the first.
@@ -44,7 +48,10 @@ class Saving:
         self._clock_s, self._begun = clock_s, time.monotonic()
 
     def ask(self, step: int, clock_s: float) -> None:
-        """As rank 0, ask the others for a checkpoint after `step`, where one will be due by the clock or is to be begun early."""
+        """On rank 0, vote for a checkpoint after `step`.
+
+        It is due by the clock, or begun early because the last one took long.
+        """
         every = self.rule.every_steps
         if every is None:
             ahead_s = min(self.checkpointer.write_s, self.rule.every_seconds / 2)
@@ -55,7 +62,7 @@ class Saving:
             self.signals.vote("checkpoint")
 
     def due(self, step: int, votes: dict[str, int]) -> bool:
-        """Whether a checkpoint begins after `step`; the same on all ranks that know the same votes."""
+        """True if a checkpoint begins after `step`; equal on all ranks with equal votes."""
         every = self.rule.every_steps
         if every is None:
             return "checkpoint" in votes
@@ -83,7 +90,7 @@ class Saving:
             self._lead_steps = min(every // 2, max(self._lead_steps, math.ceil(_PACE * waited_s / step_s)))
 
     def poll(self) -> None:
-        """Take note of a checkpoint that failed meanwhile.
+        """Count a checkpoint that failed in the background.
 
         Raises:
             CheckpointError: as many in a row as the job allows.

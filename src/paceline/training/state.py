@@ -1,8 +1,4 @@
-"""Everything that a run needs to go on exactly where it was: weights, optimizer, random states, and its place in the data.
-
-What is saved is said in the names of the undivided model, so a checkpoint moves between plans: each rank gives the parts that it holds,
-and takes the parts that it wants.
-"""
+"""Complete state of a run: weights, optimizer, random states and data position."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from paceline.split.parts import Part, local, tied_names
 from paceline.training.checkpoint.reader import Loaded, Report
 from paceline.training.checkpoint.rule_state import own_optimizer, own_parameters, own_tensors, restore_rule, rule_state
 from paceline.training.checkpoint.shard import DTYPES
-from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Snapshot
 
 if TYPE_CHECKING:
@@ -30,12 +26,16 @@ if TYPE_CHECKING:
 
 
 def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
-    """The engine's state as named tensors and JSON values; `values` are the loop's own, added under "loop". Every rank must call this.
+    """The engine's state as named tensors and JSON values; every rank calls it.
 
-    Replicas that train apart share the parameters that they agree on, and the optimizer state of the first one.
+    Replicas with local parameters share the agreed ones, and the optimizer state of the first replica.
+
+    Args:
+        values: the loop's own state, saved under "loop".
 
     Raises:
-        CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it nor a single number.
+        CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it
+            nor a single number.
     """
     held = _Held.by(engine)
     rule_tensors, rule_values, rule_own_values = rule_state(engine, held.parameters)
@@ -47,7 +47,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             full_name = f"optimizer/{name}/{key}"
             if not isinstance(value, Tensor):
                 scalars.setdefault(name, {})[key] = value
-            elif not engine.apart or not held.seat.place.get("dp"):
+            elif not engine.apart or not held.coordinate.place.get("dp"):
                 shared[full_name] = local(value)
                 if part is not None or engine.apart:
                     parts[full_name] = _state_part(full_name, shared[full_name], part or held.part(name), apart=engine.apart)
@@ -66,32 +66,35 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             "python": _python_state(),
             "numpy": _numpy_state(),
             **rule_own_values,
-            **({"scalars": scalars} if scalars and held.seat.speaks_for_its_stage else {}),
+            **({"scalars": scalars} if scalars and held.coordinate.is_first_of_stage else {}),
         },
         aliases=held.aliases,
         parts=parts,
-        seat=held.seat,
+        coordinate=held.coordinate,
     )
 
 
 def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
-    """Put a loaded checkpoint into the engine, whatever plan saved it; returns the loop's values. Every rank must call this.
+    """Load a checkpoint of any plan into the engine; returns the loop's values.
 
-    Random states, and what belongs to a rank alone of replicas that trained apart, return only on the same mesh; on another, every
-    data-parallel rank draws from a fresh seed of its own, and all go on from the parameters that they agreed on. `report` is told of what
-    is left behind.
+    Every rank calls it. Random states, and local state of replicas that trained apart, return only on the
+    same mesh; on another, every data-parallel rank draws from a fresh seed of its own, and all go on from the
+    parameters that they agreed on.
+
+    Args:
+        report: called with what is left behind.
 
     Raises:
         CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
     """
     held = _Held.by(engine)
     _check_same_model(engine, held, loaded)
-    alone = own_tensors(engine, loaded, held.parameters, held.seat.sizes)
+    alone = own_tensors(engine, loaded, held.parameters, held.coordinate.sizes)
     state = _optimizer_state(held, engine.optimizer, loaded, own_optimizer(alone, held.parameters))
     for name, parameter in held.parameters.items():
         loaded.shared.fill(f"model/{name}", local(parameter).detach(), held.part(name).layout)
     own_parameters(alone, held.parameters)
-    own = loaded.own_of(held.seat)
+    own = loaded.own_of(held.coordinate)
     with torch.no_grad():
         for name, buffer in held.buffers.items():
             buffer.copy_(own[f"buffer/{name}"])
@@ -102,18 +105,18 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     engine.loader.load_state_dict(values["loader"])
     if said := restore_rule(engine, loaded, alone):
         report("sync", {"said": said})
-    if loaded.mesh == held.seat.sizes:
-        _restore_random(own, loaded.own_values[held.seat.rank])
+    if loaded.mesh == held.coordinate.sizes:
+        _restore_random(own, loaded.own_values[held.coordinate.rank])
     else:
-        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.seat.data_rank + 7919 * engine.step_count)
+        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.coordinate.data_rank + 7919 * engine.step_count)
     loop: dict[str, Any] = values["loop"]
     return loop
 
 
 def _agreed_parameters(engine: Engine, held: _Held) -> tuple[dict[str, Tensor], dict[str, Part]]:
-    """The parameters that all replicas agree on, and which part of each this rank holds.
+    """Parameters that all replicas agree on, and this rank's part of each.
 
-    Where replicas train apart these have the agreed values only for a moment, and are copied.
+    Where replicas have local parameters, these hold the agreed values only for a moment, and are copied.
     """
     shared: dict[str, Tensor] = {}
     with engine.rule.in_agreement():
@@ -125,15 +128,17 @@ def _agreed_parameters(engine: Engine, held: _Held) -> tuple[dict[str, Tensor], 
 
 @dataclass
 class _Held:
-    """What a rank holds of the model, by the names in the undivided one.
+    """A rank's share of the model, by the names in the undivided one.
 
-    `parameters` are the tensors that the optimizer steps on; `parts` says of each which part it is, None where all are whole.
+    Attributes:
+        parameters: tensors that the optimizer steps on.
+        parts: the part that each of them is; None where all are whole.
     """
 
     parameters: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
     parts: Mapping[str, Part] | None
-    seat: Seat
+    coordinate: MeshCoordinate
     aliases: dict[str, str]
 
     @classmethod
@@ -141,23 +146,27 @@ class _Held:
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         persistent = {id(tensor) for tensor in (*model.state_dict(keep_vars=True).values(), *engine.extra.values())}
         buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
-        seat = Seat.of(mesh) if mesh is not None else Seat.plain(engine.group.rank, engine.group.size)
+        coordinate = MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
         aliases = engine.split.aliases if engine.split is not None else tied_names(model)
-        return cls(engine.named_parameters(), buffers, engine.parts, seat, aliases)
+        return cls(engine.named_parameters(), buffers, engine.parts, coordinate, aliases)
 
     def part(self, name: str) -> Part:
         return Part(name, Layout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
 
     def shapes(self) -> dict[str, list[int]]:
-        """The full shapes of all parameters and buffers, under the names that they are saved by."""
+        """Full shapes of all parameters and buffers, by the names in a checkpoint."""
         shapes = {f"model/{name}": list(self.part(name).layout.full) for name in self.parameters}
         return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
 
 
 def _state_part(name: str, value: Tensor, part: Part, *, apart: bool) -> Part:
-    """How a rank holds what the optimizer keeps of a parameter: divided like it, or whole on all ranks that hold some of it.
+    """The part that a rank holds of an optimizer state tensor.
 
-    Of replicas that train `apart`, only one gives it: it is as if the others held other parts.
+    It is divided like its parameter, or whole on all ranks that hold some of the parameter.
+
+    Args:
+        apart: True where replicas have local parameters: only one saves the state, as if the others held
+            other parts.
     """
     sharded = part.sharded | {"dp"} if apart else part.sharded
     if value.shape == part.layout.shape:
@@ -173,7 +182,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, apart: bool) -> Part:
 
 def _check_same_model(engine: Engine, held: _Held, loaded: Loaded) -> None:
     wanted = held.shapes()
-    if held.seat.sizes.get("pp", 1) > 1:  # no stage has all names
+    if held.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
     saved = {name: entry.shape for name, entry in loaded.shared.entries.items() if name.startswith("model/")}
     saved |= {name: own.shape for shard in loaded.shards for name, own in shard.own.items() if name.startswith("buffer/")}
@@ -199,7 +208,7 @@ def _bare(name: str) -> str:
 def _optimizer_state(
     held: _Held, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
 ) -> dict[str, Any]:
-    """What the optimizer's `load_state_dict` takes of a checkpoint: of every parameter, the state of this rank's part.
+    """This rank's part of the saved state, for the optimizer's `load_state_dict`.
 
     Args:
         alone: what this rank had of its own, by parameter; None where what is shared is every rank's.
@@ -243,7 +252,10 @@ def _saved_states(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
 
 
 def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
-    """What the optimizer kept of a parameter: the part that this rank holds of it, with the strides of the parameter, or all of it."""
+    """Saved optimizer state of a parameter: this rank's part, with the parameter's strides.
+
+    State that is not divided is returned whole.
+    """
     entry = loaded.shared.entries[full_name]
     if entry.shape and tuple(entry.shape) == part.layout.full:
         own = torch.empty_like(parameter, dtype=DTYPES[entry.dtype])

@@ -1,4 +1,4 @@
-"""Trackers for loops of one's own: callbacks for `engine.on_step` that log on the first rank, and do nothing on the others.
+"""Trackers for a user's own loop: `engine.on_step` callbacks that log on rank 0.
 
     engine = paceline.setup(model, optimizer, loss, loader, on_step=[trackers.tensorboard("logs")])
 

@@ -1,4 +1,4 @@
-"""A rate that is read wrong makes every figure of a rehearsal wrong, by a factor of 8 or 1000."""
+"""A rate that is read wrong makes every figure of an emulated cluster wrong, by a factor of 8 or 1000."""
 
 import pytest
 

@@ -19,7 +19,7 @@ from paceline.job.job import Job
 from paceline.split.parts import Part, tied_names
 from paceline.training.checkpoint import convert
 from paceline.training.checkpoint.convert import export, export_hf, fitted, load_weights, weights_from
-from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Snapshot
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank
@@ -93,8 +93,8 @@ def test_a_divided_checkpoint_is_exported_as_the_model_that_it_is_of(tmp_path: P
     for mesh in meshes(**degrees):
         parts = parts_of(mesh)
         shared = {f"model/{name}": tensor for name, tensor in own_parts(full, parts).items()}
-        seat, aliases = Seat.of(mesh), {"model/head": "model/embedding"}
-        snapshots.append(Snapshot(shared, aliases=aliases, parts={f"model/{n}": p for n, p in parts.items()}, seat=seat))
+        coordinate, aliases = MeshCoordinate.of(mesh), {"model/head": "model/embedding"}
+        snapshots.append(Snapshot(shared, aliases=aliases, parts={f"model/{n}": p for n, p in parts.items()}, coordinate=coordinate))
     save_all(tmp_path / "checkpoints", 1, snapshots)
     export(tmp_path, tmp_path / "model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")

@@ -19,7 +19,7 @@ from paceline.split.mesh import Mesh
 from paceline.training.checkpoint.convert import export
 from paceline.training.checkpoint.manifest import Piece, TensorEntry
 from paceline.training.checkpoint.reader import Pieces, load, load_latest
-from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
 
@@ -148,20 +148,22 @@ def test_of_another_plan_a_reader_gets_the_buffers_of_its_share_of_the_data(tmp_
     def snapshot(mesh: Mesh) -> Snapshot:
         stage = mesh.place["pp"]
         own = {f"buffer/mean{stage}": torch.tensor(float(mesh.data_rank)), "rng/torch": torch.tensor(mesh.world.rank)}
-        return Snapshot({}, own, seat=Seat.of(mesh))
+        return Snapshot({}, own, coordinate=MeshCoordinate.of(mesh))
 
     loaded = load(save_all(tmp_path, 1, [snapshot(mesh) for mesh in meshes(dp=2, pp=2)]), rank=0, world=1)
     for mesh in meshes(dp=2, pp=2):
-        own = loaded.own_of(Seat.of(mesh))
+        own = loaded.own_of(MeshCoordinate.of(mesh))
         assert [own[n].item() for n in (f"buffer/mean{mesh.place['pp']}", "rng/torch")] == [mesh.data_rank, mesh.world.rank], (
             "its own, on the same mesh"
         )
         assert own[f"buffer/mean{1 - mesh.place['pp']}"] == mesh.data_rank, "and its reader's, where the model is cut elsewhere now"
     for mesh in meshes(fsdp=2):
-        own = loaded.own_of(Seat.of(mesh))
+        own = loaded.own_of(MeshCoordinate.of(mesh))
         assert {own["buffer/mean0"].item(), own["buffer/mean1"].item()} == {mesh.data_rank}, "both stages', of the same share of the data"
     for mesh in meshes(dp=3):
-        assert loaded.own_of(Seat.of(mesh))["buffer/mean1"] == 0.5, "shares that are no more: their mean, as an evaluation takes it"
+        assert loaded.own_of(MeshCoordinate.of(mesh))["buffer/mean1"] == 0.5, (
+            "shares that are no more: their mean, as an evaluation takes it"
+        )
 
 
 def test_a_part_that_the_pieces_do_not_hold_is_an_error_not_garbage(tmp_path: Path) -> None:

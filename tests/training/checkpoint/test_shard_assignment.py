@@ -11,7 +11,7 @@ from grids import SHAPES, meshes, own_parts, parts_of, random_tensors
 from paceline.errors import CheckpointError
 from paceline.split.layout import Box
 from paceline.training.checkpoint.manifest import Piece, Receipt, ShardEntry, TensorEntry
-from paceline.training.checkpoint.shard_assignment import Seat, divide, key_of, merge, to_write
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, key_of, merge, to_write
 
 DEGREES = [{"dp": 3}, {"tp": 2}, {"fsdp": 4}, {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 3, "fsdp": 2}, {"ep": 4}]
 
@@ -21,7 +21,7 @@ def receipts(degrees: dict[str, int]) -> list[Receipt]:
     said = []
     for mesh in meshes(**degrees):
         parts = parts_of(mesh)
-        boxes = to_write(own_parts(random_tensors(), parts), parts, Seat.of(mesh))
+        boxes = to_write(own_parts(random_tensors(), parts), parts, MeshCoordinate.of(mesh))
         said.append(receipt({name: (SHAPES[name], boxes.get(name, [])) for name in parts}, mesh.world.rank))
     return said
 
@@ -41,8 +41,8 @@ def receipt(tensors: dict[str, tuple[tuple[int, ...], list[Box]]], rank: int = 0
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
 def test_the_work_is_divided_evenly_and_alike_on_all_ranks(sizes: list[int], world: int) -> None:
     state = {f"p{i}": size for i, size in enumerate(sizes)}
-    division = divide(state, world)
-    assert division == divide(dict(reversed(state.items())), world)
+    division = assign_writers(state, world)
+    assert division == assign_writers(dict(reversed(state.items())), world)
     load = [sum(size for n, size in state.items() if division[n] == rank) for rank in range(world)]
     assert max(load) <= sum(sizes) / world + max(sizes, default=0)
 
@@ -105,5 +105,5 @@ def test_ranks_with_the_same_part_share_the_writing() -> None:
     """Otherwise the first replica writes everything and the others wait for it."""
     tensors = {f"layer{i}": torch.zeros(100, 4) for i in range(8)}
     for mesh in meshes(dp=4):
-        written = to_write(tensors, {}, Seat.of(mesh))
+        written = to_write(tensors, {}, MeshCoordinate.of(mesh))
         assert sum(len(boxes) for boxes in written.values()) == 2

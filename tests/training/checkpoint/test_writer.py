@@ -25,7 +25,7 @@ from paceline.split.parts import Part
 from paceline.training.checkpoint.manifest import MANIFEST
 from paceline.training.checkpoint.reader import load, load_latest
 from paceline.training.checkpoint.shard import CODES
-from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -183,7 +183,7 @@ def test_every_element_comes_back_however_a_tensor_was_divided_and_is_divided_no
     full = torch.randn(shape)
     before, after = data.draw(divisions(shape)), data.draw(divisions(shape))
     snapshots = [
-        Snapshot({"w": part.layout.take(full).clone()}, parts={"w": part}, seat=Seat.of(mesh), values={"of": "all"})
+        Snapshot({"w": part.layout.take(full).clone()}, parts={"w": part}, coordinate=MeshCoordinate.of(mesh), values={"of": "all"})
         for mesh, part in before
     ]
     loaded = load(save_all(tmp_path_factory.mktemp("run"), 1, snapshots), rank=0, world=1)
@@ -198,7 +198,7 @@ def test_a_divided_tensor_needs_no_rank_to_hold_more_than_its_part(tmp_path: Pat
     """Its file holds what the rank holds, and no other rank's."""
     full = random_tensors()
     ranks = [(mesh, parts_of(mesh)) for mesh in meshes(fsdp=2, tp=2)]
-    path = save_all(tmp_path, 1, [Snapshot(own_parts(full, p), parts=p, seat=Seat.of(m)) for m, p in ranks])
+    path = save_all(tmp_path, 1, [Snapshot(own_parts(full, p), parts=p, coordinate=MeshCoordinate.of(m)) for m, p in ranks])
     for mesh, parts in ranks:
         stored = load_file(path / f"rank-{mesh.world.rank}.safetensors")
         assert sum(t.numel() for t in stored.values()) <= sum(part.layout.numel for part in parts.values())

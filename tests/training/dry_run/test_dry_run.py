@@ -15,7 +15,7 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.split.memory import StateBytes, held_bytes
 from paceline.training.build import build_engine, built
-from paceline.training.dry_run.dry_run import Rehearsal, rehearse
+from paceline.training.dry_run.dry_run import DryRun, run_dry
 from paceline.training.dry_run.memory_watch import Watch
 from ranks import Ranks
 
@@ -29,8 +29,8 @@ def job(model: Any = GPT, data: Any = SENTENCES, global_batch: int = 128) -> Job
     return Job(name="small", model=model, data=data, loss="cross_entropy", optimizer="adamw", global_batch=global_batch, stop={"steps": 1})
 
 
-def rehearsed(text: str, **changes: Any) -> Rehearsal:
-    return rehearse(job(**changes), Plan.parse(text))
+def dry(text: str, **changes: Any) -> DryRun:
+    return run_dry(job(**changes), Plan.parse(text))
 
 
 def bytes_of_weights() -> int:
@@ -38,36 +38,36 @@ def bytes_of_weights() -> int:
         return sum(p.nbytes for p in job().model.build().parameters())
 
 
-def test_one_process_rehearses_a_plan_of_1024_ranks() -> None:
-    [role] = rehearsed("dp=16 fsdp=8 tp=8").roles
-    assert role.rank == 0
-    assert role.not_rehearsed is None
-    assert role.asked == []
-    assert bytes_of_weights() / 64 <= role.state.parameters < 1.2 * bytes_of_weights() / 64  # norms are not divided by tp
-    assert role.state.gradients == role.state.parameters
-    assert role.peak_bytes > role.state.total
-    assert role.sent_bytes["dp"] == pytest.approx(2 * 15 / 16 * role.state.gradients, rel=0.02)
-    assert role.sent_bytes["fsdp"] == pytest.approx(3 * 7 * role.state.parameters, rel=0.2)  # gathered twice, but for what is left over
+def test_one_process_runs_a_plan_of_1024_ranks_dry() -> None:
+    [stage] = dry("dp=16 fsdp=8 tp=8").stages
+    assert stage.rank == 0
+    assert stage.stopped_by is None
+    assert stage.asked == []
+    assert bytes_of_weights() / 64 <= stage.state.parameters < 1.2 * bytes_of_weights() / 64  # norms are not divided by tp
+    assert stage.state.gradients == stage.state.parameters
+    assert stage.peak_bytes > stage.state.total
+    assert stage.sent_bytes["dp"] == pytest.approx(2 * 15 / 16 * stage.state.gradients, rel=0.02)
+    assert stage.sent_bytes["fsdp"] == pytest.approx(3 * 7 * stage.state.parameters, rel=0.2)  # gathered twice, but for what is left over
     stream = TOKENS * HIDDEN * 4  # of the one sample
-    assert role.sent_bytes["tp"] == pytest.approx(
+    assert stage.sent_bytes["tp"] == pytest.approx(
         2 * 7 / 8 * (4 * LAYERS + 2) * stream, rel=0.1
     )  # 2 sums a block each way, and at both ends
 
 
 def test_every_stage_of_a_pipeline_of_64_ranks_takes_its_part() -> None:
-    found = rehearsed("dp=4 fsdp=2 tp=2 pp=4 microbatches=4")
-    assert [role.stage for role in found.roles] == [0, 1, 2, 3]
-    assert [role.rank for role in found.roles] == [0, 4, 8, 12]
-    assert sum(role.state.parameters for role in found.roles) == pytest.approx(bytes_of_weights() / 4, rel=0.1)
-    assert all(role.sent_bytes["pp"] > 0 for role in found.roles)
-    assert found.roles[0].peak_bytes > found.roles[2].peak_bytes, "of 1f1b, the first stage keeps the most microbatches"
+    found = dry("dp=4 fsdp=2 tp=2 pp=4 microbatches=4")
+    assert [stage.stage for stage in found.stages] == [0, 1, 2, 3]
+    assert [stage.rank for stage in found.stages] == [0, 4, 8, 12]
+    assert sum(stage.state.parameters for stage in found.stages) == pytest.approx(bytes_of_weights() / 4, rel=0.1)
+    assert all(stage.sent_bytes["pp"] > 0 for stage in found.stages)
+    assert found.stages[0].peak_bytes > found.stages[2].peak_bytes, "of 1f1b, the first stage keeps the most microbatches"
     assert any("cut evenly" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
-def test_every_schedule_can_be_rehearsed(schedule: str) -> None:
-    found = rehearsed(f"dp=32 pp=2 schedule={schedule} microbatches=2 remat=block precision=bf16")
-    assert [role.not_rehearsed for role in found.roles] == [None, None]
+def test_every_schedule_can_be_run_dry(schedule: str) -> None:
+    found = dry(f"dp=32 pp=2 schedule={schedule} microbatches=2 remat=block precision=bf16")
+    assert [stage.stopped_by for stage in found.stages] == [None, None]
 
 
 def measured_on_a_rank(job: Job, text: str) -> tuple[StateBytes, int, int]:
@@ -82,7 +82,7 @@ def measured_on_a_rank(job: Job, text: str) -> tuple[StateBytes, int, int]:
             assert engine.split is not None
             tensors = engine.split.mesh.group("tp")
             batch = next(iter(engine.loader))
-            engine.replica_state._compares = False  # no part of most steps, and so not of a rehearsed one
+            engine.replica_state._compares = False  # no part of most steps, and so not of a dry run
             before = tensors.bytes_reduced
             watch.begin()
             engine.step(batch)
@@ -92,39 +92,39 @@ def measured_on_a_rank(job: Job, text: str) -> tuple[StateBytes, int, int]:
 
 
 @pytest.mark.parametrize("plan", ["fsdp=2", "tp=2 remat=block"])
-def test_what_is_rehearsed_is_what_real_ranks_do(plan: str, ranks: Ranks) -> None:
+def test_a_dry_run_finds_what_real_ranks_do(plan: str, ranks: Ranks) -> None:
     held, summed, peak_bytes = ranks(2, measured_on_a_rank, job(), plan)[0]
-    [role] = rehearsed(plan).roles
-    assert role.state == held
-    assert role.sent_bytes.get("tp", 0) == (summed if "tp" in plan else 0)  # by two ranks, a sum sends each byte once
-    assert role.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
+    [stage] = dry(plan).stages
+    assert stage.state == held
+    assert stage.sent_bytes.get("tp", 0) == (summed if "tp" in plan else 0)  # by two ranks, a sum sends each byte once
+    assert stage.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
 
 
-def test_a_rehearsal_shows_what_a_plan_saves() -> None:
-    [kept] = rehearsed("dp=8").roles
-    [again] = rehearsed("dp=8 remat=block").roles
-    [shared] = rehearsed("fsdp=8").roles
+def test_a_dry_run_shows_what_a_plan_saves() -> None:
+    [kept] = dry("dp=8").stages
+    [again] = dry("dp=8 remat=block").stages
+    [shared] = dry("fsdp=8").stages
     assert again.peak_bytes < 0.8 * kept.peak_bytes
     assert again.state == kept.state
     assert shared.state.total == pytest.approx(kept.state.total / 8, rel=0.01)
 
 
 def test_tokens_are_dealt_to_experts_that_are_elsewhere() -> None:
-    found = rehearsed("dp=4 fsdp=2 ep=4", model=MOE)
-    [role] = found.roles
-    assert role.not_rehearsed is None
+    found = dry("dp=4 fsdp=2 ep=4", model=MOE)
+    [stage] = found.stages
+    assert stage.stopped_by is None
     away = 128 // 32 * TOKENS * 2 * HIDDEN * 4 * 3 / 4  # bytes that leave the rank: of each token two rows, three of four
-    assert role.sent_bytes["ep"] > 4 * LAYERS * away  # there and back, and so in the backward pass
+    assert stage.sent_bytes["ep"] > 4 * LAYERS * away  # there and back, and so in the backward pass
     assert any("in turn" in note for note in found.notes)
 
 
 def test_what_cannot_run_is_refused_with_every_reason() -> None:
     with pytest.raises(PlanError, match=r"attention heads \(8\) by 3"):
-        rehearsed("dp=4 tp=3")
+        dry("dp=4 tp=3")
     with pytest.raises(PlanError, match="a step of rank 0 fails in 2: RuntimeError"):
-        rehearsed("dp=4", model=f"{__file__}:of_other_widths", data=POINTS)
-    assert not dist.is_initialized(), "the rehearsal leaves its group behind"
-    rehearsed("dp=4", model=f"{__file__}:looks_at_a_sum", data=POINTS)
+        dry("dp=4", model=f"{__file__}:of_other_widths", data=POINTS)
+    assert not dist.is_initialized(), "the dry run leaves its group behind"
+    dry("dp=4", model=f"{__file__}:looks_at_a_sum", data=POINTS)
 
 
 POINTS = {"kind": "synthetic", "samples": 512, "shape": [6], "classes": 3, "held_out": 0}
@@ -155,13 +155,13 @@ def keeps_positive() -> nn.Module:
 
 
 def test_code_that_looks_at_values_is_named() -> None:
-    [role] = rehearsed("dp=4", model=f"{__file__}:looks_at_a_sum", data=POINTS).roles
-    assert role.asked == ["LooksAtASum"]
-    assert role.not_rehearsed is None
-    [role] = rehearsed("fsdp=4", model=f"{__file__}:keeps_positive", data=POINTS).roles
-    assert role.not_rehearsed is not None
-    assert role.not_rehearsed.startswith("1 needs the values of tensors")
-    assert role.state.parameters > 0, "what was divided is known all the same"
+    [stage] = dry("dp=4", model=f"{__file__}:looks_at_a_sum", data=POINTS).stages
+    assert stage.asked == ["LooksAtASum"]
+    assert stage.stopped_by is None
+    [stage] = dry("fsdp=4", model=f"{__file__}:keeps_positive", data=POINTS).stages
+    assert stage.stopped_by is not None
+    assert stage.stopped_by.startswith("1 needs the values of tensors")
+    assert stage.state.parameters > 0, "what was divided is known all the same"
 
 
 def test_a_watch_counts_what_is_alive() -> None:

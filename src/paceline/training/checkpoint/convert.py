@@ -1,4 +1,4 @@
-"""Between a run's checkpoints and what other programs read: one safetensors file, or a folder in Hugging Face's layout, both ways."""
+"""Export to, and import from, safetensors files and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def export_hf(run: Path, out: Path) -> None:
 
 
 def _new_folder_beside(out: Path) -> Path:
-    """A folder of mode 0700 with a name that nobody can guess, on the disk of `out`."""
+    """A new folder with an unguessable name and mode 0700, on the disk of `out`."""
     return Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
 
 
 def _entries(loaded: Loaded, *, tied: bool) -> dict[str, TensorEntry]:
-    """What the model's state dict holds; with `tied`, each tied tensor under all of its names."""
-    everything = {**loaded.shared.entries, **loaded.own_entries(loaded.seat)}
+    """Entries of the model's state dict; with `tied`, tied tensors under all names."""
+    everything = {**loaded.shared.entries, **loaded.own_entries(loaded.coordinate)}
     if tied:
         everything |= {alias: everything[name] for alias, name in loaded.aliases.items() if name in everything}
     return {_bare(name): entry for name, entry in everything.items() if name.startswith(("model/", "buffer/"))}
@@ -158,16 +158,21 @@ def _hf_model(run: Path) -> Any:
 
 
 class Source(Protocol):
-    """Full tensors by the names of a model, of which parts can be read."""
+    """Full tensors by the names of a model, readable in parts."""
 
     def __iter__(self) -> Iterator[str]: ...
 
     def fill(self, name: str, own: Tensor, layout: Layout | None = None) -> None:
-        """Read a rank's part of a tensor into `own`, whose dtype and device may be others; without a layout, all of it."""
+        """Read a rank's part of a tensor into `own`, converting dtype and device.
+
+        Without a layout, `own` is the whole tensor.
+        """
 
 
 def weights_from(path: Path) -> Pieces:
-    """The tensors of a safetensors file or of a folder in Hugging Face's layout, by the names in the files; read when they are asked for.
+    """Tensors of a safetensors file or a Hugging Face folder, read on access.
+
+    They have the names in the files.
 
     Raises:
         JobError: there are no weights, or their files cannot be read.
@@ -188,11 +193,12 @@ def weights_from(path: Path) -> Pieces:
 
 
 def fitted(source: Pieces, model: nn.Module) -> Source:
-    """The tensors of `source` by the names of `model`, which may be without memory but not yet divided; all that it saves is there.
+    """Tensors of `source` under the parameter and buffer names of `model`.
 
-    A tied tensor may stand in the source under any of its names, and the names of a transformers model with or without the prefix of its
-    body. Where transformers fuses several published tensors into one parameter (the experts of Mixtral), it reads them by itself: that
-    takes memory for the whole model on each rank meanwhile.
+    The model may be on the meta device, but not divided yet; its whole state dict is covered. A tied tensor
+    may stand in the source under any of its names, and the names of a transformers model with or without the
+    prefix of its body. Where transformers fuses several published tensors into one parameter (the experts of
+    Mixtral), it reads them by itself: that takes memory for the whole model on each rank meanwhile.
 
     Raises:
         JobError: they are of another model. Names what is missing, unknown or of another shape.
@@ -208,10 +214,11 @@ def fitted(source: Pieces, model: nn.Module) -> Source:
 
 
 def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: Source) -> None:
-    """Fill what a rank holds of a model from a source that was `fitted` to it.
+    """Load this rank's part of the model from a `fitted` source.
 
     Args:
-        named: parameters and persistent buffers by their names in the undivided model; plain tensors or FSDP2's.
+        named: parameters and persistent buffers by their names in the undivided model; plain tensors or
+            FSDP2's.
         parts: which part of each the rank holds; one that is not named is whole.
     """
     for name, tensor in named.items():
@@ -235,7 +242,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _renamed(source: Pieces, model: nn.Module, wanted: Mapping[str, object]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """The source's tensors by the model's names, all of them for tied ones, and the names that the model does not have."""
+    """Entries by the model's names, tied ones under all, and unknown names."""
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
     unknown: list[str] = []
@@ -253,7 +260,7 @@ def _renamed(source: Pieces, model: nn.Module, wanted: Mapping[str, object]) -> 
 
 
 def _tied(model: nn.Module) -> Iterator[list[str]]:
-    """The names of each tensor that has several."""
+    """The groups of names that share one tensor."""
     for named in (model.named_parameters, model.named_buffers):
         names: dict[Tensor, list[str]] = {}
         for name, tensor in named(remove_duplicate=False):
@@ -262,7 +269,7 @@ def _tied(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _Read:
-    """Tensors in memory as a source."""
+    """A source whose tensors are in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -277,7 +284,7 @@ class _Read:
 
 
 def _read_by_transformers(source: Pieces, model: Any) -> Source:
-    """The weights of a folder as transformers reads them."""
+    """The weights of a folder, read by transformers."""
     _quiet()
     read = type(model).from_pretrained
     whole, info = read(
@@ -295,7 +302,11 @@ def _read_by_transformers(source: Pieces, model: Any) -> Source:
 def _refuse(
     source: Pieces, missing: Sequence[str], unknown: Sequence[str], other: Sequence[tuple[str, Sequence[int], Sequence[int]]]
 ) -> None:
-    """Raise where the weights are not those of the model; `other` are name, shape in the source, and shape in the model."""
+    """Raise where the weights are not those of the model.
+
+    Args:
+        other: name, shape in the source and shape in the model of each tensor whose shapes differ.
+    """
     wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown to the model" for name in unknown]
     wrong += [f"{name} has shape {tuple(there)}, the model wants {tuple(here)}" for name, there, here in other]
     if wrong:

@@ -1,14 +1,16 @@
-"""What a checkpoint is on disk: a folder of shards, and the manifest that says what they hold and makes them one whole.
+"""A checkpoint on disk: a folder of shards and a manifest that describes them.
 
     checkpoints/step-00000100/rank-0.safetensors
                               rank-1.safetensors
                               manifest.json       format, step, mesh, values; of every shard bytes and SHA-256; of every tensor its pieces
 
-A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file of one rank. So nothing in a
-checkpoint depends on the plan that wrote it but the number and size of the pieces.
+A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file
+of one rank. So nothing in a checkpoint depends on the plan that wrote it but the number and size of the
+pieces.
 
-While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its receipt, and the manifest comes
-last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it lives until the new one has its name.
+While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its
+receipt, and the manifest comes last. `step-00000100.replaced` is an older checkpoint of a step that was
+trained again; it lives until the new one has its name.
 """
 
 from __future__ import annotations
@@ -36,7 +38,14 @@ _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
 
 class Piece(BaseModel):
-    """A block of a tensor: the rank whose shard holds it, its key there, where it begins in the full tensor, and its shape."""
+    """A block of a full tensor, stored in one rank's shard.
+
+    Attributes:
+        shard: rank whose shard holds it.
+        key: its name in that file.
+        offset: index of its first element in the full tensor.
+        shape: its extent along every dimension.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -47,7 +56,7 @@ class Piece(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """A full tensor: its dtype (safetensors' code), its shape, and the pieces that it is made of."""
+    """A full tensor: dtype (safetensors' code), shape, and the pieces that make it up."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -66,7 +75,7 @@ class OwnEntry(BaseModel):
 
 
 class ShardEntry(BaseModel):
-    """One rank's file, which share of the data that rank read, and what belongs to it alone."""
+    """One rank's file: its size and digest, data-parallel rank, and rank-local content."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
@@ -78,7 +87,10 @@ class ShardEntry(BaseModel):
 
 
 class Receipt(BaseModel):
-    """What one rank says when its file is written: the file, and all tensors that it holds, with the pieces that it wrote of them."""
+    """One rank's record of its finished shard: the file and the tensor pieces in it.
+
+    `tensors` lists every tensor that the rank holds, with only the pieces that it wrote itself.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, serialize_by_alias=True)
 
@@ -152,12 +164,15 @@ def shard_name(rank: int) -> str:
 
 
 def receipt_name(rank: int) -> str:
-    """The file by which a rank says that its shard is written, or why it is not."""
+    """The file in which a rank reports its shard as written, or its error."""
     return f"rank-{rank}.receipt.json"
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all checkpoints in a folder, whole or damaged, oldest first; a replaced one counts as older than its successor."""
+    """(step, path) of all checkpoints in a folder, whole or damaged, oldest first.
+
+    A replaced checkpoint counts as older than its successor.
+    """
     found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None))
     return [(int(match[1]), path) for match, path in found]
@@ -186,7 +201,7 @@ def write_durably(path: Path, content: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_durably` wrote, or None where it is not there yet."""
+    """Content of a file from `write_durably`; None where it does not exist yet."""
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -204,7 +219,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
-    """The same checkpoint in the words of format 2."""
+    """A format 1 manifest converted to format 2."""
 
     def described(entry: dict[str, Any]) -> dict[str, Any]:
         return {"dtype": entry["dtype"], "shape": entry["shape"]}

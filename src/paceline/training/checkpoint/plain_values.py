@@ -1,4 +1,7 @@
-"""State of a user's objects as JSON and tensors: what schedulers, samplers and averages keep, and nothing that could execute."""
+"""State of a user's objects as JSON and tensors.
+
+Schedulers, samplers and averages keep such state; nothing in it can execute.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; the tensors in it are put into `tensors` under names that begin with `name`.
+    """`value` as JSON, with its tensors moved into `tensors`, named `name…`.
 
     Raises:
         CheckpointError: something in it is neither plain nor a tensor. Names where.
@@ -60,7 +63,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """What `encode` was given; `read` gives the tensors by their names."""
+    """Rebuild a value from `encode`; `read` returns a tensor by its name."""
     if isinstance(value, list):
         return [decode(entry, read) for entry in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Loading what `checkpoint` wrote: the newest whole one, every byte checked, and of it only what a rank needs."""
+"""Loading a checkpoint: the newest whole one, all bytes checked, only this rank's part read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 from paceline.split.layout import Layout
 from paceline.training.checkpoint.manifest import MANIFEST, Manifest, Piece, ShardEntry, TensorEntry, checkpoints, shard_name
 from paceline.training.checkpoint.shard import DTYPES
-from paceline.training.checkpoint.shard_assignment import Seat, divide, uncovered
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, uncovered
 
 SYNC, OWN = "sync/", "own/"  # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
 
@@ -27,13 +27,14 @@ Agree = Callable[[Any], list[Any]]
 
 
 class Pieces(Mapping[str, Tensor]):
-    """Full tensors that lie in pieces in safetensors files. As a mapping it gives each whole, newly allocated; `fill` reads a part.
+    """Full tensors stored in pieces in safetensors files, as a read-only mapping.
 
-    The files are mapped into memory: only the pages of what is asked for are read, and nothing of them stays.
+    Indexing assembles a whole tensor in new memory; `fill` reads a part. The files are mapped into memory:
+    only the pages of what is asked for are read, and nothing of them stays.
 
     Args:
-        entries: of every tensor dtype, shape and pieces.
-        files: the files by the numbers that the pieces name.
+        entries: dtype, shape and pieces of every tensor.
+        files: the files, indexed by `Piece.shard`.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
@@ -53,7 +54,10 @@ class Pieces(Mapping[str, Tensor]):
         return len(self.entries)
 
     def fill(self, name: str, own: Tensor, layout: Layout | None = None) -> None:
-        """Read a rank's part of a tensor into `own`, whose dtype and device may be others; without a layout, all of it.
+        """Read a rank's part of a tensor into `own`, converting dtype and device.
+
+        Args:
+            layout: the part that `own` holds; None: the whole tensor.
 
         Raises:
             CheckpointError: a file cannot be read, or its pieces do not hold all of the part.
@@ -74,7 +78,7 @@ class Pieces(Mapping[str, Tensor]):
             raise CheckpointError(f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece")
 
     def _stored(self, piece: Piece) -> Tensor:
-        """A piece as its file holds it: memory that is read only where it is looked at."""
+        """A piece as a memory-mapped tensor: only the bytes accessed are read."""
         path = self.files[piece.shard]
         try:
             if piece.shard not in self._opened:
@@ -92,7 +96,7 @@ class Pieces(Mapping[str, Tensor]):
 
 @dataclass
 class Loaded:
-    """A checkpoint whose files are checked and whose tensors are read when they are asked for.
+    """A checkpoint with checked files, whose tensors are read on access.
 
     Attributes:
         path: its folder.
@@ -103,7 +107,7 @@ class Loaded:
         values: what was the same on all ranks.
         own_values: what each rank had of its own, in the order of the ranks that wrote it.
         aliases: names of tied tensors, each with the name in `shared`.
-        seat: of the rank that reads it, unless another is given to `own_of`.
+        coordinate: of the rank that reads it, unless another is given to `own_of`.
     """
 
     path: Path
@@ -114,28 +118,30 @@ class Loaded:
     values: dict[str, Any]
     own_values: list[dict[str, Any]]
     aliases: dict[str, str]
-    seat: Seat
+    coordinate: MeshCoordinate
     data_ranks: int
     shards: list[ShardEntry] = field(repr=False)
 
     @cached_property
     def own(self) -> dict[str, Tensor]:
-        """What a rank that holds the whole model gets of buffers and random states."""
-        return self.own_of(self.seat)
+        """Buffers and random states for a rank that holds the whole model."""
+        return self.own_of(self.coordinate)
 
-    def own_of(self, seat: Seat) -> dict[str, Tensor]:
-        """The buffers and random states for the rank at `seat`: on the same mesh, those that it saved.
+    def own_of(self, coordinate: MeshCoordinate) -> dict[str, Tensor]:
+        """Buffers and random states for the rank at `coordinate`.
 
-        On another, those of the rank that read the same share of the data; where there are now more or fewer shares, those of the first
-        one, with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its pipeline stage.
+        On the mesh that saved them, each rank gets its own. On another mesh it gets those of the rank with
+        the same data-parallel rank; where the number of data-parallel ranks differs, those of the first one,
+        with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its
+        pipeline stage.
         """
-        own = dict(Pieces(self.own_entries(seat), self.shared.files))
-        if self.data_ranks != seat.data_ranks:
+        own = dict(Pieces(self.own_entries(coordinate), self.shared.files))
+        if self.data_ranks != coordinate.data_ranks:
             own |= {name: buffer for name, buffer in self.averaged_buffers().items() if name in own}
         return own
 
     def averaged_buffers(self) -> dict[str, Tensor]:
-        """The floating-point buffers as evaluations take them: their mean over the ranks that read different samples."""
+        """Floating-point buffers averaged over the data-parallel ranks, as evaluations use them."""
         found: dict[str, dict[int, TensorEntry]] = {}
         for rank, shard in enumerate(self.shards):
             for name, entry in self._entries_of(rank):
@@ -150,19 +156,22 @@ class Loaded:
                 averaged[name] = torch.stack([read[key].double() for key in read]).mean(dim=0).to(dtype)
         return averaged
 
-    def own_entries(self, seat: Seat) -> dict[str, TensorEntry]:
-        """What `own_of` gives: dtypes, shapes, and the shards that hold them."""
-        data_rank = seat.data_rank if self.data_ranks == seat.data_ranks else 0
+    def own_entries(self, coordinate: MeshCoordinate) -> dict[str, TensorEntry]:
+        """The entries of the tensors that `own_of` returns: dtypes, shapes and shards."""
+        data_rank = coordinate.data_rank if self.data_ranks == coordinate.data_ranks else 0
         chosen = [rank for rank, shard in enumerate(self.shards) if shard.data_rank == data_rank]
-        if self.mesh == seat.sizes:
-            chosen.insert(0, seat.rank)  # the others only for what is of another stage now: the model may be cut elsewhere
+        if self.mesh == coordinate.sizes:
+            chosen.insert(0, coordinate.rank)  # the others only for what is of another stage now: the model may be cut elsewhere
         entries: dict[str, TensorEntry] = {}
         for rank in reversed(chosen):
             entries |= {name: entry for name, entry in self._entries_of(rank) if not name.startswith((SYNC, OWN))}
         return entries
 
     def of_rank(self, rank: int) -> dict[str, Tensor]:
-        """What one rank alone can use of what it saved: the tensors of its rule and, where replicas trained apart, of its replica."""
+        """Tensors that only one rank can use: its rule's and its own replica's.
+
+        A replica's are there only where replicas trained on local parameters.
+        """
         return dict(Pieces({name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}, self.shared.files))
 
     def _entries_of(self, rank: int) -> Iterator[tuple[str, TensorEntry]]:
@@ -190,7 +199,7 @@ def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: A
         try:
             manifest = Manifest.read(folder / name)
             share = range(len(manifest.shards)) if agree is None else _share(manifest, rank, world)
-            loaded = _checked(folder / name, manifest, share, Seat.plain(rank, world))
+            loaded = _checked(folder / name, manifest, share, MeshCoordinate.plain(rank, world))
         except CheckpointError as error:
             found = str(error)
         trouble = [reason for reason in ([found] if agree is None else agree(found)) if reason is not None]
@@ -211,17 +220,17 @@ def load(path: Path, rank: int, world: int) -> Loaded:
         CheckpointError: a part is missing, truncated or altered. Names the file.
     """
     manifest = Manifest.read(path)
-    return _checked(path, manifest, range(len(manifest.shards)), Seat.plain(rank, world))
+    return _checked(path, manifest, range(len(manifest.shards)), MeshCoordinate.plain(rank, world))
 
 
 def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
     """The files that a rank checks: nearly equal bytes for each."""
-    checker = divide({str(r): entry.bytes for r, entry in enumerate(manifest.shards)}, world)
+    checker = assign_writers({str(r): entry.bytes for r, entry in enumerate(manifest.shards)}, world)
     return [r for r in range(len(manifest.shards)) if checker[str(r)] == rank]
 
 
-def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -> Loaded:
-    """The checkpoint, after a look at every byte of the shards in `share`."""
+def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: MeshCoordinate) -> Loaded:
+    """The checkpoint, after every byte of the shards in `share` was checked."""
     if wrong := next(_contradictions(manifest), None):
         raise CheckpointError(f"{path / MANIFEST} contradicts itself: {wrong}")
     expected: dict[int, dict[str, tuple[str, list[int]]]] = {
@@ -243,14 +252,14 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], seat: Seat) -
         manifest.values,
         [entry.own_values for entry in manifest.shards],
         manifest.aliases,
-        seat,
+        coordinate,
         manifest.data_ranks,
         manifest.shards,
     )
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What in a manifest no checkpoint of ours says: from such a one, tensors would be filled in part, twice, or not at all."""
+    """Contradictions in a manifest; loading would fill tensors in part, twice or never."""
     shards = len(manifest.shards)
     if manifest.step < 0 or shards != manifest.world or not all(n >= 1 for n in (manifest.data_ranks, *manifest.mesh.values())):
         ranks = f"{manifest.world} ranks, {manifest.data_ranks} of them data-parallel"
@@ -281,7 +290,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list[int]]]) -> None:
-    """Raise unless a file is byte for byte the one that was written, and holds what the manifest says."""
+    """Raise unless a file has the written bytes and the tensors that the manifest lists."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:
@@ -304,7 +313,10 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
 
 
 def _overlap(begin: Sequence[int], shape: Sequence[int], piece: Piece) -> tuple[list[int], list[int]] | None:
-    """Where a block of the full tensor and a piece meet: first element and shape; None where they do not."""
+    """The overlap of a block and a piece as (first element, shape); None if empty.
+
+    Both are given in the full tensor's coordinates.
+    """
     low = [max(a, b) for a, b in zip(begin, piece.offset, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, piece.offset, piece.shape, strict=True)]
     extent = [b - a for a, b in zip(low, high, strict=True)]

@@ -1,6 +1,7 @@
-"""What a checkpoint keeps of how the replicas agree: the rule's own state and, where they train apart, what each of them holds.
+"""State of the sync rule in a checkpoint, and of replicas with local parameters.
 
-Neither means anything under another rule, or on a mesh where the ranks hold other parts. There, a run goes on from what all agreed on.
+It is restored only under the same rule and on the same mesh. Otherwise a run goes on from the parameters that
+all replicas agreed on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def rule_state(engine: Engine, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """This rank's tensors (copied before they change), values that are the same on all ranks, and values of this rank.
+    """State of the rule and this replica: (tensors, shared values, values of this rank).
+
+    The tensors are copied before they change; the shared values are equal on all ranks.
 
     Args:
         parameters: what this rank's optimizer steps on, by the names in the undivided model.
@@ -39,7 +42,7 @@ def rule_state(engine: Engine, parameters: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def own_tensors(engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]) -> dict[str, Tensor]:
-    """What `rule_state` had saved of this rank; nothing where the rule, the mesh or what this rank holds is another one now."""
+    """This rank's tensors from `rule_state`; empty where rule, mesh or parameters differ."""
     rank = engine.group.rank
     if _other_rule(engine, loaded) or loaded.mesh != mesh or loaded.own_values[rank].get("holds") != _holds(parameters):
         return {}
@@ -47,7 +50,7 @@ def own_tensors(engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor]
 
 
 def restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
-    """Give the rule its state back, after the parameters; returns what is left behind, a sentence each."""
+    """Restore the rule's state, after the parameters; returns a sentence per thing left behind."""
     other = _other_rule(engine, loaded)
     values = {} if other else loaded.values["rule"]
     engine.rule.load_state_dict({**values, **{key.removeprefix(SYNC): value for key, value in own.items() if key.startswith(SYNC)}})
@@ -61,7 +64,7 @@ def restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> l
 
 
 def own_parameters(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Give the parameters the values that this rank had, where those were not the ones that all agreed on."""
+    """Restore this rank's local parameter values, where they differed from the agreed ones."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             if (saved := own.get(f"{OWN}model/{name}")) is not None:
@@ -69,7 +72,7 @@ def own_parameters(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) 
 
 
 def own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
-    """What the optimizer of this rank had kept, by the name of the parameter; None where nothing says that it was this rank's own."""
+    """This rank's local optimizer state by parameter name; None where none was saved."""
     if not any(name.startswith(OWN) for name in own):
         return None
     found: dict[str, dict[str, Tensor]] = {}
@@ -86,7 +89,7 @@ def _in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _sync(engine: Engine) -> str:
-    """How the replicas agree, in the words of the plan."""
+    """The sync keys of the plan as text, e.g. `sync=diloco:20 compress=int8`."""
     compress = f" compress={engine.plan.compress}" if engine.plan.compress != "none" else ""
     return f"sync={engine.plan.sync}{compress}"
 
@@ -98,6 +101,6 @@ def _other_rule(engine: Engine, loaded: Loaded) -> str | None:
 
 
 def _holds(parameters: Mapping[str, Tensor]) -> str:
-    """Which parameters a rank has, and in which shapes."""
+    """SHA-256 of the names and shapes of a rank's parameters."""
     listed = json.dumps([[name, list(local(parameter).shape)] for name, parameter in parameters.items()])
     return hashlib.sha256(listed.encode()).hexdigest()

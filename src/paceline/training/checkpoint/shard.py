@@ -1,8 +1,10 @@
-"""One rank's file of a checkpoint: gathered in a staging buffer while training goes on, then written and hashed in one pass.
+"""One rank's file of a checkpoint: staged in memory, then written and hashed.
 
-The file is in the safetensors format: 8 bytes of header length, a JSON header, the tensors' bytes. It is written here and not by the
-safetensors package because that one serialises the whole file in memory and writes it in one call: streaming the staging buffer in
-pieces instead needs no second copy, lets SHA-256 and the write share one pass over the memory, and never holds the GIL for long.
+The copy into the staging buffer runs while training goes on; writing and SHA-256 share one pass over it. The
+file is in the safetensors format: 8 bytes of header length, a JSON header, the tensors' bytes. It is written
+here and not by the safetensors package because that one serialises the whole file in memory and writes it in
+one call: streaming the staging buffer in pieces instead needs no second copy and never holds the GIL for
+long.
 """
 
 from __future__ import annotations
@@ -48,10 +50,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Shard:
-    """The tensors of one file and the staging buffer that holds their bytes; the buffer is reused from one checkpoint to the next.
+    """The tensors of one file, in a staging buffer that every checkpoint reuses.
 
-    CPU tensors given to `begin` as `shared` are copied by `gather`, on a thread of the caller's choice. Those on a GPU are copied by a
-    side stream that starts at once. `own` tensors are copied before `begin` returns (on a GPU: before anything enqueued later).
+    CPU tensors given to `begin` as `shared` are copied by `gather`, on a thread of the caller's choice. Those
+    on a GPU are copied by a side stream that starts at once. `own` tensors are copied before `begin` returns
+    (on a GPU: before anything enqueued later).
     """
 
     def __init__(self) -> None:
@@ -96,12 +99,17 @@ class Shard:
         self._to_gather = []
 
     def hold_stream(self) -> None:
-        """Let the current CUDA stream, not the host, wait until the copies from the GPU are over. Nothing to do on CPU."""
+        """Make the current CUDA stream wait for the copies from the GPU.
+
+        The host does not wait. Nothing to do on CPU.
+        """
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def write(self, path: Path) -> Generator[None, None, str]:
-        """Write the file, flushed to the disk; pauses after every piece, returns its SHA-256 in hexadecimal.
+        """Write the file and flush it to disk; returns its SHA-256 in hexadecimal.
+
+        A generator that pauses after every piece.
 
         Raises:
             OSError: it cannot be written (disk full, folder gone, file too large).
@@ -126,7 +134,7 @@ class Shard:
         return digest.hexdigest()
 
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Make the header; returns where each tensor begins."""
+        """Make the header; returns each tensor's offset in bytes."""
         self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
         return offsets
 
@@ -139,9 +147,10 @@ class Shard:
         return self._staging[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _start_stream(self, device: torch.device | None) -> torch.cuda.Event | None:
-        """Enqueue the copies from the GPU behind all that its current stream was given so far; returns the event of their end.
+        """Enqueue the copies from the GPU on a side stream; returns their end event.
 
-        The tensors are held in `_on_the_way` until then: memory given back earlier could be handed out again under the copy.
+        They start after all work enqueued on the current stream so far. The tensors are held in `_on_the_way`
+        until then: memory given back earlier could be handed out again under the copy.
         """
         if device is None:
             return None
@@ -157,9 +166,11 @@ class Shard:
 
 
 def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Write a safetensors file, flushed to the disk, that never has more than one of its tensors in memory.
+    """Write a safetensors file with at most one tensor in memory, and flush it.
 
-    `described` is what `describe` says of each tensor; `read` gives them, on the CPU.
+    Args:
+        described: the result of `describe` for each tensor.
+        read: returns a tensor on the CPU by its name.
 
     Raises:
         OSError: it cannot be written.
@@ -176,7 +187,7 @@ def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: 
 
 
 def described_bytes(described: Mapping[str, Any]) -> int:
-    """The bytes of a tensor that `describe` describes."""
+    """Size in bytes of a tensor from its `describe` entry."""
     elements: int = math.prod(described["shape"])
     return elements * DTYPES[described["dtype"]].itemsize
 
@@ -196,7 +207,7 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str, int], int]:
-    """A file's first bytes, where each tensor begins behind them (in file order), and where the last one ends.
+    """A safetensors header, each tensor's offset behind it, and the end offset.
 
     The widest types come first, so that each is aligned to its own.
     """

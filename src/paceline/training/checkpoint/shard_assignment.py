@@ -1,7 +1,8 @@
-"""Which rank writes which piece of a tensor, decided alike on all ranks without a word between them, and whether all pieces are everything.
+"""Assignment of checkpoint pieces to the ranks that write them.
 
-Ranks that differ only along mesh axes that a tensor is not divided along hold the same piece of it. They divide among themselves what
-they hold alike; nobody else can.
+Every rank computes the same assignment without communication. Ranks that differ only along mesh axes that a
+tensor is not divided along hold the same piece of it; they distribute such tensors among themselves. `merge`
+checks that all pieces together make up every tensor.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _MOST_CELLS = 10**8
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank sits in the grid of ranks: as much of a `Mesh` as a checkpoint needs, without any process group.
+class MeshCoordinate:
+    """Mesh coordinate of a rank, without any process group.
 
     Attributes:
-        rank: its number among all ranks.
+        rank: global rank.
         sizes: ranks along each mesh axis that has more than one.
         place: the rank's coordinate on each of these.
-        data_rank: data-parallel rank, the share of the global batch it reads; ranks with the same one have the same buffers.
+        data_rank: data-parallel rank, the share of the global batch it reads; ranks with the same one have
+            the same buffers.
         data_ranks: number of data-parallel ranks, into which the global batch is dealt.
     """
 
@@ -41,24 +43,24 @@ class Seat:
     data_ranks: int
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Seat:
-        """The seat of a mesh's rank."""
+    def of(cls, mesh: Mesh) -> MeshCoordinate:
+        """The coordinate of this rank in a mesh."""
         sizes = {axis: n for axis, n in mesh.sizes.items() if n > 1}
         return cls(mesh.world.rank, sizes, {axis: mesh.place[axis] for axis in sizes}, mesh.data_rank, mesh.data_ranks)
 
     @classmethod
-    def plain(cls, rank: int, world: int) -> Seat:
-        """The seat of one of `world` ranks that all hold the whole model."""
+    def plain(cls, rank: int, world: int) -> MeshCoordinate:
+        """The coordinate of one of `world` ranks that all hold the whole model."""
         return cls(rank, {"dp": world} if world > 1 else {}, {"dp": rank} if world > 1 else {}, rank, world)
 
     @property
-    def speaks_for_its_stage(self) -> bool:
-        """Whether, of the ranks of its pipeline stage, this one is the first."""
+    def is_first_of_stage(self) -> bool:
+        """True on the first rank of each pipeline stage."""
         return not any(place for axis, place in self.place.items() if axis != "pp")
 
 
-def to_write(shared: Mapping[str, Tensor], parts: Mapping[str, Part], seat: Seat) -> dict[str, list[Box]]:
-    """The pieces that the rank at `seat` writes, of the tensors that it writes any of.
+def to_write(shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate) -> dict[str, list[Box]]:
+    """Pieces that the rank at `coordinate` writes, by tensor name.
 
     Args:
         shared: the rank's own part of every tensor.
@@ -68,24 +70,25 @@ def to_write(shared: Mapping[str, Tensor], parts: Mapping[str, Part], seat: Seat
     for name, tensor in shared.items():
         part = parts.get(name)
         if part is None or part.writes:
-            axes = tuple(axis for axis in seat.sizes if axis != "pp" and (part is None or axis not in part.sharded))
+            axes = tuple(axis for axis in coordinate.sizes if axis != "pp" and (part is None or axis not in part.sharded))
             alike.setdefault(axes, {})[name] = tensor.nbytes
     boxes: dict[str, list[Box]] = {}
     for axes, sizes in alike.items():
         holder = 0
         for axis in axes:
-            holder = holder * seat.sizes[axis] + seat.place[axis]
-        for name, writer in divide(sizes, prod(seat.sizes[axis] for axis in axes)).items():
+            holder = holder * coordinate.sizes[axis] + coordinate.place[axis]
+        for name, writer in assign_writers(sizes, prod(coordinate.sizes[axis] for axis in axes)).items():
             if writer == holder:
                 part = parts.get(name)
                 boxes[name] = [_all_of(shared[name].shape)] if part is None else _boxes(part.layout)
     return boxes
 
 
-def divide(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Which of `holders` ranks writes which tensor: nearly equal bytes for each, decided from names and sizes alone.
+def assign_writers(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
+    """Writer of each tensor among `holders` ranks, with nearly equal bytes.
 
-    Largest first, each to the rank with the least so far (Graham, 1969): no rank gets more than 4/3 of the best division.
+    It depends on names and sizes alone, so every rank computes the same. Largest first, each to the rank with
+    the least so far (Graham, 1969): no rank gets more than 4/3 of the best division.
     """
     load = [0] * holders
     writer: dict[str, int] = {}
@@ -96,10 +99,11 @@ def divide(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
 
 
 def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
-    """The full tensors that the pieces of all ranks make up.
+    """The full tensors made up of the pieces of all ranks.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor's shape or type, or some of its elements were written by no rank, or by two.
+        CheckpointError: ranks disagree on a tensor's shape or type, or some of its elements were written by
+            no rank, or by two.
     """
     merged: dict[str, TensorEntry] = {}
     for rank, receipt in enumerate(receipts):
@@ -118,7 +122,7 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
 
 
 def key_of(name: str, box: Box, full: Sequence[int]) -> str:
-    """What a piece is called in its file: the tensor's name where it is all of it, else with the place of its first element."""
+    """Name of a piece in its file: the tensor's, with the offset unless whole."""
     return name if box.shape == tuple(full) else f"{name}@{','.join(map(str, box.full))}"
 
 
@@ -127,18 +131,21 @@ def _boxes(layout: Layout) -> list[Box]:
 
 
 def _all_of(shape: tuple[int, ...]) -> Box:
-    """The block that is all of a tensor, also where there is nothing in it."""
+    """The block that covers a tensor, also an empty one."""
     begin = (0,) * len(shape)
     return Box(begin, begin, shape)
 
 
 def _written_whole(full: TensorEntry, piece: Piece) -> bool:
-    """Whether the tensor is there already: what an optimizer counts for a divided parameter is the same, and written, on all its parts."""
+    """True if another rank has written this tensor whole already.
+
+    Optimizer counters of a divided parameter are equal on all its parts, and each of them writes its own.
+    """
     return piece.shape == full.shape and any(there.shape == full.shape for there in full.pieces)
 
 
 def uncovered(shape: Sequence[int], pieces: Iterable[Piece]) -> str | None:
-    """What is wrong with the pieces of a tensor, which should hold every element once.
+    """Reason why pieces do not hold each element of a tensor once, or None.
 
     The cuts of all pieces divide the tensor into cells; each cell should lie in one piece.
     """

@@ -1,7 +1,7 @@
-"""Saving a run beside its training: every rank copies its share while the next step computes, and a thread writes it.
+"""Asynchronous checkpointing: ranks copy their share during the next step, a thread writes it.
 
-Nothing in a checkpoint is executable: safetensors and JSON, no pickle. Ranks meet in the file system alone, so hosts that train
-together need one that they share. `checkpoint_read` loads what this module writes.
+Nothing in a checkpoint is executable: safetensors and JSON, no pickle. Ranks meet in the file system alone,
+so hosts that train together need one that they share. `checkpoint/reader.py` loads what this module writes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.training.checkpoint.manifest import (
     write_durably,
 )
 from paceline.training.checkpoint.shard import Shard, describe
-from paceline.training.checkpoint.shard_assignment import Seat, key_of, merge, to_write
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate, key_of, merge, to_write
 
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -53,17 +53,19 @@ _AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits no
 
 @dataclass
 class Snapshot:
-    """What one rank gives to be saved. Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
+    """The state that one rank saves. Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
 
     Attributes:
-        shared: what this rank holds of the tensors of the undivided model, unchanged until the next optimizer step (parameters, optimizer
-            state). Ranks that hold the same part give the same values. May be large.
-        own: of this rank alone, or changed by the forward pass (random states, batch-norm buffers). Small: copied at once.
+        shared: what this rank holds of the tensors of the undivided model, unchanged until the next optimizer
+            step (parameters, optimizer state). Ranks that hold the same part give the same values. May be
+            large.
+        own: tensors of this rank alone, or changed by the forward pass (random states, batch-norm buffers).
+            Small: copied at once.
         values: JSON, the same on all ranks (step, epoch, position, stop rule, parameter groups).
         own_values: JSON, of this rank alone.
         aliases: names of tied tensors, each with the name under which its tensor is in `shared`.
         parts: which part of each shared tensor this rank holds; one that is not named is whole on every rank.
-        seat: where this rank sits in the mesh; None where every rank is a replica of its own.
+        coordinate: this rank's mesh coordinate; None where every rank is a replica of its own.
     """
 
     shared: dict[str, Tensor]
@@ -72,27 +74,29 @@ class Snapshot:
     own_values: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
-    seat: Seat | None = None
+    coordinate: MeshCoordinate | None = None
 
 
 class Checkpointer:
     """Writes the checkpoints of a run into `folder`; one instance per rank.
 
-    Every rank writes its share of the pieces of the shared tensors and its own ones into `.step-….partial`, then a receipt. Rank 0 adds
-    the manifest when it has all receipts and they make up every tensor, and renames the folder: a checkpoint has its name only when it is
-    whole and on the disk. Then it deletes the older ones but for the newest `keep`. Memory: a staging buffer of this rank's share, kept
-    between checkpoints.
+    Every rank writes its share of the pieces of the shared tensors and its own ones into `.step-….partial`,
+    then a receipt. Rank 0 adds the manifest when it has all receipts and they make up every tensor, and
+    renames the folder: a checkpoint has its name only when it is whole and on the disk. Then it deletes the
+    older ones but for the newest `keep`. Memory: a staging buffer of this rank's share, kept between
+    checkpoints.
 
     Args:
         folder: the run's `checkpoints/`; made if missing. The same for all ranks.
-        rank, world: this rank, and how many there are.
-        keep: how many of the newest checkpoints stay, at least 1.
+        rank, world: this rank, and the number of ranks.
+        keep: number of the newest checkpoints that stay, at least 1.
         deadline_s: how long rank 0 waits for the others while not one byte arrives.
-        report: told of `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing thread.
+        report: called with `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing
+            thread.
 
     Attributes:
-        completed: the step of the newest checkpoint of which all is written that is this rank's to write; on rank 0, all of it.
-        write_s: how long that took beside the training.
+        completed: step of the newest checkpoint of which this rank's part is written; on rank 0, all parts.
+        write_s: seconds that writing it took in the background.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -113,27 +117,36 @@ class Checkpointer:
         self._claim_folder()
 
     def save(self, step: int, snapshot: Snapshot) -> None:
-        """Begin the checkpoint of `step` and return; `release` must be called before the shared tensors change.
+        """Begin the checkpoint of `step` and return.
 
-        Waits where the one before is still being written.
+        Waits where the one before is still being written. `release` must be called before the shared tensors
+        change.
 
         Raises:
-            CheckpointError: the one before failed, or the snapshot holds what cannot be saved (this one is then not begun).
+            CheckpointError: the one before failed, or the snapshot holds what cannot be saved (this one is
+                then not begun).
         """
         self._finish()
         self.poll()
         values, own_values = plain(snapshot.values, "values"), plain(snapshot.own_values, "own values")
-        seat = snapshot.seat or Seat.plain(self.rank, self.world)
-        division, pieces = _Division.of(snapshot, seat)
+        coordinate = snapshot.coordinate or MeshCoordinate.plain(self.rank, self.world)
+        contents, pieces = _ShardContents.of(snapshot, coordinate)
         own = {name: OwnEntry(**describe(name, tensor)) for name, tensor in snapshot.own.items()}
         self._shard.begin(pieces, snapshot.own)
         self._copied.clear()
         self._hurry.clear()
-        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", data_rank=seat.data_rank, own=own, own_values=own_values)
+        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", data_rank=coordinate.data_rank, own=own, own_values=own_values)
         manifest = Manifest(
-            step=step, world=self.world, mesh=seat.sizes, data_ranks=seat.data_ranks, shards=[], tensors={}, aliases={}, values=values
+            step=step,
+            world=self.world,
+            mesh=coordinate.sizes,
+            data_ranks=coordinate.data_ranks,
+            shards=[],
+            tensors={},
+            aliases={},
+            values=values,
         )
-        self._work = self._pieces(manifest, entry, division, dict(snapshot.aliases))
+        self._work = self._pieces(manifest, entry, contents, dict(snapshot.aliases))
         # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back. It is
         # no daemon: an interpreter that ends waits for the bytes that are on their way.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
@@ -141,7 +154,7 @@ class Checkpointer:
         self._copying = True
 
     def release(self) -> float:
-        """Wait until the shared tensors are copied and may change; returns the seconds that took.
+        """Wait until the shared tensors are copied and may change; returns the seconds waited.
 
         On CUDA it is the current stream that waits, not the host.
         """
@@ -155,22 +168,25 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is still being written."""
+        """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint was begun and not finished by `complete`, `close` or the next one."""
+        """True between the start of a checkpoint and `complete`, `close` or the next one."""
         return self._thread is not None
 
     def complete(self) -> float:
-        """Write the rest of the checkpoint under way now, on this thread; returns the seconds that took. `poll` tells whether it failed."""
+        """Write the remainder of the current checkpoint on this thread; returns the seconds taken.
+
+        `poll` tells whether it failed.
+        """
         started = time.perf_counter()
         self._finish()
         return time.perf_counter() - started
 
     def poll(self) -> None:
-        """Raise what went wrong in the background, once.
+        """Raise the error of the background thread, once.
 
         Raises:
             CheckpointError: the checkpoint begun last could not be written; the older ones are as they were.
@@ -189,7 +205,7 @@ class Checkpointer:
         self.poll()
 
     def _finish(self) -> None:
-        """Complete the checkpoint under way on the calling thread, which has nothing better to do and the priority to do it."""
+        """Complete the current checkpoint on the calling thread, at its normal priority."""
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
@@ -199,7 +215,7 @@ class Checkpointer:
         self._copying = False
 
     def _claim_folder(self) -> None:
-        """Make sure that the folder can be written, and let rank 0 remove what a crash left half-written."""
+        """Check that the folder is writable; rank 0 removes checkpoints left half-written."""
         probe = self.folder / f".probe-{self.rank}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +230,7 @@ class Checkpointer:
     # The writing
 
     def _run(self) -> None:
-        """Write beside the training, until done or until `_finish` takes over."""
+        """Write in the background, until done or until `_finish` takes over."""
         # At the usual priority: `release` waits for this copy, and a thread that gives way to every other process would let
         # training wait for all of them.
         next(self._work, None)
@@ -227,15 +243,18 @@ class Checkpointer:
                 return
             started = time.thread_time()
 
-    def _pieces(self, manifest: Manifest, entry: ShardEntry, division: _Division, aliases: dict[str, str]) -> Iterator[None]:
-        """Write one checkpoint, a piece at a time, the copying of the state first; whatever fails is kept for `poll`."""
+    def _pieces(self, manifest: Manifest, entry: ShardEntry, contents: _ShardContents, aliases: dict[str, str]) -> Iterator[None]:
+        """Write one checkpoint piece by piece, after copying the state.
+
+        A generator; an error is kept for `poll`.
+        """
         started = time.perf_counter()
         partial = self.folder / partial_name(manifest.step)
         try:
             self._shard.gather()
             self._copied.set()
             yield
-            yield from self._write(partial, Receipt(shard=entry, tensors=division.entries(), aliases=aliases))
+            yield from self._write(partial, Receipt(shard=entry, tensors=contents.entries(), aliases=aliases))
             if self.rank == 0:
                 yield from self._publish(partial, manifest)
                 facts = {"bytes": sum(s.bytes for s in manifest.shards), "write_s": time.perf_counter() - started}
@@ -260,7 +279,7 @@ class Checkpointer:
         write_durably(partial / receipt_name(self.rank), receipt.model_dump())
 
     def _publish(self, partial: Path, manifest: Manifest) -> Iterator[None]:
-        """Make the folder a checkpoint once every rank's shard is in it."""
+        """Turn the folder into a checkpoint once every rank's shard is in it."""
         receipts = yield from self._await_receipts(partial)
         for rank, receipt in enumerate(receipts):
             if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
@@ -283,7 +302,7 @@ class Checkpointer:
         self._remove_old(manifest.step)
 
     def _await_receipts(self, partial: Path) -> Generator[None, None, list[Receipt]]:
-        """What the ranks' receipts say, in the order of the ranks."""
+        """The receipts of all ranks, in rank order."""
         receipts: dict[int, Receipt] = {}
         arrived, since = -1, time.monotonic()
         while True:
@@ -309,13 +328,16 @@ class Checkpointer:
             yield
 
     def _remove_old(self, step: int) -> None:
-        """Keep this checkpoint and the newest before it. Later ones, which a resume passed over, are replaced when training gets there."""
+        """Keep this checkpoint and the newest ones before it.
+
+        Later ones, which a resume passed over, are replaced when training gets there.
+        """
         older = [path for s, path in checkpoints(self.folder) if s < step]
         for path in older[: max(len(older) - self.keep + 1, 0)]:
             _remove(path)
 
     def _give_up(self, partial: Path, needed_bytes: int, error: Exception) -> str:
-        """Remove what was written and say why. A rank other than 0 tells rank 0, instead of letting it wait."""
+        """Remove what was written and return the reason; other ranks report it to rank 0."""
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -338,22 +360,27 @@ class Checkpointer:
 
 
 @dataclass
-class _Division:
-    """What one rank says of the shared tensors: of each its dtype and full shape, and by their keys in its file the pieces it writes."""
+class _ShardContents:
+    """One rank's checkpoint pieces.
+
+    Attributes:
+        described: dtype and full shape of every shared tensor that the rank holds.
+        written: tensor name and block of every piece that it writes, by key in its file.
+    """
 
     rank: int
     described: dict[str, dict[str, Any]]
     written: dict[str, tuple[str, Box]]  # the tensor's name, and the block of it
 
     @classmethod
-    def of(cls, snapshot: Snapshot, seat: Seat) -> tuple[_Division, dict[str, Tensor]]:
-        """The division, and the pieces that the rank writes."""
+    def of(cls, snapshot: Snapshot, coordinate: MeshCoordinate) -> tuple[_ShardContents, dict[str, Tensor]]:
+        """The contents of a snapshot's shard, and the tensors of its pieces."""
         described = {name: describe(name, tensor) for name, tensor in snapshot.shared.items()}
         for name, part in snapshot.parts.items():
             described[name]["shape"] = list(part.layout.full)
         written: dict[str, tuple[str, Box]] = {}
         pieces: dict[str, Tensor] = {}
-        for name, boxes in to_write(snapshot.shared, snapshot.parts, seat).items():
+        for name, boxes in to_write(snapshot.shared, snapshot.parts, coordinate).items():
             own = snapshot.shared[name]
             for box in boxes:
                 key = key_of(name, box, described[name]["shape"])
@@ -361,10 +388,13 @@ class _Division:
                     raise CheckpointError(f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter")
                 written[key] = name, box
                 pieces[key] = own if box.shape == own.shape else box.of(own.detach())
-        return cls(seat.rank, described, written), pieces
+        return cls(coordinate.rank, described, written), pieces
 
     def entries(self) -> dict[str, TensorEntry]:
-        """The same for the receipt. Made beside the training: of many tensors it takes as long as all else in `save`."""
+        """Entries for the receipt.
+
+        Made in the background: for many tensors it takes as long as the remainder of `save`.
+        """
         entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
         for key, (name, box) in self.written.items():
             entries[name].pieces.append(Piece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape)))
@@ -379,7 +409,7 @@ def _size(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint, if there, under a name that no reader takes for one, whatever moment a crash picks."""
+    """Delete a checkpoint, renaming it first so that no reader takes a remnant for one."""
     if path.exists():
         doomed = path.rename(path.with_name(f".{path.name}.removed.partial"))
         shutil.rmtree(doomed)

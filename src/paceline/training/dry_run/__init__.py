@@ -1,4 +1,4 @@
-"""One step of any plan without memory, in one process: the dry run, and the preflight before ranks are started.
+"""The dry run of a plan in one process, and the preflight before ranks start.
 
 Read `dry_run.py` first, then `preflight.py`.
 """

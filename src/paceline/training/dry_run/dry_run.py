@@ -1,7 +1,8 @@
-"""A dry run of a plan: one real step of a rank of every pipeline stage, on tensors without memory, among ranks that are not there.
+"""Dry run of a plan: one step of every pipeline stage, without memory or peers.
 
-The model is divided by the same code as in a run, and the same engine takes the step; only memory is never taken (PyTorch's `FakeTensor`s
-have shapes alone) and nobody answers (PyTorch's `fake` process group). So one process checks a plan for thousands of ranks.
+The model is divided by the same code as in a run, and the same engine takes the step; only memory is never
+taken (PyTorch's `FakeTensor`s have shapes alone) and nobody answers (PyTorch's `fake` process group). So one
+process checks a plan for thousands of ranks.
 """
 
 from __future__ import annotations
@@ -52,22 +53,28 @@ _WITHOUT_VALUES = (DynamicOutputShapeException, UnsupportedOperatorException, No
 
 
 class StepFailed(PlanError):
-    """A step without memory failed in code that raised no error of ours: the divided model's, or only that of tensors without values."""
+    """A step without memory raised an error that is not a `PacelineError`.
+
+    Either the divided model's code is at fault, or it cannot run on tensors without values.
+    """
 
 
 @dataclass(frozen=True)
-class Role:
-    """What the ranks of one pipeline stage hold and do; without a pipeline, all ranks.
+class StageDryRun:
+    """A dry run's result for the ranks of one pipeline stage.
+
+    Without a pipeline there is one stage, with all ranks.
 
     Attributes:
         stage: 0-based.
-        rank: which one was rehearsed.
-        report: what was divided how, in words.
+        rank: the rank whose step was tried.
+        report: how the model was divided, a line each.
         state: bytes that stay from step to step.
-        peak_bytes: the most that there was at once in a step, state and activations, without what a device's kernels take inside.
-        sent_bytes: by each rank in a step, along each axis of the mesh; the gradient norm and the like are not in it.
-        asked: the kinds of modules whose code looked at the values of tensors, and was answered "no" or 1.
-        not_rehearsed: why the step was not taken to its end, or None.
+        peak_bytes: peak of state and activations in a step, without the workspace of a device's kernels.
+        sent_bytes: sent by each rank in a step, along each axis of the mesh, without the gradient norm and
+            other single numbers.
+        asked: kinds of modules whose code read values of tensors, and got "no" or 1.
+        stopped_by: why the step could not be taken to its end, or None.
     """
 
     stage: int
@@ -77,32 +84,33 @@ class Role:
     peak_bytes: int
     sent_bytes: dict[str, int]
     asked: list[str]
-    not_rehearsed: str | None
+    stopped_by: str | None
 
 
 @dataclass
-class Rehearsal:
-    """What a dry run found of a plan that can run.
+class DryRun:
+    """Result of a dry run of a plan that can run.
 
     Attributes:
         plan: as asked for.
-        roles: one for each pipeline stage.
-        notes: what was rehearsed otherwise than it runs, a sentence each.
-        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever had.
+        stages: one for each pipeline stage.
+        notes: differences between the dry run and a real one, a sentence each.
+        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever
+            had.
     """
 
     plan: Plan
-    roles: list[Role] = field(default_factory=list)
+    stages: list[StageDryRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     memory_bytes: int = 0
 
 
-def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehearsal:
-    """Rehearse one step of a plan on devices that need not exist, `DEVICES_PER_HOST` on each host.
+def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
+    """Dry-run one step of a plan on `DEVICES_PER_HOST` imaginary devices per host.
 
     Args:
-        say: told what is being done, in a few words.
+        say: called with the name of each phase.
 
     Raises:
         PlanError: the plan cannot run; every reason, a line each.
@@ -112,21 +120,24 @@ def rehearse(job: Job, plan: Plan, say: Callable[[str], object] = str) -> Rehear
     say("holding the plan against the job")
     if reasons := check_plan(plan, job, _cluster_for(plan)):
         raise PlanError("\n".join(reasons))
-    found = Rehearsal(plan)
+    found = DryRun(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    rehearsed = as_rehearsed(job, plan, found.notes)
+    dry_plan = for_dry_run(job, plan, found.notes)
     job = with_data_at_hand(job)
     with torch.random.fork_rng(devices=[]):
         for stage in range(plan.pp):
-            say(f"rehearsing stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "rehearsing a step")
-            found.roles.append(rehearsed_role(job, rehearsed, data, stage))
+            say(f"trying a step of stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "trying a step")
+            found.stages.append(dry_run_stage(job, dry_plan, data, stage))
     found.seconds = time.monotonic() - started
     found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     return found
 
 
 def _cluster_for(plan: Plan) -> Cluster:
-    """As many devices as the plan has ranks. Plans that name a transport are for CPUs, and all others can run on GPUs."""
+    """A cluster with as many devices as the plan has ranks.
+
+    Plans that name a transport are for CPUs, and all others can run on GPUs.
+    """
     gpus = tuple(Device(index=i, name="device", memory_bytes=_BEYOND_ANY) for i in range(DEVICES_PER_HOST))
     hosts: list[Host] = []
     for first in range(0, plan.ranks, DEVICES_PER_HOST):
@@ -136,15 +147,15 @@ def _cluster_for(plan: Plan) -> Cluster:
     return Cluster(name=f"a cluster of {plan.ranks} devices", hosts=tuple(hosts))
 
 
-def as_rehearsed(job: Job, plan: Plan, notes: list[str]) -> Plan:
-    """A plan without what takes values or time to find out; `notes` says what that is."""
+def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
+    """The plan without choices that need values or time; `notes` names them."""
     if plan.compile != "off":
-        notes.append(f"compile={plan.compile} is not rehearsed: blocks run as they are written")
+        notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
     model = _recorded(job).model
     if any(mixtures(model)):
         notes.append("tokens go to all experts in turn; where a router prefers some, their ranks take more memory and time")
     if job.partition.host_files:
-        notes.append("partition.host_files is not rehearsed: what files the hosts hold is not known here")
+        notes.append("partition.host_files is left out of the dry run: what files the hosts hold is not known here")
     if plan.pp > 1 and not plan.cut:
         blocks, stages = find_blocks(model), plan.pp * STAGES_PER_RANK[plan.schedule]
         if len(blocks) >= stages:
@@ -160,8 +171,8 @@ def with_data_at_hand(job: Job) -> Job:
     return job.model_copy(update={"partition": partition, "data": data})
 
 
-def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
-    """One step of the first rank of a pipeline stage, under a plan from `as_rehearsed`.
+def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryRun:
+    """Dry-run the first rank of a pipeline stage, under a plan from `for_dry_run`.
 
     Raises:
         PlanError: the plan cannot divide the model, or (`StepFailed`) the step fails.
@@ -187,11 +198,11 @@ def rehearsed_role(job: Job, plan: Plan, data: DataSets, stage: int) -> Role:
             sent = _by_axis(watch.sent_bytes, mesh)
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
-    return Role(stage, rank, [*split.report, *engine.replica.said], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+    return StageDryRun(stage, rank, [*split.report, *engine.replica.said], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
 
 
 def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
-    """The divided model; whatever keeps the ranks from dividing it, or the first batch, is a reason against the plan."""
+    """The divided model; errors of dividing it or its first batch become PlanErrors."""
     try:
         split = divide()
         if split.context is not None and batch is not None:
@@ -207,7 +218,10 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
 
 
 def _recorded(job: Job) -> DeferredModel:
-    """The model without memory; one of transformers computes its experts one by one, for the faster code has no shapes in fp32."""
+    """The model on the meta device.
+
+    A transformers model computes its experts one by one: the faster code has no shapes in fp32.
+    """
     recorded = record(job.model.build)
     if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):
         recorded.model.set_experts_implementation("eager")  # type: ignore[operator]
@@ -216,7 +230,10 @@ def _recorded(job: Job) -> DeferredModel:
 
 @contextmanager
 def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
-    """All ranks, seen from one of them. What they send is lost, and what they would send is whatever is in memory."""
+    """A group of all ranks as one of them sees it, where nobody answers.
+
+    Received data is whatever is in memory.
+    """
     if ranks == 1:
         yield Group()
         return
@@ -228,7 +245,7 @@ def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
 
 
 def _first(loader: Loader) -> Batch | None:
-    """The share of the first global batch, as the rank would read it."""
+    """This rank's share of the first global batch."""
     batches = iter(loader)
     batch: Batch | None = next(batches)
     batches.close()  # type: ignore[attr-defined]
@@ -236,17 +253,20 @@ def _first(loader: Loader) -> Batch | None:
 
 
 def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of the named modules that this rank has."""
+    """The named modules that have parameters on this rank."""
     named = [entry for root in modules for entry in root.named_modules()]
     return [module for name, module in named if name in names and any(True for _ in module.parameters())]
 
 
 def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
-    """Instead of the weights of a model: parts without memory take none."""
+    """Loads no weights: parts without memory take none."""
 
 
 class _Unread(StepSignals):
-    """Signals that no rank writes or reads, as numbers without values cannot be: as if all had found a loss of 1."""
+    """Signals for a dry run, whose numbers have no values.
+
+    They read as if every rank had reported a loss of 1.
+    """
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
         return meter.busy_s()
@@ -262,7 +282,7 @@ class _Unread(StepSignals):
 
 
 def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
-    """Take a step; returns why it could not be taken to its end without values.
+    """Take a step; returns why it could not finish without values, if so.
 
     Raises:
         PlanError: it fails.

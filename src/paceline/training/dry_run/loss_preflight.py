@@ -1,4 +1,7 @@
-"""Preflight of the loss: whether it can be computed in parts of a batch, tried on a few samples before a rank is started."""
+"""Preflight of the loss: a trial of computing it in parts of a batch.
+
+It takes a few samples, in one process, before a rank is started.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ _SMALL = 50_000_000  # parameters; of a larger model, the ranks try the loss bef
 
 
 def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
-    """Why the plan would train another loss; empty where it would not, or where only the ranks can tell.
+    """Reasons why the plan would train another loss; empty if none is found.
 
-    The loss is computed by the undivided model in one process, from its first weights.
+    The loss is computed by the undivided model in one process, from its first weights. Empty also where only
+    the ranks can tell.
     """
     if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
         return []

@@ -1,4 +1,7 @@
-"""What a step would hold and send, seen on tensors without memory: every operation passes here, and every tensor that comes and goes."""
+"""Memory and traffic of a step, counted on tensors without memory.
+
+Every operation passes here, and every tensor that is made and freed.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,15 @@ _PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")  # of the operation
 
 
 class Watch(TorchDispatchMode):
-    """To be entered inside a `FakeTensorMode`. A tensor that is asked for its value answers "no", or 1, as it has none.
+    """Dispatch mode, inside a `FakeTensorMode`, that counts live and sent bytes.
+
+    A tensor whose value is read answers "no", or 1, as it has none.
 
     Attributes:
-        live_bytes, peak_bytes: of all tensors that were made under it and are still there; the most there were at once.
+        live_bytes, peak_bytes: of all tensors that were made under it and are still there; the most there
+            were at once.
         sent_bytes: by the name of the process group.
-        asked: the kinds of modules whose code looked at values.
+        asked: the kinds of modules whose code read values.
     """
 
     def __init__(self) -> None:
@@ -48,13 +54,16 @@ class Watch(TorchDispatchMode):
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def begin(self) -> None:
-        """Begin anew to look for the peak, and to count what is sent."""
+        """Reset the peak and the bytes sent."""
         self.peak_bytes = self.live_bytes
         self.sent_bytes.clear()
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Within, the watch notices storages that are resized in place, which no operation tells of: FSDP2 frees what it gathered so."""
+        """Context in which storages resized in place are counted.
+
+        No operation reports them: FSDP2 frees gathered parameters so.
+        """
         resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> None:
@@ -90,7 +99,10 @@ class Watch(TorchDispatchMode):
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Both torch's ordinary collectives and those that compilers trace name their group among the arguments, in their own ways."""
+        """Count a collective of torch, eager or as compilers trace it.
+
+        Each names its group among its arguments, in a place of its own.
+        """
         name = func.__name__.partition(".")[0].replace("_", "")
         for kind, factor in _SENT:
             if name.startswith(kind):
@@ -100,7 +112,10 @@ class Watch(TorchDispatchMode):
                 self.sent_bytes[group.group_name] += round(factor(group.size()) * size)
 
     def _count_ring(self, func: Any, args: tuple[Any, ...]) -> None:
-        """`split.ring` passes keys and values on to every other rank, and in the backward pass their gradients until they are home."""
+        """Count a pass of `split.ring`: keys, values and their gradients on every link.
+
+        Keys and values go to every other rank; their gradients travel until they are back on their own rank.
+        """
         backward = "backward" in func.__name__
         pair = args[2:4] if backward else args[1:3]
         group = next(found for a in args if (found := _group(a)) is not None)
@@ -124,7 +139,7 @@ class Watch(TorchDispatchMode):
 
 
 def _asking(frame: FrameType | None) -> nn.Module | None:
-    """The module whose code runs in the innermost frame that belongs to an object, where that is one; torch's own frames lie between."""
+    """The module whose code runs in the innermost frame outside of torch, if any."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):

@@ -1,8 +1,8 @@
-"""Preflight: whether a plan can divide a job's model and batches, found out in one process before a rank is started.
+"""Preflight of a plan: one process checks that ranks can divide model and batches.
 
-The model is divided as the ranks will divide it, for a rank of every pipeline stage, and takes a step without memory (see `rehearse.py`).
-What the division refuses is refused here. What only the model's own code raises on tensors without values says nothing about real ones,
-so then the ranks are started and tell.
+The model is divided as the ranks will divide it, for a rank of every pipeline stage, and takes a step without
+memory (see `dry_run.py`). What the division refuses is refused here. An error of the model's own code on
+tensors without values says nothing about real ones; then the ranks are started and tell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
 from paceline.trace.model_info import model_info
-from paceline.training.dry_run.dry_run import StepFailed, as_rehearsed, rehearsed_role, with_data_at_hand
+from paceline.training.dry_run.dry_run import StepFailed, dry_run_stage, for_dry_run, with_data_at_hand
 from paceline.training.dry_run.loss_preflight import reasons_of_loss
 
 BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
@@ -39,7 +39,10 @@ ANSWER = "preflight.json"
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Answer for the job, cluster and plan in the folder `arguments[0]`: a list of reasons in `ANSWER`; empty where there are none."""
+    """Write the reasons against the plan in folder `arguments[0]` to `ANSWER`.
+
+    The folder holds job, cluster and plan; the list is empty where the plan can be started.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     folder = Path(arguments[0])
     job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
@@ -49,7 +52,7 @@ def run_rank(arguments: list[str]) -> None:
 
 
 def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
-    """Which of the plans cannot divide the job's model, as far as that can be found in so many seconds."""
+    """The plans known, within `seconds`, to be unable to divide the job's model."""
     preflight, until = Preflight(job), time.monotonic() + seconds
     refused = set()
     for plan in plans:
@@ -72,7 +75,7 @@ class Preflight:
         return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
 
     def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> list[str]:
-        """The reasons against a plan, and after them the nearest plan that works; empty where the plan can be started."""
+        """Reasons against a plan, then the nearest plan that works; empty if it can start."""
         divided = self.reasons(plan)
         reasons = divided or reasons_of_loss(self.job, plan, self._data)
         if not reasons:
@@ -94,17 +97,17 @@ class Preflight:
         return [*reasons, f"Nearest plan that works: {nearest}."] if nearest is not None else reasons
 
     def reasons(self, plan: Plan) -> list[str]:
-        """Why ranks would refuse to divide the model, or fail; empty where nothing was found."""
+        """Reasons why ranks would fail or refuse to divide the model; empty without any."""
         if plan not in self._known:
             self._known[plan] = self._divided(plan) if plan.splits else []
         return self._known[plan]
 
     def _divided(self, plan: Plan) -> list[str]:
         job = with_data_at_hand(self.job)
-        rehearsed = as_rehearsed(job, plan, [])
-        as_it_is = replace(rehearsed, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
-        if rehearsed.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
-            return self._of_stages(job, rehearsed) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
+        dry_plan = for_dry_run(job, plan, [])
+        as_it_is = replace(dry_plan, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
+        if dry_plan.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
+            return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
         return self._of_stages(job, as_it_is)
 
     def _of_stages(self, job: Job, plan: Plan) -> list[str]:
@@ -119,7 +122,7 @@ class Preflight:
 
     def _of_stage(self, job: Job, plan: Plan, stage: int) -> list[str]:
         try:
-            rehearsed_role(job, plan, self._data, stage)
+            dry_run_stage(job, plan, self._data, stage)
         except StepFailed as error:
             return [f"plan {plan}: {error}"] if self._whole_runs(job) else []
         except PlanError as error:
@@ -131,10 +134,13 @@ class Preflight:
         return []
 
     def _whole_runs(self, job: Job) -> bool:
-        """Whether the undivided model takes a step without memory; where it does not, that says nothing about a divided one."""
+        """True if the undivided model can take a step without memory.
+
+        Where it cannot, that says nothing about a divided one.
+        """
         if self._runs_whole is None:
             try:
-                self._runs_whole = rehearsed_role(job, Plan(), self._data, 0).not_rehearsed is None
+                self._runs_whole = dry_run_stage(job, Plan(), self._data, 0).stopped_by is None
             except Exception:  # noqa: BLE001 - whatever the user's model raises
                 self._runs_whole = False
         return self._runs_whole

@@ -1,4 +1,7 @@
-"""Measuring a held-out set in a loop of one's own: the same batches as in one process, dealt to the ranks in turn."""
+"""Evaluation of a validation set in a user's own loop.
+
+The batches are those of one process, dealt to the ranks in turn.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Measure = Callable[[Any], Mapping[str, Any]]
 
 
 def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Measure | None) -> dict[str, float]:
-    """The mean of each number that `measure` gives, over all samples of `data`; see `OwnLoop.evaluate`."""
+    """Mean of each number from `measure` over all samples; see `OwnLoop.evaluate`."""
     if measure is not None and (engine.plan.pp > 1 or engine.plan.cp > 1):
         raise PlanError(f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup")
     sums: dict[str, tuple[float, float]] = {}
@@ -68,7 +71,7 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:
 
 
 def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
-    """In the order of the ranks, so that the result has the same bits on each."""
+    """Means over all ranks, summed in rank order for equal bits on every rank."""
     together: dict[str, list[float]] = {}
     for sums in everyones:
         for name, (total, count) in sums.items():
@@ -79,7 +82,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
-    """Every n-th batch of `data`, and None for those that a rank lacks where the ranks of a replica compute together."""
+    """Every n-th batch of `data`, padded with None where a replica's ranks must compute together."""
     group: Group = engine.data_group
     own, count = _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
     if engine.split is None or not engine.split.all_must_compute:

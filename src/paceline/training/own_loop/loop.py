@@ -1,6 +1,7 @@
-"""A training loop of one's own: `engine.backward(loss)` in the place of `loss.backward()`, then `engine.update()` or `optimizer.step()`.
+"""The engine of a user's own loop: `engine.backward(loss)`, then `engine.update()` or `optimizer.step()`.
 
-After `backward`, `.grad` is the gradient of the global batch on every rank, so what torch has for gradients works as in one process.
+After `backward`, `.grad` is the gradient of the global batch on every rank, so what torch has for gradients
+works as in one process.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ OnStep = Callable[[StepResult], object]
 
 
 class OwnLoop(Engine):
-    """The engine that `paceline.setup` returns: `step` for a whole step, `backward` and `update` for loops that write their own.
+    """The engine that `paceline.setup` returns: `step`, or `backward` and `update`.
 
     Attributes:
         models: the modules as `setup` was given them: one, a list, or a dict.
         optimizers: in the order in which `setup` was given them.
-        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for trackers.
-        is_main: whether this is the first rank, which prints and logs.
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for
+            trackers.
+        is_main: True on the first rank, which prints and logs.
     """
 
     def __init__(
@@ -98,23 +100,27 @@ class OwnLoop(Engine):
     def backward(
         self, loss: Tensor, *optimizers: Optimizer, items: float | Tensor | None = None, sync: bool = True, retain_graph: bool = False
     ) -> Tensor:
-        """Add the gradient of the global mean loss to `.grad` of every parameter that the loss reaches; every rank calls it.
+        """Add the gradient of the global mean loss to `.grad`; every rank calls it.
+
+        It reaches the parameters that the loss reaches.
 
         Args:
             loss: this rank's mean over its samples of the batch. It counts by its share of the global batch.
-            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its discriminator another);
-                the loss leaves no gradient elsewhere. None: all that it reaches.
-            items: what the mean was taken over, where that is not the samples of the loader's last batch: tokens, valid labels,
-                samples of another batch. The loss then counts by its share of all ranks' items.
-            sync: False leaves the gradients this rank's own, and saves the communication, until a later call with True, or `update`
-                (gradient accumulation).
+            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its
+                discriminator another); the loss leaves no gradient elsewhere. None: all that it reaches.
+            items: what the mean was taken over, where that is not the samples of the loader's last batch:
+                tokens, valid labels, samples of another batch. The loss then counts by its share of all
+                ranks' items.
+            sync: False leaves the gradients this rank's own, and saves the communication, until a later call
+                with True, or `update` (gradient accumulation).
             retain_graph: as in `Tensor.backward`.
 
         Returns:
             The mean loss over all ranks, the same number on each, without a gradient.
 
         Raises:
-            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to write instead.
+            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to
+                write instead.
         """
         self._check_backward(loss, sync)
         if items is None:
@@ -143,14 +149,16 @@ class OwnLoop(Engine):
         return self._newest_loss
 
     def update(self, *optimizers: Optimizer, clip_norm: float | None = None, clip_value: float | None = None) -> StepResult:
-        """Clip the gradients, step the optimizers (all, if none is named) and clear their gradients; every rank calls it.
+        """Clip the gradients, step the optimizers and clear their gradients; every rank calls it.
 
         Args:
+            optimizers: those to step; all, if none is named.
             clip_norm: largest L2 norm of their gradients together; `setup`'s where none is given.
             clip_value: largest absolute value of a gradient's element; before the norm.
 
         Raises:
-            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was updated.
+            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was
+                updated.
             JobError: there is no gradient to step by.
         """
         stepped = self._numbers(optimizers)
@@ -174,7 +182,7 @@ class OwnLoop(Engine):
         return result
 
     def step(self, batch: Batch | None) -> StepResult:
-        """As `Engine.step`; then tells `on_step`."""
+        """Take a step as `Engine.step`, then call `on_step`."""
         if not self.has_loss:
             raise JobError("step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward and engine.update")
         self._updating = True
@@ -189,31 +197,37 @@ class OwnLoop(Engine):
     # What else a loop has
 
     def agree(self) -> None:
-        """Give every rank the first one's values of parameters that were added to an optimizer since `setup`; every rank calls it."""
+        """Broadcast parameters added to an optimizer since `setup` from rank 0; every rank calls it."""
         self._follow_changes()
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
-        """As `Engine.deal`; `save` keeps the position of this loader, too."""
+        """Deal a loader as `Engine.deal`; `save` keeps its position, too."""
         dealt = super().deal(loader)
         dealt.fills_empty = True
         self.loaders.append(dealt)
         return dealt
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows (dim 0) of all ranks in rank order, for a loss over the whole batch; gradients flow back to every rank's own."""
+        """All ranks' rows (dim 0) in rank order, for a loss over the global batch.
+
+        Gradients flow back to every rank's own rows.
+        """
         counts = torch.zeros(self.data_group.size, dtype=torch.int64, device=self.device)
         counts[self.data_group.rank] = len(rows)
         self.data_group.all_reduce(counts)
         return gather(self.data_group, rows, counts.tolist())
 
     def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
-        """The mean over all ranks of a number that each has of its share of the batch (or of `items`)."""
+        """Mean over all ranks of a number, weighted by samples or `items`."""
         _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, apart=self.apart)
         return float(mean)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The forward pass and the loss in the precision that `setup` was given; nothing with fp32."""
+        """Context for forward pass and loss in the precision given to `setup`.
+
+        Nothing changes with fp32.
+        """
         self._casting = True
         with self.compute.autocast():
             yield
@@ -224,7 +238,10 @@ class OwnLoop(Engine):
             print(*values, **keywords)
 
     def ignore(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step on parameters that every rank trains by itself, such as a probe for a measurement."""
+        """Exempt an optimizer whose parameters every rank trains by itself.
+
+        For instance a probe for a measurement.
+        """
         self._ignored.add(id(optimizer))
 
     @overload
@@ -234,26 +251,29 @@ class OwnLoop(Engine):
     def evaluate(self, data: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]: ...
 
     def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
-        """Measure the model on a held-out set: the mean over all samples, the same on any number of ranks. Every rank calls it.
+        """Measure the model on a validation set; every rank calls it.
 
-        The model is in eval mode without gradients meanwhile, and in `setup`'s precision. Replicas that train apart take the parameters
+        Each result is the mean over all samples, the same on any number of ranks. The model is in eval mode
+        without gradients meanwhile, and in `setup`'s precision. Replicas with local parameters take those
         that they agree on, and batch-norm statistics are averaged.
 
         Args:
             data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
-            metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean over the batch's samples, or
-                a 1-D tensor with one value per sample, or a pair (sum, count). None: the loss given to `setup`. (A list of paceline's own
-                metrics: `data` are this rank's batches.)
+            metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean
+                over the batch's samples, or a 1-D tensor with one value per sample, or a pair (sum, count).
+                None: the loss given to `setup`. (A list of paceline's own metrics: `data` are this rank's
+                batches.)
         """
         if isinstance(metrics, list):
             return super().evaluate(data, metrics)
         return evaluate(self, data, metrics)
 
     def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
-        """Write a checkpoint of this moment into `folder`, from which any plan and number of ranks goes on. Every rank calls it.
+        """Write a checkpoint into `folder`, for any plan; every rank calls it.
 
-        It holds models, optimizers, the position in the data, random states, and `objects`: anything with a `state_dict` (schedulers,
-        averages, samplers) and plain values. safetensors and JSON; nothing is pickled.
+        It holds models, optimizers, the position in the data, random states, and `objects`: anything with a
+        `state_dict` (schedulers, averages, samplers) and plain values. safetensors and JSON; nothing is
+        pickled.
 
         Args:
             folder: the same for all ranks, on storage that they share.
@@ -262,10 +282,10 @@ class OwnLoop(Engine):
         return own_state.save(self, Path(folder), objects, keep)
 
     def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
-        """Go on from the newest whole checkpoint in `folder`; None where there is none. Every rank calls it, before the first step.
+        """Resume from the newest whole checkpoint in `folder`; None where there is none.
 
-        The next iteration of the loaders continues behind the last batch. `objects` get their state by `load_state_dict`; what else was
-        saved by name is returned.
+        Every rank calls it, before the first step. The next iteration of the loaders continues behind the
+        last batch. `objects` get their state by `load_state_dict`; what else was saved by name is returned.
         """
         return own_state.load(self, Path(folder), objects)
 
@@ -274,7 +294,7 @@ class OwnLoop(Engine):
         own_state.export(self, Path(path))
 
     def clear(self) -> None:
-        """Forget gradients that were not stepped by."""
+        """Drop gradients that no optimizer has stepped on."""
         self._clear_gradients()
         self._agreed.clear()
         self._kept.clear()
@@ -282,7 +302,7 @@ class OwnLoop(Engine):
         self.shares.forget()
 
     def loop_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides the model, the optimizers and the data."""
+        """Loop state in a checkpoint, besides model, optimizers and data."""
         scale = self.compute.loss_scale
         return {} if scale is None else {"loss_scale": scale.state_dict()}
 
@@ -303,7 +323,10 @@ class OwnLoop(Engine):
     # Backward
 
     def _refuse_copies(self) -> None:
-        """A copy of a divided module would compute with the original's parts: an average of the weights that is none."""
+        """Make `deepcopy` of a divided module an error.
+
+        A copy would compute with the original's parts: an average of the weights that is none.
+        """
         plan, size = self.plan, self.group.size
 
         def refuse(memo: Any) -> Any:
@@ -342,7 +365,10 @@ class OwnLoop(Engine):
             raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
 
     def _set_aside(self, targets: set[int]) -> dict[nn.Parameter, Tensor]:
-        """Take away gradients that are of the global batch already: those of the pass to come are summed without them."""
+        """Remove gradients that are summed over the ranks already, before the next pass.
+
+        The next pass is summed without them, and `_put_back` adds them to it.
+        """
         if self.group.size == 1 or self.apart:
             return {}
         found = {}
@@ -357,7 +383,7 @@ class OwnLoop(Engine):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _agree(self) -> None:
-        """Make the gradients that the ranks have those of the global batch."""
+        """Sum this rank's gradients with the others' into those of the global batch."""
         self.replica.step = self.step_count + 1
         if self.group.size == 1:
             return
@@ -367,7 +393,7 @@ class OwnLoop(Engine):
         self.rule.after_backward()
 
     def _agree_late(self, stepped: set[int]) -> None:
-        """The sum that `sync=False` put off."""
+        """Run the gradient sum that `sync=False` put off."""
         self.replica.only = set(self._parameters_of(stepped))
         self._agree()
         self.replica.only = None
@@ -399,7 +425,7 @@ class OwnLoop(Engine):
         self.guard.updated()
 
     def _end_update(self, stepped: set[int], step: int) -> None:
-        """Clear what was stepped by, and let replicas that train apart agree on parameters."""
+        """Clear the gradients, and let the rule average local parameters."""
         for parameter in self._parameters_of(stepped):
             parameter.grad = None
         self._left = (self._left | self._agreed) - stepped
@@ -429,7 +455,7 @@ class OwnLoop(Engine):
     # Guards: nothing trains what the ranks did not agree on
 
     def _guard_parameters(self) -> None:
-        """Refuse `loss.backward()` at once, where the rule has no hooks of its own that do."""
+        """Make `loss.backward()` an error, where the rule has no hooks that do."""
         for handle in self._guards:
             handle.remove()
         refuses = self.group.size > 1 and not self.apart and not getattr(self.rule, "hooks", None)
@@ -441,7 +467,7 @@ class OwnLoop(Engine):
             raise not_by_the_engine()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> tuple[Any, Any] | None:
-        """Look at every optimizer that steps in this process, on more than one rank."""
+        """Check every optimizer step in this process, on more than one rank."""
         if self._updating or id(optimizer) in self._ignored:
             return None
         number = next((i for i, own in enumerate(self.optimizers) if own is optimizer), None)
@@ -471,7 +497,7 @@ class OwnLoop(Engine):
         return None
 
     def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
-        """The optimizers that hold this one's parameters; None where nobody knows some of them."""
+        """The optimizers that hold this one's parameters; None if some are unknown."""
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
         found = {owner.get(p, -1) for g in optimizer.param_groups for p in g["params"]}
         return None if -1 in found else found
@@ -496,7 +522,10 @@ class OwnLoop(Engine):
             )
 
     def _agreed_loss_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, with the mean loss over all ranks as its result: a line search must decide alike on every rank."""
+        """The closure, returning the mean loss over all ranks.
+
+        A line search must decide the same on every rank.
+        """
 
         def agreed() -> Any:
             own = closure()
@@ -555,7 +584,7 @@ class OwnLoop(Engine):
 
 
 class _NoLoader:
-    """In the place of a loader, for loops whose data is not dealt: every rank brings its own."""
+    """Placeholder for a loader, in loops where every rank brings its own data."""
 
     position = None
     indices: Sequence[int] = ()

@@ -52,28 +52,38 @@ def setup(
     deadline_s: float = 300.0,
     on_step: Sequence[OnStep] = (),
 ) -> OwnLoop:
-    """Prepare a training loop of one's own for any number of ranks; alone it trains in this process, under torchrun on all ranks.
+    """Prepare a user's own training loop for any number of ranks.
+
+    Without a launcher it trains in this process, under torchrun on all ranks.
 
     Args:
-        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays the same object; where the
-            plan divides it (fsdp, tp, pp, cp, ep, remat), its parameters are replaced by this rank's parts, and in a pipeline
-            `engine.model` is this rank's stages.
-        optimizer: any optimizer, or several in a list or dict. Parameters that one holds outside of the model (of a loss module, a learned
-            temperature) are trained in agreement, too. Where the plan divides the model it has to work element by element.
-        loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`. `paceline.job.loss.Loss` tells how to
-            weigh other items. None: the loop computes its own and calls `engine.backward(loss)` and `engine.update()`.
-        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every batch to the
-            replicas, so the same script does the same work on any number of them. The order of its sampler and its other arguments are
-            kept, see docs/loader.md. None: every rank brings its own data, and all ranks' losses count alike.
-        plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16 microbatches=4"`.
-        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that adapts itself) or `fp64`.
+        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays
+            the same object; where the plan divides it (fsdp, tp, pp, cp, ep, remat), its parameters are
+            replaced by this rank's parts, and in a pipeline `engine.model` is this rank's stages.
+        optimizer: any optimizer, or several in a list or dict. Parameters that one holds outside of the model
+            (of a loss module, a learned temperature) are trained in agreement, too. Where the plan divides
+            the model it has to work element by element.
+        loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`.
+            `paceline.job.loss.Loss` tells how to weigh other items. None: the loop computes its own and calls
+            `engine.backward(loss)` and `engine.update()`.
+        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline
+            deals every batch to the replicas, so the same script does the same work on any number of them.
+            The order of its sampler and its other arguments are kept, see docs/loader.md. None: every rank
+            brings its own data, and all ranks' losses count alike.
+        plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2
+            precision=bf16 microbatches=4"`.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that
+            adapts itself) or `fp64`.
         clip_norm: largest L2 norm of the gradient.
-        nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use `paceline.train`.)
+        nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs
+            checkpoints: use `paceline.train`.)
         batch_norm: `local` statistics per replica, or `sync` over the global batch.
-        buffers: what forward writes into buffers besides: `same` on all ranks (else an error before the update), or `local` to each.
+        buffers: what forward writes into buffers besides: `same` on all ranks (else an error before the
+            update), or `local` to each.
         seed: of the order of the data and the dropout masks.
         deadline_s: the longest that a rank may keep the others waiting, in seconds.
-        on_step: called with the `StepResult` of every `step` and `update`, on every rank (see `paceline.training.trackers`).
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank (see
+            `paceline.training.trackers`).
 
     Raises:
         JobError, DataError, PlanError: an argument that cannot work, with what to do.
@@ -175,7 +185,7 @@ def _check_choices(precision: str, clip_norm: float | None, nonfinite: str, batc
 
 
 def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: Any) -> dict[str, Tensor]:
-    """Parameters and buffers that are trained or kept with the model, and are not in it, by a name for checkpoints."""
+    """Parameters and buffers trained outside of the model, by a name for checkpoints."""
     known: set[Tensor] = {*model.parameters(), *model.buffers()}
     found: dict[str, Tensor] = {}
     if isinstance(loss, nn.Module):
@@ -219,7 +229,10 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model that another library shares out already: its gradients would be summed twice, or its parts taken for wholes."""
+    """Refuse a model that another library has wrapped for distributed training.
+
+    Its gradients would be summed twice, or its shards taken for whole parameters.
+    """
     for name, module in model.named_modules():
         kind = type(module)
         if any(base.__name__ in _WRAPPERS and base.__module__.startswith("torch.") for base in kind.__mro__):
@@ -231,13 +244,16 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _agree_on_weights(model: nn.Module, group: Group) -> None:
-    """Give every rank the weights of the first: parts of models that were drawn from different seeds would make no whole."""
+    """Broadcast the first rank's weights.
+
+    Parts of models that were drawn from different seeds would make no whole.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast(tensor.detach())
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:
-    """Have the optimizer step on this rank's parts, with what it remembers of them."""
+    """Make the optimizer step on this rank's parts, with their part of its state."""
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:

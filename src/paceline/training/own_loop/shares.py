@@ -1,4 +1,4 @@
-"""The share of the global batch that a rank's loss stands for, in a loop of a user's own."""
+"""Weight of a rank's loss in the global mean, in a user's own loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import DataError
 
 
 class Shares:
-    """Knows which batches were read since the last loss.
+    """Tracks which batches were read since the last loss.
 
     Args:
         loaders: all that the loop reads from; the list may grow.
@@ -51,7 +51,10 @@ class Shares:
         return own_share.to(loss.dtype), sums[0] / total
 
     def check_data(self) -> None:
-        """Refuse batches that were not dealt to this rank, where they should have been: all ranks would train on their own."""
+        """Raise DataError where a batch was not read from a dealt loader.
+
+        All ranks would train on data of their own.
+        """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
                 "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader yet. Write "
@@ -59,7 +62,7 @@ class Shares:
             )
 
     def _share(self) -> float:
-        """How much of the global batch this rank's loss is the mean of.
+        """This rank's fraction of the global batch that its loss is the mean of.
 
         Raises:
             DataError: it is not known which batch that is.
@@ -84,7 +87,7 @@ class Shares:
 
 
 def _skipped(before: Position | None, now: Position) -> bool:
-    """Whether more than one batch was read since the last loss."""
+    """True if more than one batch was read since the last loss."""
     if before is None:
         return now.epoch == 0 and now.step == 1
     return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0

@@ -1,4 +1,4 @@
-"""`engine.save`, `engine.load` and `engine.export`: a loop of one's own goes on exactly where it was, on any plan and number of ranks."""
+"""Save, load and export of a user's own loop, on any plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.training.checkpoint.manifest import step_name, sync_folder
 from paceline.training.checkpoint.plain_values import decode, encode
 from paceline.training.checkpoint.reader import Loaded, load_latest
 from paceline.training.checkpoint.shard import describe, write_one_by_one
-from paceline.training.checkpoint.shard_assignment import Seat
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer
 from paceline.training.state import restore, snapshot
 
@@ -60,7 +60,7 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
 
 
 def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
-    """Call `do` on every rank, and return when all have; one rank's failure is raised on all."""
+    """Call `do` on every rank; an error on one rank is raised on all."""
     problem = None
     try:
         do()
@@ -71,10 +71,13 @@ def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
 
 
 def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Go on from the newest whole checkpoint in `folder`; returns the plain values saved with it, None where there is none.
+    """Resume from the newest whole checkpoint in `folder`; returns its plain values.
+
+    None where there is no checkpoint.
 
     Raises:
-        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is whole.
+        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is
+            whole.
     """
     group = engine.group
     _check_folder(engine, folder)
@@ -92,15 +95,17 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     for loader, state in zip(engine.loaders[1:], values["loaders"], strict=False):
         loader.load_state_dict(state)
     engine.load_loop_state(values)
-    seat_tensors = loaded.own_of(Seat.of(engine.split.mesh) if engine.split is not None else loaded.seat)
-    found = {name: decode(value, lambda key: _read(loaded, seat_tensors, key)) for name, value in saved.items()}
+    own_tensors_here = loaded.own_of(MeshCoordinate.of(engine.split.mesh) if engine.split is not None else loaded.coordinate)
+    found = {name: decode(value, lambda key: _read(loaded, own_tensors_here, key)) for name, value in saved.items()}
     for name, value in objects.items():
         value.load_state_dict(found[name])
     return {name: value for name, value in found.items() if name not in objects}
 
 
 def export(engine: OwnLoop, path: Path) -> None:
-    """Write the model that `evaluate` measures as one safetensors file; rank 0 writes it, every rank calls it.
+    """Write the model that `evaluate` measures as one safetensors file.
+
+    Every rank calls it; rank 0 writes.
 
     Raises:
         RunError: the file exists or cannot be written.
@@ -142,7 +147,7 @@ def _export_whole(engine: OwnLoop, path: Path) -> None:
 
 
 def _export_divided(engine: OwnLoop, path: Path) -> None:
-    """By a checkpoint, in which the ranks' parts meet."""
+    """Export by way of a checkpoint, which assembles the ranks' parts."""
     made = tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) if engine.is_main else nullcontext("")
     with made as own:
         folder = Path(engine.group.gather_json(own)[0])
@@ -157,7 +162,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _shared_and_own(engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors that all ranks have alike, and those of this rank alone (an average of batch-norm statistics).
+    """Tensors equal on all ranks, and those of this rank alone (batch-norm averages).
 
     Raises:
         CheckpointError: plain values differ between the ranks, or a tensor is divided.

@@ -1,4 +1,4 @@
-"""The directory of a run: what is written there as it happens, and who may write.
+"""The directory of a run: its records, and the lock that guards it.
 
 Read `run.py` first, then `recorder.py`.
 """

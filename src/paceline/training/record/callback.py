@@ -9,14 +9,15 @@ from paceline.engine.engine import StepResult
 
 @dataclass(slots=True)
 class StepInfo:
-    """A step that was taken.
+    """One finished step, as callbacks see it.
 
     Attributes:
-        result: what the engine says of it.
-        epoch: from 0.
+        result: the engine's result.
+        epoch: 0-based.
         local_samples: this rank's share of the global batch.
         lr: learning rate of the step.
-        ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far know.
+        ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far
+            know.
     """
 
     result: StepResult
@@ -27,13 +28,16 @@ class StepInfo:
 
 
 class Callback:
-    """Something that a run does beside its steps; a callback needs to write only what it does."""
+    """Base class of what a run does after its steps; override what is needed."""
 
     def on_step(self, info: StepInfo) -> None:
         """Called right after every step."""
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Called after `on_step` of all, unless training went back to a checkpoint; a reason ends the run."""
+        """Called after every callback's `on_step`; a returned reason ends the run.
+
+        Not called where training went back to a checkpoint.
+        """
         return None
 
     def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The events of a run: written down, shown, and what gives rise to them in every step."""
+"""The events of a run: their file, their display, and their per-step sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.training.record.slow_ranks import SlowRanks
 
 
 class Events(Callback):
-    """The events of a run, written on the first rank, and told to `progress`.
+    """Writes a run's events on the first rank, and shows them on `progress`.
 
     Attributes:
         progress: shows the run on a terminal; None where the launcher does.
@@ -48,7 +48,7 @@ class Events(Callback):
 
 
 class Remarks(Callback):
-    """Events that rule, loss and ranks give rise to: what a rule found out, how a loss is weighed, a rank that is slow."""
+    """Events of every step from the sync rule, the loss and slow ranks."""
 
     def __init__(self, engine: Engine, events: Events) -> None:
         self.engine, self.events = engine, events
@@ -64,7 +64,7 @@ class Remarks(Callback):
         return None
 
     def tell(self) -> None:
-        """Write down what rule and loss have said since the last time."""
+        """Record messages of rule and loss since the last call."""
         said = self.engine.replica.said
         if len(said) > self._told:
             self.events("sync", {"said": said[self._told :]})

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes: loss, throughput, time left, and where the time goes."""
+"""Live progress of a run: loss, throughput, time left, and where time goes."""
 
 from __future__ import annotations
 
@@ -93,9 +93,10 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """Follows the files of a run and shows one live line; where the output is no terminal, a plain line every few seconds.
+    """Follows the files of a run and shows one live line.
 
-    Runs in the launcher, so that drawing takes no time from a rank.
+    Where the output is no terminal, it prints a plain line every few seconds. It runs in the launcher, so
+    that drawing takes no time from a rank.
     """
 
     def __init__(self, run: Path, console: Console) -> None:
@@ -168,7 +169,10 @@ class Tail:
 
 
 def event_sentence(event: dict[str, Any]) -> str | None:
-    """What a person is told of an event, e.g. `step 120: held-out loss 0.1021, accuracy 0.9722`; None for the others."""
+    """The text shown for an event; None for events that are not shown.
+
+    Example: `step 120: validation loss 0.1021, accuracy 0.9722`.
+    """
     match event["event"]:
         case "transport":
             return f"the ranks talk over {event['transport']}: {event['reason']}"

@@ -1,4 +1,4 @@
-"""What a rank writes down while it trains: a line per step, what it uses of the machine, and TensorBoard events."""
+"""Records of a training rank: a line per step, resource use, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _PSS_SHARE = 0.001  # of the time, at most, to read the proportional set size: i
 
 
 class Recorder(Callback):
-    """Writes `steps/rank-R.jsonl`. Times of a step stand in the line of that step, also where they are known one step later."""
+    """Writes `steps/rank-R.jsonl`, one line per step.
+
+    A step's times stand in its own line, also where they are known one step later.
+    """
 
     def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
         self.engine = engine
@@ -83,7 +86,10 @@ class Recorder(Callback):
         self._scalars(result.step, values)
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
-        """Give values to TensorBoard; a disk that takes no more ends its file, as what follows half a record cannot be read."""
+        """Give values to TensorBoard; on a full disk its file ends.
+
+        Half a record would make everything after it unreadable.
+        """
         if self.board is None:
             return
         try:
@@ -94,14 +100,15 @@ class Recorder(Callback):
 
 
 class Use:
-    """What this rank uses: CPU (cores), memory, energy, GPU, bytes over the network, and what its sync rule sent.
+    """Resource use of this rank: CPU cores, memory, energy, GPU, network, rule traffic.
 
-    `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over all ranks. Of the rule:
-    `wire_bytes` is what it put on the wire to the other replicas, `saved_bytes` what compression took off that, and `compression_error`
-    the L2 norm of what compression left out over that of what was to be sent. All count from the reading before.
+    `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over
+    all ranks. Of the rule: `wire_bytes` is what it put on the wire to the other replicas, `saved_bytes` what
+    compression took off that, and `compression_error` the L2 norm of what compression left out over that of
+    what was to be sent. All count from the reading before.
 
-    Read with the first step, then at twice, four times, … that age, and then every second: however short a run is, it has a reading, and
-    the newest one is from its second half.
+    Read with the first step, then at twice, four times, … that age, and then every second: however short a
+    run is, it has a reading, and the newest one is from its second half.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -144,7 +151,7 @@ class Use:
         return f',"use":{json.dumps(use)}'
 
     def _shared_by_its_share(self, now: float) -> dict[str, int]:
-        """`pss_bytes`, unless it was read too short a time ago for what that costs."""
+        """`pss_bytes`, unless reading it again would cost too much time."""
         if now < self._pss_due:
             return {}
         found = _kernel_counts("smaps_rollup", {"Pss": "pss_bytes"})
@@ -152,7 +159,10 @@ class Use:
         return found
 
     def _state_of_the_model(self) -> dict[str, int]:
-        """`state_bytes`: parameters, gradients and optimizer state that this rank holds. They stay as they are after the first step."""
+        """`state_bytes`: this rank's parameters, gradients and optimizer state.
+
+        They stay as they are after the first step.
+        """
         if not self._state and self._engine.step_count > 0:
             held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
             self._state = {"state_bytes": held.total}
@@ -170,7 +180,7 @@ class Use:
         return found
 
     def _used_energy(self) -> dict[str, float]:
-        """`energy_joules` since the last reading, where every counter that there is answers."""
+        """`energy_joules` since the last reading; empty unless every counter answers."""
         readings = [joules for counter in self._energy if (joules := counter.joules()) is not None]
         if not readings or len(readings) < len(self._energy):
             return {}
@@ -179,7 +189,10 @@ class Use:
 
 
 def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
-    """Sizes in bytes from a file of /proc/self, by the names that they get here; one that the kernel does not show is left out."""
+    """Sizes in bytes from a file of /proc/self, under names of ours.
+
+    A size that the kernel does not show is left out.
+    """
     try:
         lines = Path("/proc/self", file).read_bytes().decode().splitlines()
     except OSError:
@@ -189,7 +202,10 @@ def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
 
 
 def _gpu_counters(device: torch.device) -> tuple[Callable[[], dict[str, Any]] | None, list[Energy]]:
-    """A function that reads memory and use of this rank's GPU, and its energy; None on the CPU."""
+    """A function that reads this rank's GPU memory and utilization, and its energy counters.
+
+    None on the CPU.
+    """
     if device.type != "cuda":
         return None, []
     import pynvml
@@ -216,5 +232,5 @@ def _tensorboard(run: Path) -> TensorBoard | None:
 
 
 def _json(x: float) -> str:
-    """A JSON number that reads back to the same float; JSON has no NaN or Infinity, so those become null."""
+    """A JSON number that reads back as the same float; NaN and Inf become null."""
     return repr(x) if x - x == 0.0 else "null"

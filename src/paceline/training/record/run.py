@@ -62,19 +62,27 @@ class Run:
 
     @classmethod
     def newest(cls, root: Path, name: str) -> Run | None:
-        """The newest run of the job `name` under `root` that has saved something, else the newest of all; None where there is none."""
+        """The newest run of job `name` under `root`; None where there is none.
+
+        A run that has saved something comes before one that has not.
+        """
         found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]  # not those of a job called name-something
         # A start that failed at once leaves a directory with nothing in it, which must not hide the run that was under way before.
         saved = [run for run in found if run.has_checkpoint]
         return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
 
     def withdraw_unless_begun(self) -> None:
-        """Let the directory of a run that failed before its first step be used again, so that a mended job can be tried there."""
+        """Free the directory of a run that failed before its first step.
+
+        A corrected job can then be started in it.
+        """
         if not any(event["event"] in ("start", "resume") for event in self.events()):
             (self.path / "job.yaml").unlink(missing_ok=True)
 
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
-        """Let `job` go on where this run stopped; its stop rule and cadence, the cluster and the plan may differ, its work may not.
+        """Set a job to continue this run with.
+
+        Its stop rule and cadence, the cluster and the plan may differ, its work may not.
 
         Raises:
             JobError: the job would train something else. Names every key that differs.
@@ -91,12 +99,12 @@ class Run:
 
     @cached_property
     def job(self) -> Job:
-        """What was trained."""
+        """The job, from `job.yaml`."""
         return Job.load(self.path / "job.yaml")
 
     @cached_property
     def plan(self) -> Plan:
-        """How it was trained."""
+        """The plan, from `plan.txt`."""
         try:
             return Plan.parse(read_text(self.path / "plan.txt", 2**16).strip())
         except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +112,7 @@ class Run:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Where it was trained."""
+        """The cluster, from `cluster.yaml`."""
         file = self.path / "cluster.yaml"
         try:
             text = read_text(file, 2**20)
@@ -122,7 +130,7 @@ class Run:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether anything has been saved, whole or not."""
+        """True if there is a checkpoint, whole or not."""
         return any(self.checkpoints.glob("step-*"))
 
     def steps(self, rank: int = 0) -> list[dict[str, Any]]:
@@ -131,7 +139,7 @@ class Run:
         return [newest[step] for step in sorted(newest)]
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order: start, resume, evaluation, checkpoint, damage, restart, end, …"""
+        """All events in order: start, resume, evaluation, checkpoint, damage, restart, end, …"""
         return list(read_lines(self.path / "events.jsonl"))
 
     @property
@@ -141,34 +149,45 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The newest held-out metrics; empty before the first evaluation."""
+        """The newest validation metrics; empty before the first evaluation."""
         return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "evaluation"), {})
 
     @property
     def reason(self) -> str | None:
-        """Why the run ended: the stop rule that came true, or the signal; None while it runs or after a crash."""
+        """Reason of the run's end: its stop rule or the signal.
+
+        None while it runs or after a crash.
+        """
         ends = [e for e in self.events() if e["event"] in ("start", "resume", "end")]
         return ends[-1].get("reason") if ends else None
 
     @property
     def training_time_s(self) -> float:
-        """Seconds from the first step to the end, over all attempts, evaluations and checkpoints included; 0 while it runs."""
+        """Seconds from the first step to the end; 0 while it runs.
+
+        All attempts, evaluations and checkpoints are included.
+        """
         ends = [e for e in self.events() if e["event"] == "end"]
         return float(ends[-1]["elapsed_s"]) if ends else 0.0
 
     @property
     def throughput(self) -> float:
-        """Samples per second: global batch / median step time, warm-up excluded; 0 where too few steps were made."""
+        """Samples per second: global batch / median step time, warm-up excluded.
+
+        0 where too few steps were made.
+        """
         steps = self.steps()
         timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]  # on CUDA an attempt's last step has no times
         return statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed) if timed else 0.0
 
 
 class Lines:
-    """An append-only file of JSON lines. Each line is one write, so a crash at any moment loses at most the last one.
+    """An append-only file of JSON lines.
+
+    Each line is one write, so a crash at any moment loses at most the last one.
 
     Args:
-        lossy: lines that the disk cannot take are counted and said on stderr, instead of an error.
+        lossy: lines that the disk cannot take are counted and reported on stderr, instead of an error.
 
     Attributes:
         lost: lines that the disk could not take since it last could.
@@ -224,7 +243,10 @@ class Lines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; a last line that a crash cut short is left out. Nothing if the file is not there."""
+    """The whole lines of a JSON-lines file; empty if it does not exist.
+
+    A last line that a crash cut short is left out.
+    """
     try:
         for line in whole_lines(path):
             try:
@@ -238,7 +260,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
-    """What differs between two nested groups of plain values, in words: `optimizer.lr was 0.1, is 0.2`."""
+    """Differences between two nested dicts as text: `optimizer.lr was 0.1, is 0.2`."""
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -248,7 +270,10 @@ def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> It
 
 
 def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
-    """Write what is to be trained, where and how, with `job.yaml` last: it makes a directory a run."""
+    """Write job, plan, cluster and environment files.
+
+    `job.yaml` comes last: it makes a directory a run.
+    """
     try:
         if not (path / "job.yaml").exists():  # a run whose owner has opened it to others stays so
             private_folder(path)

@@ -1,8 +1,9 @@
-"""One training at a time in a run directory: a file that says who has it, held by a kernel lock and kept fresh by a heartbeat.
+"""Lock of a run directory: one training at a time.
 
-On one host the kernel knows whether a holder lives: the file is locked (flock) by the launcher and, through the descriptor that they
-inherit, by its ranks, so a launcher that was killed still has the run until its last rank has ended. Other hosts may share the directory
-over a file system that does not carry such locks: they see the file's content and whether its time of change moves on.
+On one host the kernel knows whether a holder lives: the file is locked (flock) by the launcher and, through
+the descriptor that they inherit, by its ranks, so a launcher that was killed still has the run until its last
+rank has ended. Other hosts may share the directory over a file system that does not carry such locks: they
+see the file's content, and its time of change, which a heartbeat keeps moving.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Holder:
     """The process that trains in a run directory.
 
     Attributes:
-        started: when the process began, in the kernel's clock ticks: a number that was given to a new process is not the same one.
-        machine: the boot of the kernel that it runs under.
+        started: start time of the process in kernel clock ticks; tells a reused pid from the same process.
+        machine: boot id of its kernel.
         since: Unix seconds when it took the run.
-        token: of this one acquisition.
+        token: unique to this acquisition.
     """
 
     host: str
@@ -55,7 +56,10 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """What the file says; None where nobody has the run, or a crash or another program left something else there."""
+        """The holder that a lock file names; None where it is empty or unreadable.
+
+        A crash or another program may have left something else there.
+        """
         try:
             holder = cls(**json.loads(content))
         except (ValueError, TypeError, RecursionError):
@@ -65,7 +69,10 @@ class Holder:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the holder is a living process of this host, as far as this process can see."""
+        """True if the holder is a living process of this host.
+
+        Only as far as this process can see others.
+        """
         return self.machine == _boot() and _started(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -76,13 +83,15 @@ _TYPES: dict[str, type | tuple[type, ...]] = {"host": str, "pid": int, "started"
 
 
 class RunLock:
-    """The right of this process, and of the ranks that it starts, to train in a run directory; as a context, given back at the end.
+    """Exclusive right of this process and its ranks to train in a run directory.
+
+    As a context manager it gives the right back at the end.
 
     Args:
         run: the directory, which exists.
         say: told, in words, when a run is waited for or taken over.
-        on_lost: called, in another thread, when the run was taken over because this process showed no sign of life; the text says by
-            whom. None: `check` tells.
+        on_lost: called, in another thread, when the run was taken over because this process showed no sign of
+            life; the text says by whom. None: `check` tells.
 
     Raises:
         RunError: somebody else trains in it; names who.
@@ -160,7 +169,7 @@ class RunLock:
         return True
 
     def _await_sign_of_life(self, holder: Holder) -> Holder | None:
-        """Wait until another host's holder is known to be dead; None where it gave the run back meanwhile.
+        """Wait until another host's holder counts as dead; None if it released the run.
 
         The file's time of change is compared with itself, not with a clock: hosts' clocks differ.
 
@@ -210,7 +219,10 @@ class RunLock:
             raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then try again.") from error
 
     def _content(self) -> bytes:
-        """The lock file's bytes now; it is opened anew, because NFS asks the server only then."""
+        """The lock file's bytes now.
+
+        It is opened anew, because NFS asks the server only then.
+        """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -226,7 +238,7 @@ class RunLock:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks after the boot; None where there is none."""
+    """Start time of a process in clock ticks after boot; None where it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -234,7 +246,10 @@ def _started(pid: int) -> int | None:
 
 
 def _boot() -> str:
-    """The boot of this kernel: hosts may have one name, and containers of one host have names of their own."""
+    """Boot id of this kernel.
+
+    Host names do not do: hosts may share one, and containers of one host have names of their own.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Finding a rank that the others wait for in every step, from how long each was busy before the ranks agreed."""
+"""Detection of slow ranks from the busy time of every rank in a step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LEAST_S = 0.002  # by which it must be slower: less is noise, and nothing to ga
 
 
 class SlowRanks:
-    """Watches the ranks of a run and tells of one that is slow, once when it is known and once when it is over.
+    """Compares ranks over a window of steps; reports a slow one and its recovery.
 
-    Ranks are compared with those that do the same work: in a pipeline, with the same stage of other replicas. Where nobody else does it,
-    nothing can be told.
+    Ranks are compared with those that do the same work: in a pipeline, with the same stage of other replicas.
+    Where no other rank has the same work, there is nothing to compare.
     """
 
     def __init__(self, plan: Plan, hosts: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class SlowRanks:
         self._worked_s = 0.0
 
     def step(self, step: int, busy_s: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Take in how long each rank was busy in a step; yields the events that it brings."""
+        """Add every rank's busy time in a step; yields the events that follow."""
         if len(busy_s) != len(self._others):
             return
         self._seen += 1
@@ -75,7 +75,10 @@ class SlowRanks:
         }
 
     def _since(self, rank: int, others: Sequence[int]) -> int:
-        """The first step of the window from which on it was mostly slow: from there, slow steps are most of those up to each later one."""
+        """The first step of the window since which the rank was mostly slow.
+
+        From there, slow steps are most of those up to each later one.
+        """
         slow = [_Compared(busy[rank], statistics.median(busy[r] for r in others)).is_slow for _, busy in self._steps]
         balance, best, at = 0, 0, len(slow) - 1
         for i in reversed(range(len(slow))):
