@@ -20,12 +20,12 @@ from paceline.errors import JobError
 from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.read.dimensions import Dimensions
-from paceline.split.tensor.proof import prove
 from paceline.trace import build as tracing
 from paceline.trace.build import trace
 from paceline.trace.graph import Block, Trace
 from paceline.trace.model_info import model_info, without_memory
 from paceline.trace.sample import batch_of, with_values
+from paceline.trace.tensor.proof import prove
 from paceline.trace.transformer import transformer
 from paceline.training.dry_run.memory_watch import Watch
 

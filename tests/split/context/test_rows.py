@@ -21,7 +21,7 @@ from paceline.split.context.rows import tokenwise_modules
 from paceline.split.deferred_init.initialise import DeferredModel, record
 from paceline.split.mesh import Mesh
 from paceline.split.parts import whole_parts
-from paceline.split.tensor.trace import trace
+from paceline.trace.recording.record import record_graph
 from ranks import Ranks
 
 VOCAB, TOKENS, WIDTH = 32, 17, 16
@@ -151,13 +151,13 @@ class MixesTokens(nn.Module):
 )
 def test_a_module_is_divided_only_if_it_treats_each_token_alone(how: str) -> None:
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), MixesTokens(how))
-    found = tokenwise_modules(trace(model, batch(), call), model)
+    found = tokenwise_modules(record_graph(model, batch(), call), model)
     assert found == (["1"] if how == "nothing" else ["1.linear"])
 
 
 def test_a_weight_that_is_used_elsewhere_too_keeps_its_module_whole() -> None:
     tied = TiedAndMasked()
-    assert tokenwise_modules(trace(tied, batch(), call), tied) == ["q", "kv"]
+    assert tokenwise_modules(record_graph(tied, batch(), call), tied) == ["q", "kv"]
 
     class ByUse(nn.Module):
         def __init__(self) -> None:
@@ -169,7 +169,7 @@ def test_a_weight_that_is_used_elsewhere_too_keeps_its_module_whole() -> None:
             return y
 
     by_use = ByUse()
-    assert tokenwise_modules(trace(by_use, batch(), call), by_use) == []
+    assert tokenwise_modules(record_graph(by_use, batch(), call), by_use) == []
 
 
 def refusal_of(plan: str) -> str:

@@ -15,9 +15,9 @@ from paceline.errors import PlanError
 from paceline.job.zoo.models.gpt import GPT
 from paceline.job.zoo.models.vision import mlp
 from paceline.split.parts import whole_parts
-from paceline.split.tensor import unpaired
 from paceline.split.tensor.division import shard_tensors
-from paceline.split.tensor.proof import prove
+from paceline.trace.tensor import unpaired
+from paceline.trace.tensor.proof import prove
 from ranks import Ranks
 from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from paceline.job.batch import Batch, target_of
 from paceline.split.context.attention_calls import AttentionCall, attention_calls, other_meetings, shape_of
-from paceline.split.tensor.trace import Call, Graph, trace
+from paceline.trace.recording.graph import Graph
+from paceline.trace.recording.record import Call, record_graph
 
 NO_TOKENS = "the tokens of sequences are divided, and the batch has none: its first part should be tokens (n, t)"
 _MIXES = "there is {} and the tokens of a sequence may be mixed in attention only: cp=1"
@@ -50,7 +51,7 @@ def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found
     keywords: dict[str, Any] = {}
     handle = model.register_forward_pre_hook(lambda _module, _args, given: keywords.update(given), with_kwargs=True)
     try:
-        graph = trace(model, example, call)
+        graph = record_graph(model, example, call)
     except Exception as error:  # noqa: BLE001 - any error of the user's model
         return [f"the model does not run on shapes alone, so its attention cannot be found: {type(error).__name__}: {error}"]
     finally:

@@ -25,7 +25,7 @@ from paceline.split.context.ring import held, join_ring, ring_attention
 from paceline.split.context.rows import divide_rows
 from paceline.split.parts import Parts
 from paceline.split.pipeline.replace_forward import replace_forward
-from paceline.split.tensor.trace import Call, trace
+from paceline.trace.recording.record import Call, record_graph
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
@@ -68,7 +68,7 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
 def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call, reasons: list[str]) -> Context:
     context = Context(cp, own_loss=False, whole=True)
     try:
-        graph = trace(model, example, call)
+        graph = record_graph(model, example, call)
     except Exception as error:  # whatever the user's model raises
         raise PlanError("\n".join(reasons)) from error
     if not attends(graph):

@@ -22,7 +22,8 @@ from paceline.split.context.attention_calls import attention_calls
 from paceline.split.context.own_attention import OwnAttention
 from paceline.split.parts import Parts
 from paceline.split.pipeline.replace_forward import replace_forward
-from paceline.split.tensor.trace import Entry, Graph, Ref, trace
+from paceline.trace.recording.graph import Entry, Graph, Ref
+from paceline.trace.recording.record import record_graph
 
 _POINTWISE = torch.Tag.pointwise
 _OF_LAST_DIM = ("softmax", "_softmax", "log_softmax", "chunk", "split", "split_with_sizes", "tensor_split", "glu", "cat")
@@ -97,7 +98,7 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
         return module(batch[0]) if isinstance(place, int) else module(**{place: batch[0]})
 
     def done(tokens: int) -> list[Any]:
-        seen = trace(module, (torch.empty(n, tokens, size, device="meta"),), call)
+        seen = record_graph(module, (torch.empty(n, tokens, size, device="meta"),), call)
         return [tree_map(lambda x: "tensor" if isinstance(x, Ref) else x, (str(node.op), node.args, node.kwargs)) for node in seen.nodes]
 
     try:

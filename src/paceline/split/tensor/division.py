@@ -1,6 +1,6 @@
 """Tensor parallelism for any module: matrices sharded over ranks that compute on the same samples.
 
-Regions to divide are found in a trace of the model, not in a list of architectures (`trace`, `regions`), and verified: the divided
+Regions to divide are found in a trace of the model, not in a list of architectures (`trace/tensor`), and verified: the divided
 model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that fails, layers stay replicated,
 or gather their outputs if they are large. So results are right for every model; only speed and memory differ.
 
@@ -35,11 +35,14 @@ from paceline.split.tensor.layers import (
     row_forward,
     take,
 )
-from paceline.split.tensor.proof import Proof, extend, prove
-from paceline.split.tensor.sequence import convert_arguments, convert_result, places_of
-from paceline.split.tensor.shape_rewriter import install
-from paceline.split.tensor.trace import Call, Entry, Graph, is_transposed
-from paceline.split.tensor.unpaired import divide_unpaired, owners_of, shard
+from paceline.split.tensor.sequence import SequenceRegion, convert_arguments, convert_result, places_of, prove_sequence
+from paceline.split.tensor.unpaired import divide_unpaired, shard
+from paceline.trace.recording.graph import Entry, Graph
+from paceline.trace.recording.layers import is_transposed
+from paceline.trace.recording.record import Call
+from paceline.trace.tensor.proof import Proof, prove
+from paceline.trace.tensor.shape_rewriter import install
+from paceline.trace.tensor.unpaired import find_unpaired, owners_of
 
 
 @dataclass
@@ -93,24 +96,27 @@ def shard_tensors(
     if proof.refused:
         raise PlanError("\n".join(proof.refused))
     report = TensorReport(whole=dict(proof.why_whole), notes=proof.notes)
-    if sequence:
-        extend(proof, model, tp.size, example, call)
-        report.notes.append(f"between the matrices, {proof.sequence} divides the tokens")
-    _divide_regions(model, parts, tp, proof, report)
-    _join_regions(model, tp, proof)
+    region = prove_sequence(proof, model, tp.size, example, call) if sequence else None
+    if region is None:
+        unpaired = find_unpaired(model, proof, tp.size, vocabulary=vocabulary)
+    else:
+        report.notes.append(f"between the matrices, {region} divides the tokens")
+        unpaired = find_unpaired(model, proof, tp.size, vocabulary=vocabulary, partial=region.parameters, own=region.inside)
+    _divide_regions(model, parts, tp, proof, region, report)
+    _join_regions(model, tp, proof, region)
     if proof.graph is not None:
-        graph, labels = (proof.graph, proof.labels) if proof.sequence is None else (proof.sequence.graph, proof.sequence.labels)
+        graph, labels = (proof.graph, proof.labels) if region is None else (region.graph, region.labels)
         separate_random_streams(model, graph, labels, tp.rank)
-    unpaired = divide_unpaired(model, parts, tp, proof, vocabulary=vocabulary)
-    report.done |= unpaired.done
-    report.whole = {path: why for path, why in (unpaired.whole | report.whole).items() if path not in unpaired.done}
-    report.vocabulary_head = unpaired.head
+    divided = divide_unpaired(model, parts, tp, unpaired)
+    report.done |= divided.done
+    report.whole = {path: why for path, why in (unpaired.whole | report.whole).items() if path not in divided.done}
+    report.vocabulary_head = divided.head
     if not report.done:
         report.notes.append(f"nothing can be divided: all {tp.size} ranks of tp compute the same, so use dp or fsdp instead")
     return report
 
 
-def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, report: TensorReport) -> None:
+def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, sequence: SequenceRegion | None, report: TensorReport) -> None:
     """Shard every parameter of the regions, and rewrite the code that uses full sizes."""
     if proof.graph is None:
         return
@@ -129,15 +135,14 @@ def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, rep
         module = model.get_submodule(path)
         if is_transposed(module):
             module.forward = column_forward(module)
-    for name in proof.sequence.parameters if proof.sequence is not None else proof.boundaries.parameters:
+    for name in sequence.parameters if sequence is not None else proof.boundaries.parameters:
         parts[name].summed.add("tp")
 
 
-def _join_regions(model: nn.Module, tp: Group, proof: Proof) -> None:
+def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceRegion | None) -> None:
     """Install the collectives at the ends of the regions. Copies where replicated tensors enter, sums behind row-parallel layers."""
     if proof.graph is None:
         return
-    sequence = proof.sequence
     for entry, value in proof.boundaries.copies:
         if sequence is not None and (entry.path, value) in sequence.gathers:
             convert: Callable[[Tensor], Tensor] = partial(gather_partial, group=tp)

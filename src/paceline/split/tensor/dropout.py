@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.job.zoo.models.moe import without_values
-from paceline.split.tensor.rules import Label, bound
-from paceline.split.tensor.trace import Graph, Node
+from paceline.trace.recording.graph import Graph, Node
+from paceline.trace.tensor.rules import Label, bound
 
 # states of the common stream, for the active modules that draw for themselves
 _common: list[tuple[torch.Generator, Tensor]] = []

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import without_values
-from paceline.split.tensor.trace import is_transposed, weighted
+from paceline.trace.recording.layers import is_transposed, weighted
 
 # the dimension of (samples, tokens, features) that sequence parallelism divides
 TOKENS = 1

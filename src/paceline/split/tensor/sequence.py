@@ -18,11 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
+from paceline.job.batch import Batch
 from paceline.split.tensor.layers import TOKENS
-from paceline.split.tensor.regions import EXCHANGES, Boundaries, find_boundaries
-from paceline.split.tensor.rules import Label, implied, is_row
-from paceline.split.tensor.trace import Entry, Graph, Node, Unfollowable, Value, unrecorded
 from paceline.trace.blocks import find_blocks
+from paceline.trace.recording.graph import Entry, Graph, Node, Unfollowable, Value
+from paceline.trace.recording.record import Call
+from paceline.trace.recording.recorder import unrecorded
+from paceline.trace.tensor.proof import Proof, retraced, shapes_of
+from paceline.trace.tensor.regions import EXCHANGES, Boundaries, find_boundaries
+from paceline.trace.tensor.rules import Label, implied, is_row
 
 
 @dataclass
@@ -72,6 +76,25 @@ class SequenceRegion:
 
     def __str__(self) -> str:
         return " and ".join(f"{span.first.path} to {span.last.path}" for span in self.spans)
+
+
+def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> SequenceRegion:
+    """Divide the tokens as well, verified in the same way as the matrices; the proof's rewrites change.
+
+    Raises:
+        PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole sequences.
+    """
+    advice = "Use tp without sequence, or cp for long sequences"
+    if proof.graph is None or not proof.regions:
+        raise PlanError(f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}")
+    try:
+        region = find_sequence_region(model, proof.graph, proof.labels, proof.boundaries, ranks)
+        shapes = shapes_of(proof.graph, proof.labels, ranks)
+        with simulated(model, region, ranks):
+            proof.rewrites = retraced(region.graph, region.labels, shapes, model, ranks, example, call)
+    except Unfollowable as error:
+        raise PlanError(f"sequence: the tokens cannot be divided over tp={ranks}: {error}. {advice}") from error
+    return region
 
 
 def find_sequence_region(model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int) -> SequenceRegion:

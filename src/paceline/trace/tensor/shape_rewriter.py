@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.split.tensor.rules import Label
-from paceline.split.tensor.trace import Graph, PythonCall, Site, Unfollowable
+from paceline.trace.recording.graph import Graph, PythonCall, Site, Unfollowable
+from paceline.trace.tensor.rules import Label
 
 # (site, "sizes" | "split" | "slice", index of the size)
 Rewrite = tuple[Site, str, int]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, prod
 
-from paceline.split.tensor.rules import Label, bound, implied, is_row
-from paceline.split.tensor.trace import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
+from paceline.trace.recording.graph import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
+from paceline.trace.tensor.rules import Label, bound, implied, is_row
 
 # operations that `sequence` adds to a graph; they sum or cut gradients themselves
 EXCHANGES = ("enter", "scatter", "collect")

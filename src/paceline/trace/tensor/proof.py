@@ -13,13 +13,12 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.tensor.regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
-from paceline.split.tensor.rules import CREATIONS, Label, is_row
-from paceline.split.tensor.sequence import SequenceRegion, find_sequence_region, simulated
-from paceline.split.tensor.shape_rewriter import Rewrites, ShapeRewriter, install
-from paceline.split.tensor.trace import Call, Graph, Node, Shapes, Unfollowable, trace
+from paceline.trace.recording.graph import Graph, Node, Shapes, Unfollowable
+from paceline.trace.recording.record import Call, record_graph
+from paceline.trace.tensor.regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
+from paceline.trace.tensor.rules import CREATIONS, Label, is_row
+from paceline.trace.tensor.shape_rewriter import Rewrites, ShapeRewriter, install
 
 _LAYOUT_ONLY = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone"),
@@ -45,13 +44,19 @@ class Proof:
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     hints: dict[str, str] = field(default_factory=dict)
-    sequence: SequenceRegion | None = None
+
+    @property
+    def divided(self) -> set[str]:
+        """Names of the parameters that the regions divide."""
+        if self.graph is None:
+            return set()
+        return {self.graph.values[v].name for v in self.labels if self.graph.values[v].kind == "parameter"}
 
 
 def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
     """Find everything that can be divided over `ranks` ranks. `refused` has reasons if attention heads cannot."""
     try:
-        graph = trace(model, example, call)
+        graph = record_graph(model, example, call)
         found = find_regions(graph, _hints(model))
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
         text = " ".join(str(error).split())[:200]
@@ -137,17 +142,17 @@ def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, e
     assert graph is not None
     labels = {value: label for region in regions for value, label in region.labels.items()}
     boundaries = find_boundaries(graph, labels)
-    rewrites = _retraced(graph, labels, _shapes(graph, labels, ranks), model, ranks, example, call)
+    rewrites = retraced(graph, labels, shapes_of(graph, labels, ranks), model, ranks, example, call)
     proof.regions, proof.labels, proof.boundaries, proof.rewrites = regions, labels, boundaries, rewrites
 
 
-def _shapes(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
+def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
     """Shapes of a rank's parts of the divided parameters."""
     named = {v: graph.values[v] for v in labels if graph.values[v].kind == "parameter"}
     return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
 
 
-def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call) -> Rewrites:
+def retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call) -> Rewrites:
     """Rewrites of code with which the model does on a rank's part what `labels` predict.
 
     Raises:
@@ -155,11 +160,11 @@ def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.
     """
     rewriter = ShapeRewriter(graph, labels, ranks)
     try:
-        again = trace(model, example, call, shapes, graph.opaque, rewriter)
+        again = record_graph(model, example, call, shapes, graph.opaque, rewriter)
         if rewriter.rewrites:
             remove = install(model, rewriter.rewrites, ranks)
             try:
-                again = trace(model, example, call, shapes, graph.opaque)
+                again = record_graph(model, example, call, shapes, graph.opaque)
             finally:
                 remove()
     except Unfollowable:
@@ -168,25 +173,6 @@ def _retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.
         raise Unfollowable(" ".join(str(error).split())[:200]) from error
     compare(graph, again, labels, ranks)
     return rewriter.rewrites
-
-
-def extend(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
-    """Divide the tokens as well, verified in the same way.
-
-    Raises:
-        PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole sequences.
-    """
-    advice = "Use tp without sequence, or cp for long sequences"
-    if proof.graph is None or not proof.regions:
-        raise PlanError(f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}")
-    try:
-        region = find_sequence_region(model, proof.graph, proof.labels, proof.boundaries, ranks)
-        shapes = _shapes(proof.graph, proof.labels, ranks)
-        with simulated(model, region, ranks):
-            proof.rewrites = _retraced(region.graph, region.labels, shapes, model, ranks, example, call)
-    except Unfollowable as error:
-        raise PlanError(f"sequence: the tokens cannot be divided over tp={ranks}: {error}. {advice}") from error
-    proof.sequence = region
 
 
 def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.split.tensor.trace import Graph, Node, Unfollowable
+from paceline.trace.recording.graph import Graph, Node, Unfollowable
 
 # (tensor, dimension); tensors are counted over a node's inputs, then its outputs
 Slot = tuple[int, int]

@@ -1,0 +1,128 @@
+"""State of a model while it is recorded: placeholders for its tensors, everything else restored afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.job.batch import Batch
+from paceline.trace.recording.graph import Shapes
+from paceline.trace.recording.recorder import Recorder
+from paceline.trace.recording.trees import tensors_within
+
+# attributes that torch itself keeps in a module
+_OF_MODULES = set(nn.Module().__dict__)
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the modules' attributes afterwards, and clear caches that hold results without data."""
+    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, held in contents.items():
+                _refill(attributes[name], held)
+        for clear in _caches(model):
+            clear()
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    return {k: copy(v) for k, v in module.__dict__.items() if type(v) in (dict, list, set) and k not in _OF_MODULES}
+
+
+def _refill(container: Any, held: Any) -> None:
+    container.clear()
+    container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Functions that clear the caches (functools) of a model's methods and of its files' functions."""
+    classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")}
+    files = {name: sys.modules.get(name) for name in {cls.__module__ for cls in classes}}
+    functions = [f for name, file in files.items() for f in vars(file or object).values() if getattr(f, "__module__", "") == name]
+    for function in (*functions, *(f for cls in classes for f in vars(cls).values())):
+        # the function of a static or class method
+        plain = getattr(function, "__func__", function)
+        # a decorator may hold the cache
+        for cached in (plain, *(getattr(plain, "__closure__", None) or ())):
+            clear = getattr(getattr(cached, "cell_contents", cached), "cache_clear", None)
+            if callable(clear):
+                yield clear
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Switch a model in evaluation mode to training; one that trains keeps its modules' modes."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        if not model.training:
+            model.train()
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+@contextmanager
+def placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> Iterator[None]:
+    """Replace parameters by meta tensors, and buffers by copies."""
+    made: dict[int, Tensor] = {}
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    names = {id(p): name for name, p in model.named_parameters()}
+    try:
+        for module, parameters, buffers in before:
+            for name, p in parameters.items():
+                if p is not None:
+                    if id(p) not in made:
+                        shape = shapes.get(names[id(p)], p.shape)
+                        made[id(p)] = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=False)
+                        number = recorder.see(made[id(p)], "parameter", names[id(p)])
+                        recorder.graph.values[number].requires_grad = p.requires_grad
+                        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                            recorder.add("hook", (made[id(p)],), {}, None)
+                    module._parameters[name] = made[id(p)]  # type: ignore[assignment]
+            for name, b in buffers.items():
+                if b is not None:
+                    module._buffers[name] = b.clone()
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def placed(example: Batch, recorder: Recorder) -> Batch:
+    """The batch as the trace sees it: whole numbers real, floating-point tensors on meta.
+
+    Whole numbers that the example lacks are zeros, or ones in masks.
+    """
+
+    def move(x: Tensor, name: str = "") -> Tensor:
+        if x.is_floating_point():
+            x = x.detach().to("meta")
+        elif x.is_meta:
+            x = torch.full_like(x, int("mask" in name), device="cpu")
+        recorder.see(x, "input")
+        return x
+
+    if isinstance(example, Mapping):
+        return {name: move(x, name) for name, x in example.items()}
+    return tuple(move(x) for x in example)
+
+
+def kept_tensors(model: nn.Module, before: set[int]) -> list[Tensor]:
+    """Results that the model's modules have stored in their attributes."""
+    own = [{k: v for k, v in module.__dict__.items() if k not in _OF_MODULES} for module in model.modules()]
+    return [x for x in tensors_within(own) if id(x) not in before]

@@ -1,0 +1,142 @@
+"""Module calls of a recording: each module reports itself, leaf layers stay whole, failing ones become opaque."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.utils._pytree import tree_leaves
+
+from paceline.trace.recording.graph import Entry, Ref, Unfollowable
+from paceline.trace.recording.layers import is_embedding, is_linear, is_transposed, weighted
+from paceline.trace.recording.pointwise import is_pointwise
+from paceline.trace.recording.recorder import Recorder, silence
+from paceline.trace.recording.trees import tensors_within
+
+
+@contextmanager
+def reported_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Let every module report its calls to the recorder."""
+    had = {module: module.__dict__.get("forward") for module in model.modules()}
+    try:
+        for name, module in model.named_modules():
+            module.__dict__["forward"] = _reporting(name, module, recorder)
+        yield
+    finally:
+        for module, forward in had.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _reporting(path: str, module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+    forward: Callable[..., Any] = module.forward
+    leaf = "linear" if is_linear(module) else "embedding" if is_embedding(module) else None
+    hooked = bool(module._backward_hooks or module._backward_pre_hooks)
+    # a trace has no backward pass
+    module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        graph = recorder.graph
+        places: dict[int | str, Any] = dict(enumerate(args))
+        places.update(kwargs)
+        nodes, entries = len(graph.nodes), len(graph.entries)
+        with silence(recorder):
+            entry = Entry(path, {k: recorder.see(v) for k, v in places.items() if isinstance(v, Tensor)}, nodes)
+        graph.entries.append(entry)
+        recorder.paths.append(path)
+        try:
+            if hooked:
+                recorder.hook((args, kwargs))
+            result = _leaf(leaf, module, recorder, args[0] if args else kwargs["input"]) if leaf else forward(*args, **kwargs)
+        except Unfollowable:
+            raise
+        except Exception as error:
+            result = _opaque(module, recorder, (nodes, entries), (args, kwargs), error)
+            if result is None or leaf:
+                raise
+            graph.entries.append(entry)
+        finally:
+            recorder.paths.pop()
+        entry.stop = len(graph.nodes)
+        with silence(recorder):
+            entry.results = [recorder.see(x) for x in tensors_within(result)]
+        if hooked:
+            recorder.hook(result)
+        return result
+
+    return watched
+
+
+def _opaque(module: nn.Module, recorder: Recorder, since: tuple[int, int], given: Any, error: Exception) -> Tensor | None:
+    """Record a module that failed on meta as one operation. None if it has no input to take the output's shape from."""
+    path = recorder.paths[-1]
+    if recorder.opaque is not None and path not in recorder.opaque:
+        text = " ".join(str(error).split())[:200]
+        raise Unfollowable(f"{path or 'the model'} does not run on a rank's part: {text}", path) from error
+    with silence(recorder):
+        first = next((x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if not path or first is None:
+            return None
+        graph = recorder.graph
+        # with the attributes that it read
+        read = {v for node in graph.nodes[since[0] :] for v in node.inputs if graph.values[v].producer < since[0]}
+        recorder.forget(*since)
+        recorder.graph.opaque[path] = " ".join(str(error).split())[:200]
+        result = torch.empty_like(first, device="meta")
+        known = {recorder.see(x) for x in (*tensors_within(given), *module.parameters())}
+        inputs = sorted(known | read)
+        recorder.add("opaque", tuple(map(Ref, inputs)), {}, result, inputs)
+    return result
+
+
+@contextmanager
+def own_functions(recorder: Recorder) -> Iterator[None]:
+    """Record each autograd function of the model as one operation of unknown gradient.
+
+    Functions shown to be pointwise are recorded as their operations.
+    """
+    apply = Function.__dict__["apply"]
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = recorder.quiet or cls.__module__.startswith(("torch.", "paceline."))
+        if not seen:
+            with silence(recorder):
+                seen = is_pointwise(cls, args, kwargs)
+        nodes, entries = len(recorder.graph.nodes), len(recorder.graph.entries)
+        result = apply.__get__(None, cls)(*args, **kwargs)
+        if not seen:
+            with silence(recorder):
+                recorder.forget(nodes, entries)
+                recorder.add("function", args, kwargs, result)
+                for number in recorder.graph.nodes[-1].outputs:
+                    recorder.graph.values[number].producer = nodes
+        return result
+
+    setattr(Function, "apply", classmethod(applied))  # noqa: B010 - mypy forbids to assign to a method
+    try:
+        yield
+    finally:
+        setattr(Function, "apply", apply)  # noqa: B010
+
+
+def _leaf(kind: str, module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor:
+    """Output of a linear layer or embedding, recorded as one operation on (x, weight, bias)."""
+    weight, bias = weighted(module).weight, getattr(module, "bias", None)
+    taken, given = weight.shape[::-1] if is_transposed(module) else weight.shape, x.shape
+    with silence(recorder):
+        if kind == "embedding":
+            result = torch.empty((*given, weight.shape[1]), dtype=weight.dtype, device="meta")
+        elif given[-1] != taken[1]:
+            raise RuntimeError(f"a linear layer for {taken[1]} features is given {given[-1]}")
+        else:
+            result = torch.empty((*given[:-1], taken[0]), dtype=x.dtype, device="meta")
+        about = {"transposed": is_transposed(module), "dims": x.dim()}
+        recorder.add(kind, (x, weight) if bias is None else (x, weight, bias), about, result)
+    return result
