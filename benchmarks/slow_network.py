@@ -17,7 +17,7 @@ are compared with. Figures, at 25 Mbit/s each way:
 - `auto_to_best_…`, at each rate: the step of `compress=auto`, once it has chosen / the fastest step of what it chooses from, each measured
   alone. It asks a codec that loses more to be faster by 5 %, so up to 1.05 it is right.
 
-Losses of a rule are the mean over its replicas, each before its step and under its own weights; beside it stands the loss on held-out text
+Losses of a rule are the mean over its replicas, each before its step and under its own weights; beside it stands the validation loss
 under the weights that they agree on. Losses do not depend on the network, so that for the other rates the steps to the target are taken
 from one run and only the steps are timed again. Bytes are what a host's link carries each way per step, counted at its interface.
 """
@@ -135,7 +135,7 @@ class Timing:
 
 @dataclass
 class Learnt:
-    """The losses of a rule's steps, and the loss on held-out text at their end."""
+    """The losses of a rule's steps, and the loss on validation text at their end."""
 
     losses: list[float]
     held_out: float | None = None

@@ -3,7 +3,7 @@
 A question is a line of JSON on stdin, its answer one on stdout:
 - `{"begin": name, "run": folder}`: `ddp` or `ddp-fp16`, or a run of paceline (`alone`: one of this rank's own); begins it anew.
 - `{"steps": n}`: the losses of n steps, when each ended (seconds of the machine's clock), what the rule sent, and what it says of itself.
-- `{"held_out": true}`: the loss on held-out text, under the weights that the replicas agree on.
+- `{"held_out": true}`: the loss on validation text, under the weights that the replicas agree on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Training:
         return 0
 
     def held_out(self) -> float:
-        """Mean loss on the held-out text."""
+        """Mean loss on the validation text."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.benchmark.result import Curve, Measured, RankUse
+from paceline.benchmark.result import Curve, MeasuredSetting, RankUse
 from paceline.benchmark.settings import ONE, Setting
-from paceline.benchmark.summary import Finished, measured
+from paceline.benchmark.summary import FinishedRun, measured
 from paceline.engine.meter import PARTS
 from paceline.plans.plan import Plan
 
@@ -28,17 +28,17 @@ def setting(devices: int = 1, scaling: str = "strong", **changes: Any) -> Settin
     return Setting(**(values | changes))
 
 
-def runs_of(what: Setting, *step_ms: float, parts_ms: dict[str, float] | None = None, **changes: Any) -> list[Finished]:
+def runs_of(what: Setting, *step_ms: float, parts_ms: dict[str, float] | None = None, **changes: Any) -> list[FinishedRun]:
     """One run for each step time, of a rank per device that spends it all on compute unless `parts_ms` tells how."""
     return [_run(what, round_, ms / 1e3, parts_ms or {"compute": ms}, changes) for round_, ms in enumerate(step_ms)]
 
 
-def result(what: Setting, runs: list[Finished], one: list[Finished], cores: int = 8) -> Measured:
+def result(what: Setting, runs: list[FinishedRun], one: list[FinishedRun], cores: int = 8) -> MeasuredSetting:
     """What the runs say together."""
     return measured(what, runs, one, cores=cores)
 
 
-def _run(what: Setting, round_: int, step_s: float, parts_ms: dict[str, float], changes: dict[str, Any]) -> Finished:
+def _run(what: Setting, round_: int, step_s: float, parts_ms: dict[str, float], changes: dict[str, Any]) -> FinishedRun:
     values: dict[str, Any] = {
         "setting": what.key,
         "round": round_,
@@ -56,4 +56,4 @@ def _run(what: Setting, round_: int, step_s: float, parts_ms: dict[str, float], 
         "losses": [2.0 - 0.01 * i for i in range(STEPS)],
         "curve": Curve([1, STEPS], [step_s, step_s * STEPS], [64, 64 * STEPS], [2.0, 1.8]),
     }
-    return Finished(**(values | changes))
+    return FinishedRun(**(values | changes))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.plans.axes import AXES
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
@@ -36,7 +36,7 @@ def meshes(**sizes: int) -> Iterator[Mesh]:
 def parts_of(mesh: Mesh) -> dict[str, Part]:
     """How a rank holds the tensors of `SHAPES`: tp, ep and then uneven fsdp; under pp those of its stage only."""
     sizes, place = mesh.sizes, mesh.place
-    parts = {name: Part(name, Layout.whole(shape)) for name, shape in SHAPES.items()}
+    parts = {name: Part(name, ShardLayout.whole(shape)) for name, shape in SHAPES.items()}
     if sizes["tp"] > 1:
         _divide(parts["embedding"], "tp", 0, place["tp"], sizes["tp"])
         _divide(parts["qkv"], "tp", 0, place["tp"], sizes["tp"], sections=(4, 4, 4))

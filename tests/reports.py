@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from paceline.benchmark.result import Curve, Measured, RankUse, Report
+from paceline.benchmark.result import Curve, MeasuredSetting, RankUse, Report
 from paceline.stats import Interval
 
 ENVIRONMENT = {
@@ -58,7 +58,7 @@ def report(**changes: Any) -> Report:
     return Report(**(values | changes))
 
 
-def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes: Any) -> Measured:
+def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes: Any) -> MeasuredSetting:
     """What was measured of a number of devices whose median step takes `step_ms`, give or take the share `spread`."""
     batch = 64 if scaling == "strong" or devices == 1 else 64 * devices
     step_s = around(step_ms / 1e3, spread)
@@ -85,7 +85,7 @@ def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes
         "runs": [f"runs/{devices}-{scaling}-{i}" for i in range(1, 6)],
         "pairs": [gain.middle * (1 + spread * (i - 2) / 4) for i in range(5)] if devices > 1 else [],
     }
-    return Measured(**(values | changes))
+    return MeasuredSetting(**(values | changes))
 
 
 def rank_use(step_s: float, devices: int, rank: int) -> RankUse:

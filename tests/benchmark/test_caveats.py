@@ -9,14 +9,16 @@ import pytest
 from finished_runs import STEPS, runs_of, setting
 from paceline.benchmark.caveats import caveats
 from paceline.benchmark.settings import Setting
-from paceline.benchmark.summary import Finished
+from paceline.benchmark.summary import FinishedRun
 from small_jobs import small_job
 
 ONE, TWO, TWO_WEAK = setting(), setting(2), setting(2, "weak")
 
 
-def told(ones: list[Finished], twos: list[Finished], weak: list[Finished] | None = None, two: Setting = TWO, **changes: Any) -> list[str]:
-    found: dict[str, list[Finished]] = {ONE.key: ones, two.key: twos}
+def told(
+    ones: list[FinishedRun], twos: list[FinishedRun], weak: list[FinishedRun] | None = None, two: Setting = TWO, **changes: Any
+) -> list[str]:
+    found: dict[str, list[FinishedRun]] = {ONE.key: ones, two.key: twos}
     settings = [ONE, two]
     if weak is not None:
         settings.append(TWO_WEAK)

@@ -6,13 +6,15 @@ import pytest
 
 from finished_runs import result, runs_of, setting
 from paceline.benchmark.limits import excess_s, limits_of
-from paceline.benchmark.result import Measured
+from paceline.benchmark.result import MeasuredSetting
 from paceline.engine.meter import PARTS
 
 ALONE = {"data": 0.4, "compute": 8.0, "optimizer": 1.6}
 
 
-def settings(parts_ms: dict[str, float], weak_ms: dict[str, float] | None = None, spread: float = 0.01, repeats: int = 3) -> list[Measured]:
+def settings(
+    parts_ms: dict[str, float], weak_ms: dict[str, float] | None = None, spread: float = 0.01, repeats: int = 3
+) -> list[MeasuredSetting]:
     """One device as in `ALONE`, two as given, and two with the same batch per device where given."""
     found = []
     one = runs_of(setting(), *around(ALONE, spread, repeats), parts_ms=ALONE)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import paceline
 from commands import write_job
 from finished_runs import runs_of, setting
-from paceline.benchmark.directory import Directory
+from paceline.benchmark.directory import BenchmarkDirectory
 from paceline.benchmark.protocol import rounds
 from paceline.errors import JobError, LaunchError, PlanError, RunError
 
@@ -29,20 +29,20 @@ def test_every_round_has_each_setting_once_and_each_takes_its_turn_to_be_first(s
 
 
 def test_what_was_measured_is_there_again_also_after_a_crash_cut_the_last_line(tmp_path: Path) -> None:
-    begun = Directory(tmp_path / "b")
+    begun = BenchmarkDirectory(tmp_path / "b")
     begun.begin(PROTOCOL)
     [first, second], [other] = runs_of(ONE, 10, 11), runs_of(TWO, 6)
     for run in (second, other, first):
         begun.add(run)
     (begun.path / "measured.jsonl").open("a").write('{"setting": "2-dev')
 
-    again = Directory(tmp_path / "b")
+    again = BenchmarkDirectory(tmp_path / "b")
     again.begin(PROTOCOL)
     assert again.finished([ONE, TWO]) == {ONE.key: [first, second], TWO.key: [other]}
 
 
 def test_a_run_that_never_finished_is_made_anew(tmp_path: Path) -> None:
-    directory = Directory(tmp_path / "b")
+    directory = BenchmarkDirectory(tmp_path / "b")
     directory.begin(PROTOCOL)
     path = directory.new_run(TWO, 2)
     assert path == tmp_path / "b" / "runs" / "2-devices-r3"
@@ -52,23 +52,23 @@ def test_a_run_that_never_finished_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_another_benchmark_is_refused_with_all_that_differs(tmp_path: Path) -> None:
-    Directory(tmp_path / "b").begin(PROTOCOL)
+    BenchmarkDirectory(tmp_path / "b").begin(PROTOCOL)
     with pytest.raises(
         RunError, match=r"belongs to another benchmark: job\.optimizer\.lr was 0\.1, is 0\.2; plan was dp=2, is dp=4\. Name"
     ):
-        Directory(tmp_path / "b").begin({"plan": "dp=4", "job": {"global_batch": 16, "optimizer": {"lr": 0.2}}})
+        BenchmarkDirectory(tmp_path / "b").begin({"plan": "dp=4", "job": {"global_batch": 16, "optimizer": {"lr": 0.2}}})
 
 
 def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(RunError, match="is not a benchmark's directory"):
-        Directory(tmp_path)
+        BenchmarkDirectory(tmp_path)
     with pytest.raises(RunError, match="is not a benchmark's directory"):
-        Directory(tmp_path / "thesis.tex")
+        BenchmarkDirectory(tmp_path / "thesis.tex")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "protocol.json").write_text("{")
     with pytest.raises(RunError, match=r"protocol\.json cannot be read"):
-        Directory(tmp_path / "b")
+        BenchmarkDirectory(tmp_path / "b")
 
 
 def test_bench_is_a_verb_that_tells_what_is_wrong_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from finished_runs import result, runs_of, setting
 from paceline.benchmark.result import RankUse
-from paceline.benchmark.summary import Finished, finished
+from paceline.benchmark.summary import FinishedRun, finished
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from small_jobs import small_job, train_here
@@ -99,7 +99,7 @@ def test_a_run_is_read_from_its_directory_and_kept_as_a_line(tmp_path: Path) -> 
     assert sum(found.ranks[0].parts_s.values()) == pytest.approx(found.step_time_s)
     assert found.ranks[0].parts_s.keys() == set(PARTS)
     assert found.curve.samples[-1] == sum(step["samples"] for step in run.steps())
-    assert Finished.load(json.loads(json.dumps(found.to_json()))) == found
+    assert FinishedRun.load(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_a_run_that_ends_within_the_warm_up_measures_nothing(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_synchronised_batch_norm_refuses_a_batch_that_leaves_a_replica_without_s
 
 
 def evaluation() -> dict[str, Any]:
-    """Metrics of a held-out set of 11 samples, and what the evaluation changed."""
+    """Metrics of a validation set of 11 samples, and what the evaluation changed."""
     model = network()
     loss = LossSpec(name="cross_entropy").build()
     engine = engine_for(model, loss=loss)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from browser import Browser
-from paceline.benchmark.result import Measured, Report
+from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.benchmark.words import on_cores
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
@@ -206,7 +206,7 @@ def test_synthetic_data_and_an_interrupted_benchmark_are_said_at_the_top(tmp_pat
     ],
     ids=["one device", "no reference", "slower", "weak only", "one repeat"],
 )
-def test_the_headline_says_what_was_measured(settings: list[Measured], verdict: str, tmp_path: Path) -> None:
+def test_the_headline_says_what_was_measured(settings: list[MeasuredSetting], verdict: str, tmp_path: Path) -> None:
     assert verdict in page_of(report(settings=settings), tmp_path).read_text()
 
 

@@ -15,7 +15,7 @@ from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.batch_advice import BatchAdvice, BatchPoint
 from paceline.planner.explain.changes import Change
 from paceline.planner.explain.explain import PART_NAMES, Explanation, explain
-from paceline.planner.explain.scaling import Scaled
+from paceline.planner.explain.scaling import ScaledPlan
 from paceline.report.plan_charts import SPAN_COLOURS, TIME_COLOURS, Point, front
 from paceline.report.plan_view import write_plan_page
 
@@ -31,10 +31,10 @@ def explained() -> Explanation:
     return replace(told, changes=changes, notes=(*told.notes, STOLEN))
 
 
-def scaled() -> list[Scaled]:
+def scaled() -> list[ScaledPlan]:
     half, whole = candidate("dp=8", compute=1.9), found().best[0]
-    points = [Scaled(4, why="too little memory"), Scaled(8, half.plan, half.prediction, 1.0, 1.0)]
-    return [*points, Scaled(16, whole.plan, whole.prediction, 1.9, 0.95)]
+    points = [ScaledPlan(4, why="too little memory"), ScaledPlan(8, half.plan, half.prediction, 1.0, 1.0)]
+    return [*points, ScaledPlan(16, whole.plan, whole.prediction, 1.9, 0.95)]
 
 
 def advised() -> BatchAdvice:

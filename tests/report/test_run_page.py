@@ -24,7 +24,7 @@ from small_jobs import new_run, points, small_job, train_as_rank, train_here
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 steps with held-out measurements; tests change copies of it."""
+    """A run of 20 steps with validation measurements; tests change copies of it."""
     job = small_job(data=points(held_out=0.2), metrics=["accuracy"], evaluate={"every_steps": 5})
     return train_here(tmp_path_factory.mktemp("trained") / "run", job).path
 

@@ -1,4 +1,4 @@
-"""A divided model in the engine: batches that leave ranks without samples, held-out metrics, users' own loops, and what is reported."""
+"""A divided model in the engine: batches that leave ranks without samples, validation metrics, users' own loops, and what is reported."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from paceline.job.optimizer import OptimizerSpec
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.memory import StateBytes, held_bytes, predicted_bytes
 from paceline.split.parts import Part, shard_parameter, whole_parts
 from ranks import Ranks
@@ -95,7 +95,7 @@ def of_a_sharded_model(rows: int) -> tuple[StateBytes, StateBytes]:
 
 def sliced(part: Part, rank: int, ranks: int) -> Part:
     each = -(-part.layout.full[0] // ranks)
-    layout: Layout = part.layout.narrow(0, rank * each, min((rank + 1) * each, part.layout.full[0]))
+    layout: ShardLayout = part.layout.narrow(0, rank * each, min((rank + 1) * each, part.layout.full[0]))
     return Part(part.name, layout, {"fsdp"})
 
 

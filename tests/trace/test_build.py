@@ -27,7 +27,7 @@ from paceline.trace.model_info import model_info, without_memory
 from paceline.trace.sample import batch_of, with_values
 from paceline.trace.tensor.proof import prove
 from paceline.trace.transformer import transformer
-from paceline.training.dry_run.memory_watch import Watch
+from paceline.training.dry_run.memory_watch import MemoryWatch
 
 TOKENS = {"kind": "synthetic", "shape": [16], "vocab": 120}
 IMAGES = {"kind": "synthetic", "shape": [3, 32, 32], "classes": 2}
@@ -138,7 +138,7 @@ def alive(of: Job, precision: str) -> float:
     after = []
     for samples in (4, 8):
         model, loss, batch = of.model.build().train(), of.loss.build(), with_values(batch_of(of, samples))
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, Watch() as watch:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, MemoryWatch() as watch:
             given = tuple(mode.from_tensor(cast("Tensor", part)) for part in batch)
             watch.live_bytes = 0
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

@@ -24,7 +24,7 @@ from paceline.job.job import CheckpointSpec
 from paceline.training.checkpoint import writer as checkpoint
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 from paceline.training.record.run import Run
-from paceline.training.saving import Saving
+from paceline.training.saving import CheckpointSchedule
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank, train_here
 
@@ -83,7 +83,7 @@ class Slow(Checkpointer):
 def test_a_checkpoint_that_training_waited_for_is_begun_earlier_the_next_time_and_only_once(tmp_path: Path) -> None:
     signals = StepSignals(Group())
     slow = Slow(tmp_path, rank=0, world=1, keep=9, deadline_s=60, report=lambda *_: None)
-    saving = Saving(slow, CheckpointSpec(every_steps=10), signals, lambda *_: None)
+    saving = CheckpointSchedule(slow, CheckpointSpec(every_steps=10), signals, lambda *_: None)
     signals.seal(Meter(torch.device("cpu")), LocalLoss())
     begun: list[int] = []
     for step in range(1, 61):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.benchmark.load import WARN_CORES, stolen_share
 from paceline.benchmark.settings import ONE, Setting
-from paceline.benchmark.summary import Finished
+from paceline.benchmark.summary import FinishedRun
 from paceline.job.job import Job
 from paceline.stats import LEAST_REPEATS
 from paceline.units import count, percent
@@ -16,7 +16,7 @@ _LAST = 10  # steps whose mean loss is compared
 _SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2}  # how far rounding alone drives losses apart within the first steps
 
 
-def caveats(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]], *, repeat: int, cores: int) -> list[str]:
+def caveats(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], *, repeat: int, cores: int) -> list[str]:
     """Everything that a reader should know before believing the figures. `runs`: those of each setting that has any."""
     found = [s for s in settings if runs.get(s.key)]
     return [
@@ -28,7 +28,7 @@ def caveats(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
     ]
 
 
-def _unfinished(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]], repeat: int) -> Iterator[str]:
+def _unfinished(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], repeat: int) -> Iterator[str]:
     done, due = sum(len(r) for r in runs.values()), repeat * len(settings)
     if done < due:
         yield f"{done} of {due} runs were measured."
@@ -36,7 +36,7 @@ def _unfinished(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
         yield f"With {count(repeat, 'repeat')} there is no interval to speak of, so no difference is claimed."
 
 
-def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]], cores: int) -> Iterator[str]:
+def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], cores: int) -> Iterator[str]:
     loads = {s.key: [run.other_cores for run in runs[s.key] if run.other_cores is not None] for s in settings}
     known = [load for each in loads.values() for load in each]
     if not known:
@@ -52,7 +52,7 @@ def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
     yield text
 
 
-def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]]) -> Iterator[str]:
+def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]]) -> Iterator[str]:
     """Caveats where plans' losses differ.
 
     Plans of one job do the same work, so their losses agree; else the times compare different work.
@@ -90,7 +90,7 @@ def _apart(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[
     return steps, abs(a - b) / max(abs(a), abs(b), 1e-12)
 
 
-def _targets(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]]) -> Iterator[str]:
+def _targets(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]]) -> Iterator[str]:
     to_target = [s for s in settings if s.steps is None]
     for setting in to_target:
         missed = [run for run in runs[setting.key] if not run.reached]
@@ -106,7 +106,7 @@ def _span(steps: list[int]) -> str:
     return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
 
 
-def _small_data(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finished]]) -> Iterator[str]:
+def _small_data(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]]) -> Iterator[str]:
     for setting in settings:
         samples = min(run.samples for run in runs[setting.key])
         if samples < setting.global_batch:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.benchmark.settings import Setting
-from paceline.benchmark.summary import Finished
+from paceline.benchmark.summary import FinishedRun
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.training.record.run import Lines, differences, read_lines
+from paceline.training.record.run import JsonLines, differences, read_lines
 
 PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
 
 
-class Directory:
+class BenchmarkDirectory:
     """The directory of a benchmark, from which an interrupted one continues.
 
     Raises:
@@ -52,12 +52,12 @@ class Directory:
         elif found := list(differences(self.protocol, protocol)):
             raise RunError(f"{self.path} belongs to another benchmark: {'; '.join(found)}. Name another directory with --out.")
 
-    def finished(self, settings: Sequence[Setting]) -> dict[str, list[Finished]]:
+    def finished(self, settings: Sequence[Setting]) -> dict[str, list[FinishedRun]]:
         """The runs that were measured, by setting, in the order of their rounds."""
-        found: dict[str, list[Finished]] = {setting.key: [] for setting in settings}
+        found: dict[str, list[FinishedRun]] = {setting.key: [] for setting in settings}
         try:
             for line in read_lines(self.path / MEASURED):
-                run = Finished.load(line)
+                run = FinishedRun.load(line)
                 found[run.setting].append(run)
         except (KeyError, TypeError) as error:
             raise RunError(f"{self.path / MEASURED} has a line that is no run of this benchmark: {error!r}") from error
@@ -69,8 +69,8 @@ class Directory:
         shutil.rmtree(path, ignore_errors=True)
         return path
 
-    def add(self, run: Finished) -> None:
+    def add(self, run: FinishedRun) -> None:
         """Keep a finished run."""
-        lines = Lines(self.path / MEASURED)
+        lines = JsonLines(self.path / MEASURED)
         lines.write(json.dumps(run.to_json()))
         lines.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from paceline.benchmark.result import Measured
+from paceline.benchmark.result import MeasuredSetting
 from paceline.benchmark.words import listed
 from paceline.stats import LEAST_REPEATS
 from paceline.units import percent
@@ -21,7 +21,7 @@ NAMES = {
 _WORTH_NAMING = 0.05  # of what is lost
 
 
-def limits_of(settings: list[Measured]) -> list[str]:
+def limits_of(settings: list[MeasuredSetting]) -> list[str]:
     """The sentences about the largest number of devices at the same global batch."""
     one = next((s for s in settings if s.devices == 1), None)
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
@@ -43,7 +43,7 @@ def limits_of(settings: list[Measured]) -> list[str]:
     return sentences
 
 
-def _headline(many: Measured) -> str:
+def _headline(many: MeasuredSetting) -> str:
     assert many.speedup is not None
     assert many.efficiency is not None
     interval = f"95 % interval {many.speedup.low:.2f} to {many.speedup.high:.2f}"
@@ -55,12 +55,12 @@ def _headline(many: Measured) -> str:
     return f"{_name(many)} are {many.speedup.middle:.2f}× as fast as one ({interval}): {share} of the ideal {many.devices}×."
 
 
-def _name(setting: Measured) -> str:
+def _name(setting: MeasuredSetting) -> str:
     same = setting.label == f"{setting.devices} devices"
     return setting.label if same else f"{setting.devices} devices ({setting.label})"
 
 
-def _where_it_goes(one: Measured, many: Measured, weak: Measured | None) -> list[str]:
+def _where_it_goes(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
     """Sentences on the step's time beyond the ideal by part, and on the largest part."""
     lost_s = excess_s(one, many)
     total_s = sum(lost_s.values())
@@ -76,7 +76,7 @@ def _where_it_goes(one: Measured, many: Measured, weak: Measured | None) -> list
     return [f"{where}{listed(named)}.", _advice(largest[0], one, many, weak)]
 
 
-def excess_s(one: Measured, many: Measured) -> dict[str, float]:
+def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
     """Seconds of each part on N devices beyond 1/N of one device's.
 
     In the mean over the ranks.
@@ -85,11 +85,11 @@ def excess_s(one: Measured, many: Measured) -> dict[str, float]:
     return {part: after[part] - before[part] / many.devices for part in after}
 
 
-def _parts(setting: Measured) -> dict[str, float]:
+def _parts(setting: MeasuredSetting) -> dict[str, float]:
     return {part: fmean(rank.parts_s[part] for rank in setting.ranks) for part in setting.ranks[0].parts_s}
 
 
-def _advice(part: str, one: Measured, many: Measured, weak: Measured | None) -> str:
+def _advice(part: str, one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> str:
     kept = ""
     if weak is not None and weak.efficiency is not None:
         kept = f" With the same batch per device (weak scaling) {percent(weak.efficiency.middle)} of the ideal remains."
@@ -110,7 +110,7 @@ def _advice(part: str, one: Measured, many: Measured, weak: Measured | None) -> 
             return "Checkpoints are written as often by many devices as by one: raise checkpoint.every_seconds or every_steps in the job."
 
 
-def _advice_on_compute(one: Measured, many: Measured, weak: Measured | None) -> str:
+def _advice_on_compute(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> str:
     """Advice on slow compute: the share is too small, or devices slow each other.
 
     Weak scaling tells them apart, as it has the share of one device.

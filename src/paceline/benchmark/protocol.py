@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from paceline.benchmark.caveats import caveats
-from paceline.benchmark.directory import REPORT, Directory
+from paceline.benchmark.directory import REPORT, BenchmarkDirectory
 from paceline.benchmark.limits import limits_of
 from paceline.benchmark.load import OtherLoad
 from paceline.benchmark.result import Report
 from paceline.benchmark.settings import ONE, Setting, settings_for, target_of
-from paceline.benchmark.summary import Finished, finished, measured
+from paceline.benchmark.summary import FinishedRun, finished, measured
 from paceline.benchmark.words import on_cores
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
@@ -121,7 +121,7 @@ class Benchmark:
         self.failures: dict[str, str] = {}
         self.stopped_by: str | None = None
         self._took_s: dict[str, float] = {}  # the newest run of each setting, its start included
-        self.directory = Directory(self.path)
+        self.directory = BenchmarkDirectory(self.path)
         settings = partial(settings_for, self.job, self.cluster, plans=plans, devices=devices, steps=steps, weak=weak)
         settings(auto_plan(self.job, self.cluster))  # what cannot run is told before anything is measured
         self._say(self.cluster.describe())
@@ -243,7 +243,7 @@ class Benchmark:
         self.stopped_by = stops[0] if stops else None
         return bool(stops)
 
-    def _tell(self, setting: Setting, run: Finished, took_s: float) -> None:
+    def _tell(self, setting: Setting, run: FinishedRun, took_s: float) -> None:
         self._took_s[setting.key] = took_s
         missing = [s for _, s in self._missing() if self._title(s) not in self.failures]
         text = f"{self._place(-1)} · {self._title(setting)}"

@@ -48,7 +48,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSetting:
     """One way to run the job, over all its repeats.
 
     Attributes:
@@ -108,7 +108,7 @@ class Report:
     repeats: int
     steps: int | None
     target: str | None
-    settings: list[Measured]
+    settings: list[MeasuredSetting]
     limits: list[str]
     warnings: list[str]
     environment: dict[str, Any]
@@ -139,11 +139,11 @@ class Report:
             raise RunError(f"{file} cannot be read as a benchmark's report: {error}") from error
 
 
-def _measured(values: dict[str, Any]) -> Measured:
+def _measured(values: dict[str, Any]) -> MeasuredSetting:
     intervals = {
         name: Interval(**values[name])
         for name in ("step_time_s", "throughput", "training_time_s", "time_to_target_s", "speedup", "efficiency")
         if values.get(name) is not None
     }
     curve = Curve(**values["curve"]) if values.get("curve") else None
-    return Measured(**(values | intervals | {"ranks": [RankUse(**rank) for rank in values["ranks"]], "curve": curve}))
+    return MeasuredSetting(**(values | intervals | {"ranks": [RankUse(**rank) for rank in values["ranks"]], "curve": curve}))

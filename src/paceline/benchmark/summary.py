@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.benchmark.load import stolen_share, undisturbed
-from paceline.benchmark.result import Curve, Measured, RankUse
+from paceline.benchmark.result import Curve, MeasuredSetting, RankUse
 from paceline.benchmark.settings import Setting
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
@@ -24,7 +24,7 @@ _REACHED = ("metric_above", "loss_below")  # stop rules that are a target
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """One run of a benchmark: a line of `measured.jsonl` with all the report needs.
 
     So the run's directory may be removed.
@@ -58,13 +58,13 @@ class Finished:
         return dataclasses.asdict(self)
 
     @classmethod
-    def load(cls, values: dict[str, Any]) -> Finished:
+    def load(cls, values: dict[str, Any]) -> FinishedRun:
         """A finished run from a line's values."""
         ranks = [RankUse(**rank) for rank in values["ranks"]]
         return cls(**(values | {"ranks": ranks, "curve": Curve(**values["curve"])}))
 
 
-def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> Finished:
+def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
     """The measurements of a run that has ended.
 
     Raises:
@@ -80,7 +80,7 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
         )
     reason = run.reason or ""
     energy = [joules for lines in per_rank if (joules := _per_step(lines, "energy_joules")) is not None]
-    return Finished(
+    return FinishedRun(
         setting=setting.key,
         round=round_,
         run=name,
@@ -101,8 +101,8 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
 
 
 def measured(
-    setting: Setting, runs: Sequence[Finished], one: Sequence[Finished], *, cores: int, tokens_per_sample: float | None = None
-) -> Measured:
+    setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], *, cores: int, tokens_per_sample: float | None = None
+) -> MeasuredSetting:
     """All repeats of a setting, against those of one device (`one`; empty where there is none to compare with).
 
     Args:
@@ -115,7 +115,7 @@ def measured(
     reached = to_stop and all(run.reached for run in runs)
     typical = min(runs, key=lambda run: abs(run.step_time_s - step_time_s.middle))
     energy = [run.energy_joules for run in runs if run.energy_joules is not None]
-    result = Measured(
+    result = MeasuredSetting(
         label=setting.label,
         plan=str(setting.plan),
         devices=setting.devices,
@@ -135,7 +135,9 @@ def measured(
     return _compared(result, setting, runs, one, cores) if one and one[0].setting != setting.key else result
 
 
-def _compared(result: Measured, setting: Setting, runs: Sequence[Finished], one: Sequence[Finished], cores: int) -> Measured:
+def _compared(
+    result: MeasuredSetting, setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], cores: int
+) -> MeasuredSetting:
     """The result with its speedup over one device.
 
     It compares training times where the job trains to its end, else times per sample.
@@ -158,12 +160,12 @@ def _compared(result: Measured, setting: Setting, runs: Sequence[Finished], one:
     )
 
 
-def _comparable_times(runs: Sequence[Finished], whole: bool) -> dict[int, float]:
+def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:
     """Seconds by round, of the same work: the whole training, or one sample (the samples of a step differ where the scaling is weak)."""
     return {run.round: run.training_time_s if whole else run.step_time_s / run.samples for run in runs}
 
 
-def _stolen(runs: Sequence[Finished], devices: int, cores: int) -> float:
+def _stolen(runs: Sequence[FinishedRun], devices: int, cores: int) -> float:
     known = [run.other_cores for run in runs if run.other_cores is not None]
     return stolen_share(statistics.median(known), devices=devices, cores=cores) if known else 0.0
 

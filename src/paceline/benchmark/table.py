@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.benchmark.result import Measured, Report
+from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.benchmark.settings import DEFAULT_STEPS
 from paceline.benchmark.summary import FINAL_STEPS
 from paceline.benchmark.words import on_cores
@@ -127,7 +127,7 @@ def _results(report: Report) -> Table:
     return table
 
 
-def _result(setting: Measured, *, timed: bool, losses: bool) -> list[str | Text]:
+def _result(setting: MeasuredSetting, *, timed: bool, losses: bool) -> list[str | Text]:
     row: list[str | Text] = [_time(setting.step_time_s, len(setting.runs)), f"{setting.throughput.middle:,.0f}"]
     if timed:
         whole = setting.time_to_target_s or setting.training_time_s

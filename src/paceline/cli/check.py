@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.parity.check import Parity, Worst
+    from paceline.parity.check import LargestDifference, Parity
 
 EXAMPLE = 'Example: paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"'
 _NAMED = 10  # parameters, where parity fails
@@ -132,8 +132,8 @@ def _show(parity: Parity, console: Console) -> None:
         console.print(f"  gradient of {name}: {_difference(difference, limit.gradient)}", highlight=False)
 
 
-def _worst(parity: Parity, kind: str) -> Worst:
-    found: list[Worst] = [getattr(step, kind) for step in parity.steps]
+def _worst(parity: Parity, kind: str) -> LargestDifference:
+    found: list[LargestDifference] = [getattr(step, kind) for step in parity.steps]
     return max(found, key=lambda worst: worst.difference)
 
 

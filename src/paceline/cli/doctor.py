@@ -62,7 +62,7 @@ def command(
 class Measured:
     """Results of the probe, and reasons for what could not be measured."""
 
-    local: list[probe.Speed] = field(default_factory=list)
+    local: list[probe.ProbedSpeed] = field(default_factory=list)
     collectives: list[list[speed.Speed]] = field(default_factory=list)  # of each launch
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -212,7 +212,7 @@ def _show_measured(console: Console, host: Host, measured: Measured, *, busy: bo
         console.print("measured beside other work, so too low", style="yellow")
 
 
-def _show_local(console: Console, host: Host, speeds: list[probe.Speed]) -> None:
+def _show_local(console: Console, host: Host, speeds: list[probe.ProbedSpeed]) -> None:
     from rich.table import Table
 
     from paceline.cluster.doctor.probe import copy_bytes
@@ -264,7 +264,7 @@ def _explain(console: Console, *definitions: str) -> None:
         console.print(definition, style="dim", markup=False)
 
 
-def _rate(s: probe.Speed) -> str:
+def _rate(s: probe.ProbedSpeed) -> str:
     if s.value is None:
         return "not measured"
     if s.what == "copy":

@@ -12,7 +12,7 @@ import typer
 EXAMPLE = "Example: paceline export runs/mine model.safetensors"
 
 
-class Layout(StrEnum):
+class ExportLayout(StrEnum):
     """Layouts that `paceline export` can write."""
 
     FILE = "file"
@@ -23,8 +23,8 @@ def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write, e.g. model.safetensors; with --layout hf a folder.")],
     layout: Annotated[
-        Layout, typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained.")
-    ] = Layout.FILE,
+        ExportLayout, typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained.")
+    ] = ExportLayout.FILE,
 ) -> None:
     """Write the weights of a run's newest checkpoint to a file or folder.
 
@@ -34,8 +34,8 @@ def command(
 
     with warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")
-        (export if layout is Layout.FILE else export_hf)(run, out)
+        (export if layout is ExportLayout.FILE else export_hf)(run, out)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
-    how = "model.load_state_dict(safetensors.torch.load_file({!r}))" if layout is Layout.FILE else "from_pretrained({!r})"
+    how = "model.load_state_dict(safetensors.torch.load_file({!r}))" if layout is ExportLayout.FILE else "from_pretrained({!r})"
     typer.echo(f"{out}: load it with {how.format(str(out))}")

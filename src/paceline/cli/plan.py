@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
     from paceline.planner.explain.batch_advice import BatchAdvice
     from paceline.planner.explain.explain import Explanation
-    from paceline.planner.explain.scaling import Scaled
+    from paceline.planner.explain.scaling import ScaledPlan
 
 EXAMPLE = 'Example: paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
 _ON_PAGE = 30  # plans in the pictures of a page
@@ -147,7 +147,7 @@ def _next(explanation: Explanation, job: Path, cluster: str | None, console: Con
     console.print(Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.winner.plan}"'))
 
 
-def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path) -> tuple[Scaled, ...]:
+def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
     from paceline.planner.explain.scaling import scaling
     from paceline.report.plan_view import write_plan_page
@@ -159,7 +159,7 @@ def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Cal
     return scaled
 
 
-def _everything(explanation: Explanation, advice: BatchAdvice | None, scaling: tuple[Scaled, ...], top: int) -> dict[str, object]:
+def _everything(explanation: Explanation, advice: BatchAdvice | None, scaling: tuple[ScaledPlan, ...], top: int) -> dict[str, object]:
     values = explanation.to_json()
     values["candidates"] = values["candidates"][:top]
     if advice is not None:

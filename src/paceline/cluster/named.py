@@ -25,7 +25,7 @@ _FILES = (".yaml", ".yml", ".json")
 _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10gbit/host"
 
 
-class Named(NamedTuple):
+class NamedCluster(NamedTuple):
     """The parts of a cluster's name.
 
     `rate_gbps` is of one host, and `assumed` if the name gives none.
@@ -69,7 +69,7 @@ def named_cluster(text: str) -> Cluster:
     return Cluster(catalogue=text)
 
 
-def read_name(text: str) -> Named:
+def read_name(text: str) -> NamedCluster:
     """The parts of a name. Raises as `named_cluster` does."""
     shape, *words = [word.strip() for word in text.split(",")]
     hosts, per_host, device = _shape(shape, text)
@@ -89,7 +89,7 @@ def read_name(text: str) -> Named:
     if rate_gbps == 0:
         raise ClusterError(f'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one')
     usual = device.network.bandwidth * 8 / 1e9 * per_host
-    return Named(hosts, per_host, device, rate_gbps or usual, rate_gbps is None and hosts > 1, price)
+    return NamedCluster(hosts, per_host, device, rate_gbps or usual, rate_gbps is None and hosts > 1, price)
 
 
 def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
@@ -115,7 +115,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     return hosts, per_host, device
 
 
-def hosts_of(named: Named) -> tuple[Host, ...]:
+def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
     """Hosts that are alike; what the catalogue does not know of them (cores, host memory) is ample."""
     device = named.device
     link = Link(name="network", kind="ethernet", bandwidth_gbps=named.rate_gbps)
@@ -134,7 +134,7 @@ def _has_bf16(device: Accelerator) -> bool:
     return device.peak_flops["bf16"] > device.peak_flops["fp32"]
 
 
-def described(named: Named) -> str:
+def described(named: NamedCluster) -> str:
     """For people: `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour for each`."""
     memory = size(named.device.memory_bytes)
     cores = "cores of " if named.device.kind == "cpu" else ""

@@ -21,11 +21,11 @@ def gather(group: Group, rows: Tensor, counts: Sequence[int]) -> Tensor:
         return rows
     if not rows.is_floating_point():
         return torch.cat(group.gather_rows(rows, counts))
-    gathered: Tensor = _Gather.apply(rows, group, tuple(counts))
+    gathered: Tensor = _GatherRows.apply(rows, group, tuple(counts))
     return gathered
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, counts: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.counts = group, counts

@@ -15,8 +15,8 @@ from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.data.loader_processes import Workers
 from paceline.data.sampler_state import name_of, samplers
-from paceline.data.samples import Samples
-from paceline.data.stream import Stream
+from paceline.data.samples import RequestedSamples
+from paceline.data.stream import SamplerStream
 from paceline.data.whole import Flow, Items, Iterated
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
@@ -60,7 +60,7 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) ->
     )
 
 
-def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Partition | Stream | Flow:
+def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Partition | SamplerStream | Flow:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         length = len(loader) if hasattr(dataset, "__len__") else None
@@ -83,7 +83,7 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
         )
     single = loader.batch_sampler is None and not _is_bulk(loader)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return Stream(
+    return SamplerStream(
         sampler,
         dataset,
         data_group=data_group,
@@ -96,7 +96,7 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
     )
 
 
-def _samples(loader: DataLoader[Any], partition: Partition | Stream | Flow, data_group: Group, seed: int) -> Samples:
+def _samples(loader: DataLoader[Any], partition: Partition | SamplerStream | Flow, data_group: Group, seed: int) -> RequestedSamples:
     if isinstance(partition, Flow):
         return Iterated(
             loader.dataset,
@@ -107,9 +107,9 @@ def _samples(loader: DataLoader[Any], partition: Partition | Stream | Flow, data
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
         )
-    if isinstance(partition, Stream) and partition.single:
+    if isinstance(partition, SamplerStream) and partition.single:
         return Items(loader.dataset, loader.collate_fn, data_group.rank, data_group.size, seed)
-    return Samples(loader.dataset, loader.collate_fn, data_group.rank, seed, bulk=_is_bulk(loader))
+    return RequestedSamples(loader.dataset, loader.collate_fn, data_group.rank, seed, bulk=_is_bulk(loader))
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

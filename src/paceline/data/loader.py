@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.data.loader_processes import Begin, Workers, failed
-from paceline.data.samples import Collate, Failure, Request, Samples
-from paceline.data.stream import Stream
-from paceline.data.whole import Flow, Piece
+from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest
+from paceline.data.stream import SamplerStream
+from paceline.data.whole import BatchPart, Flow
 from paceline.errors import DataError, PlanError
 from paceline.job.partition import Partition
 
@@ -63,13 +63,13 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        partition: Partition | Stream | Flow,
+        partition: Partition | SamplerStream | Flow,
         *,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         workers: Workers | None = None,
-        samples: Samples | None = None,
+        samples: RequestedSamples | None = None,
         rank: int | None = None,
     ) -> None:
         """Make a loader.
@@ -82,7 +82,7 @@ class Loader:
         self.indices: list[Any] = []
         self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
         self._rank = partition.replica if rank is None else rank
-        self._samples = samples or Samples(dataset, collate_fn, partition.replica, partition.seed)
+        self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
         self._needs_samples = ""
@@ -139,11 +139,11 @@ class Loader:
         """
         if isinstance(self.partition, Partition):
             return self._samples.read([i % self.partition.held_samples for i in range(count)])
-        return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, Stream) else [])
+        return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else [])
 
     def smallest_share(self) -> int:
         """Fewest samples of a replica in the first batch; 1 if not yet known."""
-        if isinstance(self.partition, Stream):
+        if isinstance(self.partition, SamplerStream):
             self.partition.first(1)  # draws it
         try:
             return min(self.partition.shares(0))
@@ -172,7 +172,7 @@ class Loader:
         state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
         if isinstance(self.partition, Partition):
             state["order"] = _order_of(self.partition)
-        if isinstance(self.partition, Stream):
+        if isinstance(self.partition, SamplerStream):
             state["stream"] = self.partition.state_dict(epoch, step)
         if isinstance(self.partition, Flow):
             state["flow"] = {"turn": self._turn, "workers": self.num_workers, **self.partition.state_dict(self._turn)}
@@ -187,7 +187,7 @@ class Loader:
             DataError: the state is of another kind of loader, of another order or batch, or of a stream that other numbers of loader
                 processes read differently.
         """
-        if ("stream" in state, "flow" in state) != (isinstance(self.partition, Stream), isinstance(self.partition, Flow)):
+        if ("stream" in state, "flow" in state) != (isinstance(self.partition, SamplerStream), isinstance(self.partition, Flow)):
             raise DataError(
                 "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it was saved with"
             )
@@ -200,7 +200,7 @@ class Loader:
             )
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
-        if isinstance(self.partition, Stream):
+        if isinstance(self.partition, SamplerStream):
             self.partition.load_state_dict(state["stream"])
         if isinstance(self.partition, Flow):
             self._turn = state["flow"]["turn"]
@@ -217,15 +217,15 @@ class Loader:
         """Have the next iteration begin at `start` = (epoch, step); `reader` is torchdata's own state there."""
         self._next, self._resume_from = start, reader
         self._batches = None
-        self._requests: deque[Request] = deque()  # asked for, and not yielded yet
-        self._steps = _Steps(self.partition, start, self._requests)
+        self._requests: deque[SampleRequest] = deque()  # asked for, and not yielded yet
+        self._steps = _RequestSampler(self.partition, start, self._requests)
         workers = self.workers
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
                 batch_sampler=self._steps,
-                collate_fn=_unchanged,  # `Samples` collates
+                collate_fn=_unchanged,  # `RequestedSamples` collates
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
                 persistent_workers=workers.count > 0,
@@ -261,7 +261,7 @@ class Loader:
 
         That is the next epoch if the one of a loaded state turns out to have ended.
         """
-        if isinstance(self.partition, Stream):
+        if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
             self._turn = self.partition.begin(self._turn, again=self.num_workers > 0)
@@ -271,7 +271,7 @@ class Loader:
         """True if the epoch has that step. All ranks ask together."""
         if isinstance(self.partition, Partition):
             return step < self.partition.steps_per_epoch
-        if isinstance(self.partition, Stream):
+        if isinstance(self.partition, SamplerStream):
             self.partition.prepare(epoch, step + self.workers.ahead + 1)
             return self.partition.has(step)
         return not self.partition.ended
@@ -307,12 +307,12 @@ class Loader:
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
         """Record a batch to be yielded; None if what was read has none."""
-        if isinstance(batch, Failure):
+        if isinstance(batch, LoaderFailure):
             explained = DataError(batch.message)
             explained.from_users_code = True
             raise explained from batch.cause
-        read_whole = isinstance(batch, Piece)
-        if isinstance(batch, Piece):
+        read_whole = isinstance(batch, BatchPart)
+        if isinstance(batch, BatchPart):
             if isinstance(self.partition, Flow):
                 taken = self.partition.take(self._turn, batch)
                 self._turn += 1
@@ -321,7 +321,7 @@ class Loader:
                     return None
             self.partition.found(step, batch.samples)  # type: ignore[union-attr]
             batch = batch.filler if batch.batch is None and self.fills_empty else batch.batch
-        elif isinstance(self.partition, Stream):
+        elif isinstance(self.partition, SamplerStream):
             self.partition.found(step, self.partition.size(step))
         self.indices = self._requests.popleft().indices
         if self._needs_samples:
@@ -379,7 +379,7 @@ def held_out_batches(
     Raises:
         DataError: a sample raised, or samples do not fit into one batch.
     """
-    samples = Samples(dataset, collate_fn, replica, seed=0)
+    samples = RequestedSamples(dataset, collate_fn, replica, seed=0)
     count = len(dataset)  # type: ignore[arg-type]
     if in_turn:
         first, end, stride = replica * batch, count, replicas * batch
@@ -407,16 +407,16 @@ def _order_of(partition: Partition) -> dict[str, int | bool]:
     return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
 
 
-class _Steps:
+class _RequestSampler:
     """The batch sampler: a replica's requests from `next` = (epoch, step) to the end of that epoch."""
 
-    def __init__(self, partition: Partition | Stream | Flow, start: tuple[int, int], requests: deque[Request]) -> None:
+    def __init__(self, partition: Partition | SamplerStream | Flow, start: tuple[int, int], requests: deque[SampleRequest]) -> None:
         self.partition, self.next, self.requests = partition, start, requests
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[SampleRequest]:
         epoch, start = self.next
         for step, indices in enumerate(self.partition.batches(epoch, start), start):
-            request = Request(epoch, step, indices)
+            request = SampleRequest(epoch, step, indices)
             self.requests.append(request)
             yield request
 

@@ -20,7 +20,7 @@ from paceline.job.zoo.data.samples import Collated
 Collate = Callable[[list[Any]], Any]
 
 
-class Request(NamedTuple):
+class SampleRequest(NamedTuple):
     """One step's samples, as the loader's sampler asks for them. Epoch and step are 0-based."""
 
     epoch: int
@@ -28,8 +28,8 @@ class Request(NamedTuple):
     indices: list[Any]
 
 
-class Samples(Dataset[Any]):
-    """The user's dataset as `StatefulDataLoader` sees it: an item is a `Request`'s whole batch.
+class RequestedSamples(Dataset[Any]):
+    """The user's dataset as `StatefulDataLoader` sees it: an item is a `SampleRequest`'s whole batch.
 
     This holds in loader processes as well.
     """
@@ -65,7 +65,7 @@ class Samples(Dataset[Any]):
                 f"for {expected}: a training set keeps its length while it is used"
             )
 
-    def __getitems__(self, request: Request) -> Any:
+    def __getitems__(self, request: SampleRequest) -> Any:
         self.begin_epoch(request.epoch)
         if get_worker_info() is None:
             return self._read(request)
@@ -73,9 +73,9 @@ class Samples(Dataset[Any]):
         try:
             return self._read(request)
         except DataError as error:
-            return Failure(str(error), _portable(error.__cause__ or error))
+            return LoaderFailure(str(error), _portable(error.__cause__ or error))
 
-    def _read(self, request: Request) -> Any:
+    def _read(self, request: SampleRequest) -> Any:
         return self.read(request.indices)
 
     def read(self, indices: list[int]) -> Any:
@@ -142,7 +142,7 @@ class Samples(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class Failure:
+class LoaderFailure:
     """Message of a loader process in place of a batch that it could not make."""
 
     message: str

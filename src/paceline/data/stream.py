@@ -40,7 +40,7 @@ class _Epoch:
     ended: bool = False
 
 
-class Stream:
+class SamplerStream:
     """Global batches of a user's (batch) sampler, and this rank's part of each.
 
     It stands where a `Partition` does.

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from paceline.comm import Group
 from paceline.data.own_random import OwnRandom
-from paceline.data.samples import Collate, Request, Samples
+from paceline.data.samples import Collate, RequestedSamples, SampleRequest
 from paceline.errors import DataError
 from paceline.job.partition import even_shares
 
@@ -27,7 +27,7 @@ _LOOKED_AT = 64  # numbers of a tensor that its digest is made of
 
 
 @dataclass
-class Piece:
+class BatchPart:
     """A rank's part of a batch that was read whole.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
     filler: Any = None
 
 
-class Items(Samples):
+class Items(RequestedSamples):
     """A data set of whole batches (`batch_size=None`); all ranks read each and take rows."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int) -> None:
@@ -55,7 +55,7 @@ class Items(Samples):
         self.replicas = replicas
         self.read_many = None
 
-    def _read(self, request: Request) -> Any:
+    def _read(self, request: SampleRequest) -> Any:
         with OwnRandom(self.seed, request.epoch, request.step):  # alike on all ranks, which read the same
             item = self._read_one(request.indices[0])
         return self._piece(item, f"item {request.indices[0]} of {self._name}")
@@ -70,7 +70,7 @@ class Items(Samples):
             raise DataError(f"an item of {self._name} has no rows that could be counted, and a plan that divides the model needs them")
         return self._collated(cut(item, [0] * count), f"an item of {self._name}")
 
-    def _piece(self, item: Any, where: str) -> Piece:
+    def _piece(self, item: Any, where: str) -> BatchPart:
         samples = rows_of(item)
         if samples is None and self.replicas > 1:
             raise DataError(
@@ -83,7 +83,7 @@ class Items(Samples):
             ends = (0, *accumulate(even_shares(samples, self.replicas)))
             first, end = ends[self.replica : self.replica + 2]
             part = cut(item, slice(first, end)) if end > first else None
-        return Piece(
+        return BatchPart(
             None if part is None else self._collated(part, where), 1 if samples is None else samples, digest_of(item), True, _worker()
         )
 
@@ -125,7 +125,7 @@ class Iterated(Items):
     def check_length(self, expected: int | None) -> None:
         """Nothing: a stream has no length."""
 
-    def _read(self, request: Request) -> Any:
+    def _read(self, request: SampleRequest) -> Any:
         """This process's next batch; None when the stream has ended."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
@@ -139,7 +139,7 @@ class Iterated(Items):
                 self._take(self._stream[2])
             taken = self._take(self._stream[2])
         if taken is None:
-            return Piece(None, 0, 0, False, worker)
+            return BatchPart(None, 0, 0, False, worker)
         if self.batch_size is None:
             return self._piece(taken[0], f"an item of {self._name}")
         return self._share(taken, worker)
@@ -155,14 +155,16 @@ class Iterated(Items):
             raise DataError(f"{self._name} is empty: its stream ends before the first sample")
         return self._repeated(first, count) if self.batch_size is None else self._collated([first] * count, f"a batch of {self._name}")
 
-    def _share(self, samples: list[Any], worker: int) -> Piece:
+    def _share(self, samples: list[Any], worker: int) -> BatchPart:
         ends = (0, *accumulate(even_shares(len(samples), self.replicas)))
         part = samples[ends[self.replica] : ends[self.replica + 1]]
         digests = [digest_of(sample) for sample in samples]
         whole = zlib.crc32(repr(digests).encode())
         batch = self._collated(part or samples[:1], f"a batch of {self._name}")
         varied = len(set(digests)) > 1
-        return Piece(batch, len(samples), whole, varied, worker) if part else Piece(None, len(samples), whole, varied, worker, batch)
+        return (
+            BatchPart(batch, len(samples), whole, varied, worker) if part else BatchPart(None, len(samples), whole, varied, worker, batch)
+        )
 
     def _take(self, stream: Iterator[Any]) -> list[Any] | None:
         self._read_so_far += 1
@@ -260,7 +262,7 @@ class Flow:
         """Go on where the state was taken."""
         self._expected, self._ended = state["last"], set(state["ended"])
 
-    def take(self, turn: int, piece: Piece) -> bool | None:
+    def take(self, turn: int, piece: BatchPart) -> bool | None:
         """True if a piece has a batch; None at the end of the stream.
 
         All ranks compare their pieces here. All ranks compare their pieces here.
@@ -290,7 +292,7 @@ class Flow:
         """Note the samples of a step."""
         self._totals = {step: samples}
 
-    def _check_known(self, turn: int, piece: Piece) -> None:
+    def _check_known(self, turn: int, piece: BatchPart) -> None:
         """Refuse a stream whose last piece before the saved position is another one now."""
         if turn + 1 < self._known:
             return

@@ -85,7 +85,7 @@ class Evaluation:
         if found is None or batch is None:
             return torch.zeros(len(metrics), 2, dtype=torch.float64)
         output, placed = found
-        compute.check_target(output, batch, "in the held-out set")
+        compute.check_target(output, batch, "in the validation set")
         target: Any = compute.weighing.target(placed)
         values = [compute.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target) for m in metrics]
         return torch.tensor(values, dtype=torch.float64).reshape(-1, 2)

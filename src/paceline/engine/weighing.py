@@ -119,7 +119,7 @@ class Weighing:
         return loss, share
 
     def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
-        """The loss of a held-out batch as this rank's part of `(total, count)`."""
+        """The loss of a validation batch as this rank's part of `(total, count)`."""
         total, count = metric(output, batch if isinstance(self.loss, ModelsOwn) else self.target(batch))
         context = self.compute.split.context if self.compute.split is not None else None
         if context is not None and context.own_loss:  # the ranks' losses add up to the mean over the whole sequences

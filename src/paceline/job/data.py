@@ -1,4 +1,4 @@
-"""The data of a job: its source, and its division into training and validation (held-out) sets."""
+"""The data of a job: its source, and its division into training and validation (`held_out`) sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DataSets(NamedTuple):
 class _Data(Spec):
     held_out: float = Field(default=0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
     num_workers: int = Field(default=0, ge=0)  # loader processes per rank
-    limit: int | None = Field(default=None, ge=1)  # use only the first samples (also of a held-out set with files of its own)
+    limit: int | None = Field(default=None, ge=1)  # use only the first samples (also of a validation set with files of its own)
     collate: str | None = None  # import path of a function that makes a batch of a list of samples
 
     @field_validator("path", "held_out_path", "factory", "held_out_factory", "collate", mode="after", check_fields=False)
@@ -45,7 +45,7 @@ class _Data(Spec):
         return value and _expand(value, base)
 
     def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-        """The training and held-out sets. Images are resized to `input_shape` (channels, height, width) where the model names one.
+        """The training and validation sets. Images are resized to `input_shape` (channels, height, width) where the model names one.
 
         Raises:
             DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of differing length,
@@ -67,7 +67,7 @@ class Digits(_Data):
 class Cifar10(_Data):
     """CIFAR-10 in its binary distribution: a folder with `data_batch_*.bin`.
 
-    `test_batch.bin` beside them, where there is one, is the held-out set, unless `held_out` is 0.
+    `test_batch.bin` beside them, where there is one, is the validation set, unless `held_out` is 0.
     """
 
     kind: Literal["cifar10"]
@@ -116,7 +116,7 @@ class Arrays(_Data):
 class Custom(_Data):
     """Any map-style `torch.utils.data.Dataset` by import path; `args` go to the factory as keywords.
 
-    `held_out_factory` makes the held-out set, from the same `args`; without it, a share of the samples is held out.
+    `held_out_factory` makes the validation set, from the same `args`; without it, a share of the samples is held out.
     """
 
     kind: Literal["dataset"]

@@ -33,7 +33,7 @@ class Loss(Protocol):
 
 
 class Metric(Protocol):
-    """A held-out measure that adds up over batches and replicas exactly."""
+    """A validation measure that adds up over batches and replicas exactly."""
 
     name: str
 

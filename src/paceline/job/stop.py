@@ -31,7 +31,7 @@ class StopSpec(Spec):
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, gt=0)
     loss_below: float | None = None  # the training loss of a step (mean over the global batch)
-    metric_above: dict[str, float] = Field(default_factory=dict)  # a held-out metric, at an evaluation
+    metric_above: dict[str, float] = Field(default_factory=dict)  # a validation metric, at an evaluation
     plateau: PlateauSpec | None = None
 
     @model_validator(mode="after")
@@ -91,7 +91,7 @@ class StopRule:
         return None
 
     def after_evaluation(self, metrics: dict[str, float]) -> str | None:
-        """The reason to stop after held-out metrics were measured, or None."""
+        """The reason to stop after validation metrics were measured, or None."""
         self._newest_metrics = metrics
         return self._metric_above()
 

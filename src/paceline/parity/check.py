@@ -49,7 +49,7 @@ _RANK = "paceline.parity.ranks"
 
 
 @dataclass(frozen=True)
-class Worst:
+class LargestDifference:
     """The tensor that differs most in a step, and the rank that holds that piece."""
 
     difference: float
@@ -63,9 +63,9 @@ class StepParity:
 
     loss: float
     reference_loss: float
-    gradient: Worst
-    parameter: Worst
-    buffer: Worst
+    gradient: LargestDifference
+    parameter: LargestDifference
+    buffer: LargestDifference
 
     @property
     def loss_difference(self) -> float:
@@ -307,15 +307,15 @@ def _step(found: list[dict], i: int) -> StepParity:  # type: ignore[type-arg]
     return StepParity(found[0]["losses"][i], found[0]["reference_losses"][i], gradient, parameter, buffer)
 
 
-def _worst(found: list[dict], i: int, kind: str) -> Worst:  # type: ignore[type-arg]
-    worst = Worst(0.0, "", 0)
+def _worst(found: list[dict], i: int, kind: str) -> LargestDifference:  # type: ignore[type-arg]
+    worst = LargestDifference(0.0, "", 0)
     for rank, compared in enumerate(found):
         for name, piece in compared["steps"][i].items():
             if kind not in piece:
                 continue
             difference = math.inf if math.isnan(piece[kind]) else piece[kind]
             if not worst.name or difference > worst.difference:
-                worst = Worst(difference, name, rank)
+                worst = LargestDifference(difference, name, rank)
     return worst
 
 

@@ -31,7 +31,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.plans.plan import Plan
 from paceline.rank_environment import is_our_rank
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.parts import local
 from paceline.training.build import build_engine, built, seed_all
 
@@ -212,7 +212,7 @@ def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) ->
     found: dict[str, dict[str, float]] = {}
     least, least_parameter = _whole_norm(reference, "gradient/") * VANISHING, _whole_norm(reference, "parameter/") * VANISHING
     for name, held in engine.named_parameters().items():
-        layout = parts[name].layout if parts is not None else Layout.whole(held.shape)
+        layout = parts[name].layout if parts is not None else ShardLayout.whole(held.shape)
         gradient = _distance(held.grad, reference.get(f"gradient/{name}"), layout, least)
         found[name] = {"gradient": gradient, "parameter": _distance(held, reference[f"parameter/{name}"], layout, least_parameter)}
     ranks = len({name.split("/")[1] for name in reference if name.startswith("buffer/")})
@@ -236,7 +236,7 @@ def _buffer_distance(own: Tensor, reference: Tensor, least: float) -> float:
     finite = reference.isfinite()
     if not torch.equal(held.isfinite(), finite) or not torch.equal(held[~finite], reference[~finite]):
         return math.inf
-    return _distance(held[finite], reference[finite], Layout.whole(held[finite].shape), least)
+    return _distance(held[finite], reference[finite], ShardLayout.whole(held[finite].shape), least)
 
 
 def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
@@ -244,7 +244,7 @@ def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
     return math.hypot(*(norm.item() for norm in torch._foreach_norm(tensors))) if tensors else 0.0
 
 
-def _distance(own: Tensor | None, reference: Tensor | None, layout: Layout, least: float) -> float:
+def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout, least: float) -> float:
     """Relative L2 distance; infinite where only one of the two is there and not zero."""
     if own is None or reference is None:
         there = own if own is not None else reference

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from paceline import units
 from paceline.benchmark.limits import excess_s
-from paceline.benchmark.result import Measured, Report
+from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.errors import RunError
 from paceline.report import charts
 from paceline.report.chart import Chart
-from paceline.report.definitions import PARTS
+from paceline.report.definitions import PARTS, Card
 from paceline.report.panels import Panel, panelled
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown
@@ -24,16 +24,7 @@ _VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures besi
 
 
 @dataclass(frozen=True)
-class Card:
-    """A big figure at the top: a definition's name, a figure or words, a comparison."""
-
-    term: str
-    cell: Cell
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
+class BenchRow:
     """A line of the table: a definition's name, and a figure or words per setting."""
 
     term: str
@@ -70,7 +61,7 @@ class BenchView:
         except ValueError:
             return self.report.created
 
-    def name(self, setting: Measured) -> str:
+    def name(self, setting: MeasuredSetting) -> str:
         """The setting's label, and that its scaling is weak where it is."""
         return f"{setting.label}, weak" if setting.scaling == "weak" and setting.devices > 1 else setting.label
 
@@ -94,7 +85,7 @@ class BenchView:
         same = ", at the same batch per device" if best.scaling == "weak" else ""
         return f"{gain} times as fast with {devices}{same}.{self._medians_say(best)}"
 
-    def _medians_say(self, best: Measured) -> str:
+    def _medians_say(self, best: MeasuredSetting) -> str:
         """The reason why the speedup differs visibly from the ratio of the shown figures."""
         if self.reference is None or best.speedup is None:
             return ""
@@ -148,7 +139,7 @@ class BenchView:
     # The table
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         """Every figure of every setting, without rows that this job or machine cannot have."""
         has_tokens = any(s.tokens_per_sample for s in self.settings)
         has_gpu = any(rank.gpu_memory_bytes for s in self.settings for rank in s.ranks)
@@ -156,35 +147,35 @@ class BenchView:
         to_target = to_end and self.report.target
         has_loss = any(s.final_loss is not None for s in self.settings)
         return [
-            Row("global_batch", [Shown(s.global_batch, f"{s.global_batch:,}", "samples") for s in self.settings]),
-            Row("step_time", [units.seconds(s.step_time_s) for s in self.settings]),
-            Row("throughput", [units.rate(s.throughput) for s in self.settings]),
-            *([Row("tokens", [_tokens(s) for s in self.settings])] if has_tokens else []),
-            *([Row("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])] if to_end else []),
-            *([Row("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])] if to_target else []),
-            Row("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
-            Row("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
-            Row("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
-            *([Row("final_loss", [_or_words(s.final_loss, units.number, "not finite") for s in self.settings])] if has_loss else []),
-            Row("wire", [_largest(s, "wire_bytes") for s in self.settings]),
+            BenchRow("global_batch", [Shown(s.global_batch, f"{s.global_batch:,}", "samples") for s in self.settings]),
+            BenchRow("step_time", [units.seconds(s.step_time_s) for s in self.settings]),
+            BenchRow("throughput", [units.rate(s.throughput) for s in self.settings]),
+            *([BenchRow("tokens", [_tokens(s) for s in self.settings])] if has_tokens else []),
+            *([BenchRow("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])] if to_end else []),
+            *([BenchRow("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])] if to_target else []),
+            BenchRow("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
+            BenchRow("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
+            BenchRow("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
+            *([BenchRow("final_loss", [_or_words(s.final_loss, units.number, "not finite") for s in self.settings])] if has_loss else []),
+            BenchRow("wire", [_largest(s, "wire_bytes") for s in self.settings]),
             *self._compressed_rows,
-            Row("memory", [_largest(s, "memory_bytes") for s in self.settings]),
-            *([Row("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
-            Row("energy", ["not available" if s.energy_joules is None else units.joules(s.energy_joules) for s in self.settings]),
+            BenchRow("memory", [_largest(s, "memory_bytes") for s in self.settings]),
+            *([BenchRow("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
+            BenchRow("energy", ["not available" if s.energy_joules is None else units.joules(s.energy_joules) for s in self.settings]),
         ]
 
     @property
-    def _compressed_rows(self) -> list[Row]:
+    def _compressed_rows(self) -> list[BenchRow]:
         """Rows on what compression saves and loses; none if no plan compresses."""
         errors = [max((r.compression_error for r in s.ranks if r.compression_error is not None), default=None) for s in self.settings]
         if errors == [None] * len(errors):
             return []
         return [
-            Row("saved", [_largest(s, "saved_bytes") for s in self.settings]),
-            Row("compression_error", [_or_words(error, units.number, "not compressed") for error in errors]),
+            BenchRow("saved", [_largest(s, "saved_bytes") for s in self.settings]),
+            BenchRow("compression_error", [_or_words(error, units.number, "not compressed") for error in errors]),
         ]
 
-    def _or_reference(self, setting: Measured, cell: Callable[[Measured], Cell]) -> Cell:
+    def _or_reference(self, setting: MeasuredSetting, cell: Callable[[MeasuredSetting], Cell]) -> Cell:
         if setting is self.reference:
             return "reference"
         return "needs 1 device" if setting.speedup is None else cell(setting)
@@ -227,7 +218,7 @@ class BenchView:
         ]
         return Chart("breakdown", charts.breakdown(bars), "Time of one step on each rank, part by part.") if bars else None
 
-    def _ideal_s(self, setting: Measured) -> float | None:
+    def _ideal_s(self, setting: MeasuredSetting) -> float | None:
         if self.reference is None or setting.devices == 1:
             return None
         return self.reference.step_time_s.middle / (setting.devices if setting.scaling == "strong" else 1)
@@ -244,24 +235,24 @@ class BenchView:
         ]
 
 
-def _best(settings: Sequence[Measured]) -> Measured:
+def _best(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
     """The headline's setting: strong scaling, most devices, then the fastest plan."""
     return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.devices, s.throughput.middle))
 
 
-def _speedup(setting: Measured) -> Cell:
+def _speedup(setting: MeasuredSetting) -> Cell:
     return units.ratio(setting.speedup) if setting.speedup is not None and setting.is_speedup else "no difference"
 
 
-def _efficiency(setting: Measured) -> Cell:
+def _efficiency(setting: MeasuredSetting) -> Cell:
     return units.percent(setting.efficiency) if setting.efficiency is not None and setting.is_speedup else "not stated"
 
 
-def _pairs(setting: Measured) -> Cell:
+def _pairs(setting: MeasuredSetting) -> Cell:
     return " · ".join(units.digits(pair) for pair in setting.pairs) if setting.is_speedup else "not stated"
 
 
-def _tokens(setting: Measured) -> Cell:
+def _tokens(setting: MeasuredSetting) -> Cell:
     per_sample = setting.tokens_per_sample
     return "not available" if per_sample is None else units.rate(setting.throughput.times(per_sample), "tokens/s")
 
@@ -274,6 +265,6 @@ def _or_words(x: float | None, shown: Callable[[float], Shown], absent: str) -> 
     return absent if x is None else shown(x)
 
 
-def _largest(setting: Measured, what: str) -> Cell:
+def _largest(setting: MeasuredSetting, what: str) -> Cell:
     values = [value for rank in setting.ranks if (value := getattr(rank, what)) is not None]
     return units.size(max(values)) if values else "not available"

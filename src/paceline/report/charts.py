@@ -10,7 +10,7 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from paceline.benchmark.result import Curve, Measured
+from paceline.benchmark.result import Curve, MeasuredSetting
 from paceline.report.definitions import PARTS
 from paceline.units import digits
 
@@ -59,7 +59,7 @@ class Mark:
     text: str
 
 
-def scaling(settings: Sequence[Measured]) -> go.Figure:
+def scaling(settings: Sequence[MeasuredSetting]) -> go.Figure:
     """Speedup over devices, strong and weak, against the ideal.
 
     A point without a speedup is hollow, stands at 1 and says so.
@@ -86,7 +86,7 @@ def scaling(settings: Sequence[Measured]) -> go.Figure:
     return figure
 
 
-def _curve(points: Sequence[Measured], colour: str, *, from_one: bool) -> dict[str, object]:
+def _curve(points: Sequence[MeasuredSetting], colour: str, *, from_one: bool) -> dict[str, object]:
     """A trace through the points, each with its interval.
 
     A curve begins at one device.
@@ -169,7 +169,7 @@ def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], fl
     return places, headings, place
 
 
-def losses(curves: Sequence[tuple[Measured, str, Curve]], over: str) -> go.Figure:
+def losses(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> go.Figure:
     """The training loss of each setting over `steps`, `seconds` or `samples`.
 
     A plan keeps its colour; weak scaling is dashed.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.stats import LEAST_REPEATS
 from paceline.training.record.run import WARM_UP_STEPS
+from paceline.units import Shown
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,15 @@ class Definition:
 
     name: str
     text: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A big figure at the top of a page: a definition's name, a figure or words, a comparison."""
+
+    term: str
+    cell: Shown | str
+    note: str = ""
 
 
 _PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
@@ -99,7 +109,7 @@ _FIGURES = {
     ),
     "loss": ("training loss", "Mean loss over a step’s global batch, before the update of that step."),
     "final_loss": ("final loss", "Training loss in the mean over the last 10 steps; of several runs the median."),
-    "held_out": ("validation metric", "A measure of the model on held-out samples, which it is not trained on."),
+    "held_out": ("validation metric", "A measure of the model on validation samples, which it is not trained on."),
     "knobs": ("knobs", "Settings that change the speed and not the result, tried on the real model; the fastest are kept."),
     "load": ("load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."),
 }

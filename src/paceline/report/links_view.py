@@ -20,7 +20,7 @@ from paceline.comm.measure.links import Measured, caveats, message_size
 from paceline.comm.measure.speed import BUS_FACTORS, Speed
 from paceline.report.chart import Chart
 from paceline.report.charts import GREY, SERIES, empty_figure
-from paceline.report.definitions import DEFINITIONS, Definition, Used
+from paceline.report.definitions import DEFINITIONS, Card, Definition, Used
 from paceline.report.environment import described
 from paceline.report.page import write_page
 from paceline.units import Shown
@@ -82,16 +82,7 @@ class _Terms(Used):
 
 
 @dataclass(frozen=True)
-class Card:
-    """One of the big figures at the top."""
-
-    term: str
-    cell: Shown
-    note: str
-
-
-@dataclass(frozen=True)
-class Row:
+class LinksRow:
     """A line of a collective's table."""
 
     term: str
@@ -108,7 +99,7 @@ class Section:
     about: str
     chart: Chart
     sizes: list[str]
-    rows: list[Row]
+    rows: list[LinksRow]
 
 
 class LinksView:
@@ -181,7 +172,7 @@ class LinksView:
         for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit"):
             for key, curve in curves.items():
                 by_size = {s.size_bytes: s for s in curve}
-                rows.append(Row(term, _named(*key), [self._cell(term, by_size.get(size)) for size in sizes]))
+                rows.append(LinksRow(term, _named(*key), [self._cell(term, by_size.get(size)) for size in sizes]))
         return Section(
             name,
             _TITLES[name],

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from paceline.planner.cost.prediction import Span
 from paceline.planner.explain.batch_advice import BatchAdvice
-from paceline.planner.explain.scaling import Scaled
+from paceline.planner.explain.scaling import ScaledPlan
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, empty_figure
 from paceline.units import digits, percent, seconds
 
@@ -183,7 +183,7 @@ def pipeline(spans: Sequence[Span]) -> go.Figure:
     return figure
 
 
-def scaling(points: Sequence[Scaled], chosen: int) -> go.Figure:
+def scaling(points: Sequence[ScaledPlan], chosen: int) -> go.Figure:
     """Speedup over devices on axes that double, against the ideal."""
     known = [p for p in points if p.speedup is not None and p.prediction is not None]
     figure = empty_figure("devices", f"times the speed of {known[0].devices:,}")

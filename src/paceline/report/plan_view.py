@@ -14,10 +14,11 @@ from paceline.planner.cost.pipeline import timeline
 from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.batch_advice import BatchAdvice
 from paceline.planner.explain.explain import PART_NAMES, Explanation, shares_of_time
-from paceline.planner.explain.scaling import Scaled
+from paceline.planner.explain.scaling import ScaledPlan
 from paceline.planner.search.result import Candidate, error_of
 from paceline.report import plan_charts as charts
 from paceline.report.chart import Chart
+from paceline.report.definitions import Card
 from paceline.report.page import write_page
 from paceline.report.plan_terms import Terms
 from paceline.units import Shown, percent, seconds, size
@@ -29,7 +30,7 @@ _MATTERS = 0.3  # of the memory; where all plans take less, it limits none
 _GIB = 2**30
 
 
-def write_plan_page(explanation: Explanation, scaling: Sequence[Scaled], advice: BatchAdvice | None, command: str, file: Path) -> Path:
+def write_plan_page(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None, command: str, file: Path) -> Path:
     """Write the page about a plan.
 
     Raises:
@@ -49,16 +50,7 @@ def write_plan_page(explanation: Explanation, scaling: Sequence[Scaled], advice:
 
 
 @dataclass(frozen=True)
-class Card:
-    """One of the big figures at the top."""
-
-    term: str
-    cell: Shown
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A line of a table: its name, its cells, and words under or beside them."""
 
     name: str
@@ -70,7 +62,7 @@ class Row:
 class PlanView:
     """An explanation as the template shows it."""
 
-    def __init__(self, explanation: Explanation, scaling: Sequence[Scaled], advice: BatchAdvice | None) -> None:
+    def __init__(self, explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> None:
         self.explanation, self.scaled, self.advice = explanation, [p for p in scaling if p.prediction], advice
         self.not_scaled = [point for point in scaling if point.prediction is None]
         self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
@@ -135,7 +127,7 @@ class PlanView:
         of = cost.of if cost else "a step"
         per_second = cost.value / (self.best.prediction.step_time_s * self.best.plan.ranks) if cost and priced else 1.0
 
-        def at(candidate: Candidate | Scaled) -> float:
+        def at(candidate: Candidate | ScaledPlan) -> float:
             assert candidate.plan is not None
             assert candidate.prediction is not None
             return candidate.prediction.step_time_s * candidate.plan.ranks * per_second
@@ -228,13 +220,13 @@ class PlanView:
     # The tables
 
     @property
-    def tables(self) -> list[list[tuple[int, Row]]]:
+    def tables(self) -> list[list[tuple[int, PlanRow]]]:
         """The best plans, and the others; a number with each."""
         rows = list(enumerate(self.candidates, 1))
         return [part for part in (rows[:_LISTED], rows[_LISTED:]) if part]
 
     @property
-    def candidates(self) -> list[Row]:
+    def candidates(self) -> list[PlanRow]:
         """All plans that were found, the best first."""
         rows = []
         for number, candidate in self._numbered:
@@ -248,7 +240,7 @@ class PlanView:
                 "" if prediction.mfu is None else percent(prediction.mfu),
                 *([] if cost is None else [Shown(cost.value, units.digits(cost.value))]),
             ]
-            rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
+            rows.append(PlanRow(str(candidate.plan), cells, candidate.why, loud=number == 1))
         return rows
 
     @property
@@ -258,10 +250,10 @@ class PlanView:
         return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
 
     @property
-    def devices(self) -> list[Row]:
+    def devices(self) -> list[PlanRow]:
         """The best plan for each number of devices."""
         rows = [
-            Row(
+            PlanRow(
                 f"{p.devices:,}",
                 [seconds(p.prediction.step_time_s), units.ratio(p.speedup), percent(p.efficiency)],
                 str(p.plan),
@@ -269,12 +261,14 @@ class PlanView:
             for p in self.scaled
             if p.prediction is not None and p.speedup is not None and p.efficiency is not None
         ]
-        return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
+        return [*(PlanRow(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
 
     @property
-    def changes(self) -> list[Row]:
+    def changes(self) -> list[PlanRow]:
         """Changes that would help, the most effective first."""
-        return [Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+")) for row in self.explanation.helps]
+        return [
+            PlanRow(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+")) for row in self.explanation.helps
+        ]
 
 
 def _thousands(tokens_per_s: float) -> Shown:

@@ -22,7 +22,7 @@ _MEMORY = {"memory_bytes": ("Memory of each rank", "memory_now"), "gpu_memory_by
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnChart:
     """A chart with its title and the definitions that its caption needs."""
 
     title: str
@@ -30,13 +30,13 @@ class Drawn:
     chart: Chart
 
 
-def run_charts(record: RunRecord) -> list[Drawn]:
+def run_charts(record: RunRecord) -> list[DrawnChart]:
     """All charts that the record has values for, in the order of the page."""
     speeds = [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
     return [*_losses(record), *_metrics(record), *speeds, *_memory(record)]
 
 
-def _losses(record: RunRecord) -> Iterator[Drawn]:
+def _losses(record: RunRecord) -> Iterator[DrawnChart]:
     steps = record.ranks[0]
     losses = [s["loss"] for s in steps]
     clock_of = record.clock_of
@@ -58,7 +58,7 @@ def _losses(record: RunRecord) -> Iterator[Drawn]:
             log_if_wide=True,
         )
         terms = ["loss", "held_out"] if evaluated else ["loss"]
-        yield Drawn(f"Loss over {over}", terms, Chart(f"loss-{over}", figure, f"Loss over {over}.", note))
+        yield DrawnChart(f"Loss over {over}", terms, Chart(f"loss-{over}", figure, f"Loss over {over}.", note))
 
 
 def _marks(record: RunRecord) -> dict[int, str]:
@@ -72,29 +72,31 @@ def _marks(record: RunRecord) -> dict[int, str]:
     return marks
 
 
-def _metrics(record: RunRecord) -> Iterator[Drawn]:
+def _metrics(record: RunRecord) -> Iterator[DrawnChart]:
     names = dict.fromkeys(name for e in record.evaluations for name in e["metrics"] if name != "loss")
     for number, name in enumerate(names):
         measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
         line = charts.Line(name, [step for step, _ in measured], [value for _, value in measured], charts.GREEN)
-        label = f"{name} on held-out (validation) samples; newest {digits(measured[-1][1])}."
-        yield Drawn(f"Validation: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label))
+        label = f"{name} on validation samples; newest {digits(measured[-1][1])}."
+        yield DrawnChart(
+            f"Validation: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label)
+        )
 
 
-def _throughput(record: RunRecord) -> Drawn:
+def _throughput(record: RunRecord) -> DrawnChart:
     steps = timed(record.ranks[0])
     line = charts.Line("throughput", [record.clock_of[s["step"]] for s in steps], [s["samples"] / s["step_s"] for s in steps])
     figure = charts.lines([line], "seconds", "samples per second", middle=statistics.median)
-    return Drawn("Throughput over time", ["throughput"], Chart("throughput", figure, "Throughput over time, in samples per second."))
+    return DrawnChart("Throughput over time", ["throughput"], Chart("throughput", figure, "Throughput over time, in samples per second."))
 
 
-def _parts(record: RunRecord) -> Drawn:
+def _parts(record: RunRecord) -> DrawnChart:
     steps = timed(record.ranks[0])
     figure = charts.parts_over_steps([s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS})
-    return Drawn("Where rank 0’s time went", list(PARTS), Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."))
+    return DrawnChart("Where rank 0’s time went", list(PARTS), Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."))
 
 
-def _memory(record: RunRecord) -> Iterator[Drawn]:
+def _memory(record: RunRecord) -> Iterator[DrawnChart]:
     for key, (title, term) in _MEMORY.items():
         series = []
         for rank, steps in record.ranks.items():
@@ -103,4 +105,4 @@ def _memory(record: RunRecord) -> Iterator[Drawn]:
                 colour = charts.SERIES[rank % len(charts.SERIES)]
                 series.append(charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour))
         if series:
-            yield Drawn(title, [term], Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB."))
+            yield DrawnChart(title, [term], Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB."))

@@ -54,7 +54,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The events that hold held-out metrics."""
+        """The events that hold validation metrics."""
         return [e for e in self.events if e["event"] == "evaluation"]
 
     @cached_property

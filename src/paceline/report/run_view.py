@@ -11,9 +11,8 @@ from paceline import units
 from paceline.benchmark.words import listed
 from paceline.errors import RunError
 from paceline.report import charts
-from paceline.report.bench_view import Card
 from paceline.report.chart import Chart
-from paceline.report.definitions import PARTS
+from paceline.report.definitions import PARTS, Card
 from paceline.report.run_record import RunRecord, timed
 from paceline.report.sync_view import SyncView
 from paceline.training.record.progress import event_sentence

@@ -30,7 +30,7 @@ from paceline.rank_environment import is_our_rank, is_rank
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
 from paceline.training.record.progress import LiveProgress
-from paceline.training.record.run import Lines, Run
+from paceline.training.record.run import JsonLines, Run
 from paceline.training.record.run_lock import RunLock
 from paceline.tuning.auto import Choice, Say, choose, remember_run
 
@@ -242,14 +242,14 @@ def _agreed_run(
     return str(path)
 
 
-def _note_links(events: Lines, carried: dict[str, LinkBytes]) -> None:
+def _note_links(events: JsonLines, carried: dict[str, LinkBytes]) -> None:
     """The event of what the links of emulated hosts carried, headers included."""
     events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})
 
 
 @contextmanager
-def _events(run: Run) -> Iterator[Lines]:
-    lines = Lines(run.path / "events.jsonl", lossy=True)
+def _events(run: Run) -> Iterator[JsonLines]:
+    lines = JsonLines(run.path / "events.jsonl", lossy=True)
     try:
         yield lines
     finally:

@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """A rank's shard of a tensor of shape `full`.
 
     `kept[d]` are the intervals of dimension d that the rank holds, in their order in its shard: one interval for a simple shard, three for
@@ -46,7 +46,7 @@ class Layout:
     kept: tuple[tuple[Interval, ...], ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Layout:
+    def whole(cls, shape: Sequence[int]) -> ShardLayout:
         """The layout of an undivided tensor."""
         return cls(tuple(shape), tuple(((0, n),) for n in shape))
 
@@ -58,14 +58,14 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """True if the rank holds the full tensor, in its order."""
-        return self == Layout.whole(self.full)
+        return self == ShardLayout.whole(self.full)
 
     @property
     def numel(self) -> int:
         """Number of elements that the rank holds."""
         return prod(self.shape)
 
-    def divide(self, dim: int, part: int, parts: int, sections: Sequence[int] | None = None) -> Layout:
+    def divide(self, dim: int, part: int, parts: int, sections: Sequence[int] | None = None) -> ShardLayout:
         """Layout of part `part` of `parts` equal parts along `dim`.
 
         With `sections` (sizes that sum to the shard's size), each section is divided.
@@ -84,7 +84,7 @@ class Layout:
             raise ValueError(f"the sections sum to {start}, not to {self.shape[dim]}")
         return self._with(dim, kept)
 
-    def narrow(self, dim: int, start: int, stop: int) -> Layout:
+    def narrow(self, dim: int, start: int, stop: int) -> ShardLayout:
         """Layout of the interval from `start` to `stop` of this shard along `dim`."""
         return self._with(dim, self._intervals(dim, start, stop))
 
@@ -134,7 +134,7 @@ class Layout:
             passed += high - low
         return found
 
-    def _with(self, dim: int, intervals: Sequence[Interval]) -> Layout:
+    def _with(self, dim: int, intervals: Sequence[Interval]) -> ShardLayout:
         merged: list[Interval] = []
         for start, stop in intervals:
             if merged and merged[-1][1] == start:

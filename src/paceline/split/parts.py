@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Part:
     """
 
     name: str
-    layout: Layout
+    layout: ShardLayout
     sharded: set[str] = field(default_factory=set)
     summed: set[str] = field(default_factory=set)
     stages: int = 1
@@ -35,7 +35,7 @@ Parts = dict[str, Part]
 
 def whole_parts(model: nn.Module) -> Parts:
     """Every parameter of a model, undivided; a tied one once, under its first name."""
-    return {name: Part(name, Layout.whole(p.shape)) for name, p in model.named_parameters()}
+    return {name: Part(name, ShardLayout.whole(p.shape)) for name, p in model.named_parameters()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -60,7 +60,7 @@ def shard_parameter(
         ValueError: the size of `dim` (or of one of its sections) is no multiple of `of`.
     """
     parameter: Tensor = getattr(module, name)
-    one = Layout.whole(parameter.shape).divide(dim, index, of, sections)
+    one = ShardLayout.whole(parameter.shape).divide(dim, index, of, sections)
     own = nn.Parameter(one.take(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
     part.layout = part.layout.divide(dim, index, of, sections)
     part.sharded.add(axis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.cluster.doctor.link_speed import Links
+from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm.allreduce.algorithms import Algorithm, Auto, algorithm_for
 from paceline.comm.bucket import Bucket
 from paceline.comm.comm_thread import CommThread
@@ -33,14 +33,14 @@ class BucketStream:
         traffic: bytes sent by this stream.
     """
 
-    def __init__(self, group: Group, name: str, *, own_thread: bool, number: int = 0, links: Links | None = None) -> None:
+    def __init__(self, group: Group, name: str, *, own_thread: bool, number: int = 0, links: GroupLinks | None = None) -> None:
         self.group, self.number, self.traffic = group, number, Traffic()
         self.algorithm: Algorithm = algorithm_for(group, name, links)
         self.compressor: Compressor | None = None
         self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
 
     @property
-    def links(self) -> Links | None:
+    def links(self) -> GroupLinks | None:
         """Speed of the links between hosts, if `auto` has measured them."""
         return self.algorithm.links if isinstance(self.algorithm, Auto) else None
 

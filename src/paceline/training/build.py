@@ -18,7 +18,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
-from paceline.training.checkpoint.convert import Source, fitted, load_weights, weights_from
+from paceline.training.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
 
 if TYPE_CHECKING:
     from paceline.split.deferred_init.initialise import DeferredModel
@@ -58,14 +58,14 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: D
     return Engine(model, job.optimizer.build(model.parameters(), fused=plan.fused), loss, loader, plan, group, settings)
 
 
-def _published(job: Job, model: nn.Module | DeferredModel) -> Source | None:
+def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
     """The pretrained weights that the job names, matched to the model; None without any."""
     if job.model.weights is None:
         return None
     return fitted(weights_from(job.model.weights), model if isinstance(model, nn.Module) else model.model)
 
 
-def _kept(buffers: dict[str, Tensor], source: Source) -> dict[str, Tensor]:
+def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:
     names = set(source)
     return {name: buffer for name, buffer in buffers.items() if name in names}
 

@@ -15,7 +15,7 @@ from paceline.training.checkpoint.writer import Checkpointer
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events
 from paceline.training.record.run import Run
-from paceline.training.saving import Saving
+from paceline.training.saving import CheckpointSchedule
 from paceline.training.state import restore, snapshot
 
 # in a row, without a new checkpoint between them
@@ -37,7 +37,7 @@ class Checkpoints(Callback):
         self.writer = Checkpointer(
             run.checkpoints, rank=group.rank, world=group.size, keep=job.checkpoint.keep, deadline_s=job.deadline_s, report=events
         )
-        self.saving = Saving(self.writer, job.checkpoint, engine.signals, events)
+        self.saving = CheckpointSchedule(self.writer, job.checkpoint, engine.signals, events)
         engine.before_update = lambda: self.saving.before_update(engine.step_count + 1)
         self.rejected: list[int] = []
         self._rewinds = 0

@@ -19,7 +19,7 @@ from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.job.zoo.models.moe import add_counts
 from paceline.rank_environment import is_our_rank
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.memory import predicted_bytes
 from paceline.split.parts import Part
 from paceline.training.build import build_engine, built, seed_all
@@ -28,7 +28,7 @@ from paceline.training.evaluations import Evaluations
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events, Remarks
 from paceline.training.record.progress import PlainProgress
-from paceline.training.record.recorder import Recorder
+from paceline.training.record.recorder import StepRecorder
 from paceline.training.record.run import Run
 
 
@@ -71,7 +71,7 @@ class Loop:
         first = group.rank == 0
         progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
         self.events = Events(run, progress, writes=first)
-        self.recorder = Recorder(run.path, engine, epoch_steps=self.epoch_steps)
+        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps)
         self.remarks = Remarks(engine, self.events)
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
         self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
@@ -218,7 +218,7 @@ class Loop:
         The recorder's lines have the measured ones.
         """
         held = self.engine.named_parameters()
-        parts = self.engine.parts or {name: Part(name, Layout.whole(p.shape)) for name, p in held.items()}
+        parts = self.engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
         return predicted_bytes(parts, held, self.job.optimizer).total
 
     # Cadence

@@ -19,7 +19,7 @@ _WORTH_IT, _WORTH_IT_S = 0.01, 2.0  # of the time between two checkpoints: after
 _PACE = 10.0  # writing beside the training takes so many times as long as alone
 
 
-class Saving:
+class CheckpointSchedule:
     """Begins a rank's checkpoints when due, waits for them, and retries failed ones.
 
     With `every_steps`, training never completes a step that lies more than so many steps behind the last

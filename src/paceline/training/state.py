@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.parts import Part, local, tied_names
 from paceline.training.checkpoint.reader import Loaded, Report
 from paceline.training.checkpoint.rule_state import own_optimizer, own_parameters, own_tensors, restore_rule, rule_state
@@ -37,7 +37,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
         CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it
             nor a single number.
     """
-    held = _Held.by(engine)
+    held = _RankState.by(engine)
     rule_tensors, rule_values, rule_own_values = rule_state(engine, held.parameters)
     shared, parts = _agreed_parameters(engine, held)
     scalars: dict[str, dict[str, Any]] = {}
@@ -87,7 +87,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     Raises:
         CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
     """
-    held = _Held.by(engine)
+    held = _RankState.by(engine)
     _check_same_model(engine, held, loaded)
     alone = own_tensors(engine, loaded, held.parameters, held.coordinate.sizes)
     state = _optimizer_state(held, engine.optimizer, loaded, own_optimizer(alone, held.parameters))
@@ -113,7 +113,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     return loop
 
 
-def _agreed_parameters(engine: Engine, held: _Held) -> tuple[dict[str, Tensor], dict[str, Part]]:
+def _agreed_parameters(engine: Engine, held: _RankState) -> tuple[dict[str, Tensor], dict[str, Part]]:
     """Parameters that all replicas agree on, and this rank's part of each.
 
     Where replicas have local parameters, these hold the agreed values only for a moment, and are copied.
@@ -127,7 +127,7 @@ def _agreed_parameters(engine: Engine, held: _Held) -> tuple[dict[str, Tensor], 
 
 
 @dataclass
-class _Held:
+class _RankState:
     """A rank's share of the model, by the names in the undivided one.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Held:
     aliases: dict[str, str]
 
     @classmethod
-    def by(cls, engine: Engine) -> _Held:
+    def by(cls, engine: Engine) -> _RankState:
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         persistent = {id(tensor) for tensor in (*model.state_dict(keep_vars=True).values(), *engine.extra.values())}
         buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
@@ -151,7 +151,7 @@ class _Held:
         return cls(engine.named_parameters(), buffers, engine.parts, coordinate, aliases)
 
     def part(self, name: str) -> Part:
-        return Part(name, Layout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
+        return Part(name, ShardLayout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
 
     def shapes(self) -> dict[str, list[int]]:
         """Full shapes of all parameters and buffers, by the names in a checkpoint."""
@@ -172,7 +172,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, apart: bool) -> Part:
     if value.shape == part.layout.shape:
         return replace(part, sharded=sharded)
     if not part.sharded or value.numel() == 1:
-        return Part(name, Layout.whole(value.shape), sharded, set(), part.stages, part.writes)
+        return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
         f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a divided parameter, only "
         "what is divided in the same way and single numbers can be saved. Use an optimizer that works elementwise, or a plan that does not "
@@ -180,7 +180,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, apart: bool) -> Part:
     )
 
 
-def _check_same_model(engine: Engine, held: _Held, loaded: Loaded) -> None:
+def _check_same_model(engine: Engine, held: _RankState, loaded: Loaded) -> None:
     wanted = held.shapes()
     if held.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
@@ -206,7 +206,7 @@ def _bare(name: str) -> str:
 
 
 def _optimizer_state(
-    held: _Held, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
+    held: _RankState, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
 ) -> dict[str, Any]:
     """This rank's part of the saved state, for the optimizer's `load_state_dict`.
 

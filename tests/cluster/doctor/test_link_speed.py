@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.doctor.link_speed import Links, LinkSpeed
+from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 
 MS, MB = 1e-3, 1e6
 BETWEEN, INSIDE, MEMORY = LinkSpeed(1 * MS, 100 * MB), LinkSpeed(0.1 * MS, 1000 * MB), LinkSpeed(0.02 * MS, 10_000 * MB)
 
 
-def links(*hosts: int, between: LinkSpeed = BETWEEN) -> Links:
+def links(*hosts: int, between: LinkSpeed = BETWEEN) -> GroupLinks:
     """Ranks on these hosts, whose rings step in 1 ms and 0.5 ms."""
-    return Links(hosts, between, INSIDE, MEMORY, step_s=1 * MS, flat_step_s=0.5 * MS)
+    return GroupLinks(hosts, between, INSIDE, MEMORY, step_s=1 * MS, flat_step_s=0.5 * MS)
 
 
 def test_a_message_takes_the_latency_and_its_bytes() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline.comm.tcp.stream as stream_module
-from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, Stream
+from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, ByteStream
 from paceline.errors import SyncError
 
 
@@ -32,7 +32,7 @@ class Tape:
         self.all += self._part[:count]
 
 
-def connect(a: Stream, b: Stream) -> None:
+def connect(a: ByteStream, b: ByteStream) -> None:
     """As two ranks do that have found each other: each tells how much it has received."""
     one, other = socket.socketpair()
     for end in (one, other):
@@ -43,7 +43,7 @@ def connect(a: Stream, b: Stream) -> None:
     b.attach(other, received[0])
 
 
-def carry(streams: tuple[Stream, Stream], limit: int) -> bool:
+def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
     """Read and write at both ends until all has arrived, or so many bytes have: then the connection is cut. Returns whether it is."""
     begin = sum(stream.received for stream in streams)
     until = time.monotonic() + 20
@@ -69,7 +69,7 @@ def carry(streams: tuple[Stream, Stream], limit: int) -> bool:
 def test_every_byte_arrives_once_and_in_order(sizes: list[int], cuts: list[int], lent: bool, part: int, seed: int) -> None:
     chance = random.Random(seed)
     tapes = Tape(part), Tape(part)
-    streams = Stream(tapes[0]), Stream(tapes[1])
+    streams = ByteStream(tapes[0]), ByteStream(tapes[1])
     expected = bytearray(), bytearray()
     for size in sizes:
         end = chance.randrange(2)
@@ -96,7 +96,7 @@ def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.Monk
     """A turn ends after so many bytes, and what was read from the socket by then would be waited for in vain."""
     monkeypatch.setattr(stream_module, "_TURN_BYTES", 10_000)
     tape = Tape(1000)
-    streams = Stream(Tape(1)), Stream(tape)
+    streams = ByteStream(Tape(1)), ByteStream(tape)
     connect(*streams)
     for _ in range(30):
         streams[0].give(memoryview(bytes(1000)), lent=False)
@@ -113,7 +113,7 @@ def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.Monk
 
 def test_no_more_is_on_its_way_than_the_window() -> None:
     """What a lost connection may have to carry again is kept, so it has a bound."""
-    stream = Stream(Tape(1))
+    stream = ByteStream(Tape(1))
     one, other = socket.socketpair()
     with other:
         one.setblocking(False)
@@ -128,7 +128,7 @@ def test_no_more_is_on_its_way_than_the_window() -> None:
 
 
 def test_a_connection_that_closes_is_lost_and_one_that_says_goodbye_has_ended() -> None:
-    streams = Stream(Tape(1)), Stream(Tape(1))
+    streams = ByteStream(Tape(1)), ByteStream(Tape(1))
     connect(*streams)
     streams[0].detach()
     with pytest.raises(ConnectionError, match="closed by the other side"):
@@ -142,7 +142,7 @@ def test_a_connection_that_closes_is_lost_and_one_that_says_goodbye_has_ended() 
 
 
 def test_an_end_that_is_not_the_one_from_before_is_refused() -> None:
-    stream = Stream(Tape(1))
+    stream = ByteStream(Tape(1))
     one, other = socket.socketpair()
     with one, other, pytest.raises(SyncError, match="claims to have received 5 bytes, of 0 sent and 0 acknowledged"):
         stream.attach(one, 5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline.sync.compress.choice as choice_module
-from paceline.cluster.doctor.link_speed import Links, LinkSpeed
+from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import BackendAllReduce
 from paceline.comm.backend import joined
@@ -113,7 +113,7 @@ def reckoned(dtype: torch.dtype, slow: bool) -> dict[str, Any]:
         if slow:
             group.hosts = (0, 1)
             fast, link = LinkSpeed(1e-5, 1e10), LinkSpeed(1e-3, 1e6)
-            links = Links(hosts=group.hosts, between=link, inside=fast, memory=fast, step_s=1e-3, flat_step_s=1e-3)
+            links = GroupLinks(hosts=group.hosts, between=link, inside=fast, memory=fast, step_s=1e-3, flat_step_s=1e-3)
             setattr(choice_module, "measure_links", lambda group: links)  # noqa: B010 - in this process only
             setattr(choice_module, "measure_codec", lambda *of: CodecCost(0.01, measure_codec(*of).sent_bytes))  # noqa: B010
         before = torch.random.get_rng_state()

@@ -155,9 +155,9 @@ def test_a_tied_weight_may_stand_in_a_file_under_any_of_its_names(tmp_path: Path
 
 
 def whole(*shape: int) -> Any:
-    from paceline.split.layout import Layout
+    from paceline.split.layout import ShardLayout
 
-    return Layout.whole(shape)
+    return ShardLayout.whole(shape)
 
 
 @pytest.mark.parametrize(

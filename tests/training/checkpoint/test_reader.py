@@ -14,11 +14,11 @@ from torch import nn
 
 from grids import meshes, save_all
 from paceline.errors import CheckpointError, RunError
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.training.checkpoint.convert import export
-from paceline.training.checkpoint.manifest import Piece, TensorEntry
-from paceline.training.checkpoint.reader import Pieces, load, load_latest
+from paceline.training.checkpoint.manifest import TensorEntry, TensorPiece
+from paceline.training.checkpoint.reader import TensorPieces, load, load_latest
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
@@ -169,9 +169,11 @@ def test_of_another_plan_a_reader_gets_the_buffers_of_its_share_of_the_data(tmp_
 def test_a_part_that_the_pieces_do_not_hold_is_an_error_not_garbage(tmp_path: Path) -> None:
     file = tmp_path / "half.safetensors"
     save_file({"w": torch.ones(2, 3)}, file)
-    half = Pieces({"w": TensorEntry(dtype="F32", shape=[4, 3], pieces=[Piece(shard=0, key="w", offset=[0, 0], shape=[2, 3])])}, [file])
+    half = TensorPieces(
+        {"w": TensorEntry(dtype="F32", shape=[4, 3], pieces=[TensorPiece(shard=0, key="w", offset=[0, 0], shape=[2, 3])])}, [file]
+    )
     own = torch.zeros(2, 3)
-    half.fill("w", own, Layout.whole((4, 3)).narrow(0, 0, 2))
+    half.fill("w", own, ShardLayout.whole((4, 3)).narrow(0, 0, 2))
     assert own.all()
     with pytest.raises(CheckpointError, match=r"half.safetensors: 3 of 6 elements wanted of w are in no piece"):
-        half.fill("w", own, Layout.whole((4, 3)).narrow(0, 1, 3))
+        half.fill("w", own, ShardLayout.whole((4, 3)).narrow(0, 1, 3))

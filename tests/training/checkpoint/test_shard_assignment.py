@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grids import SHAPES, meshes, own_parts, parts_of, random_tensors
 from paceline.errors import CheckpointError
 from paceline.split.layout import Box
-from paceline.training.checkpoint.manifest import Piece, Receipt, ShardEntry, TensorEntry
+from paceline.training.checkpoint.manifest import Receipt, ShardEntry, TensorEntry, TensorPiece
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, key_of, merge, to_write
 
 DEGREES = [{"dp": 3}, {"tp": 2}, {"fsdp": 4}, {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 3, "fsdp": 2}, {"ep": 4}]
@@ -31,7 +31,7 @@ def receipt(tensors: dict[str, tuple[tuple[int, ...], list[Box]]], rank: int = 0
         name: TensorEntry(
             dtype=dtype,
             shape=list(shape),
-            pieces=[Piece(shard=rank, key=key_of(name, b, shape), offset=list(b.full), shape=list(b.shape)) for b in boxes],
+            pieces=[TensorPiece(shard=rank, key=key_of(name, b, shape), offset=list(b.full), shape=list(b.shape)) for b in boxes],
         )
         for name, (shape, boxes) in tensors.items()
     }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import CheckpointError
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
 from paceline.training.checkpoint.manifest import MANIFEST
@@ -163,7 +163,7 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Mesh, Part]
     cuts = {axis: (draw(st.sampled_from(range(len(shape)))), draw(st.booleans())) for axis in degrees if shape and axis != "dp"}
     ranks = []
     for mesh in meshes(**degrees):
-        part = Part("w", Layout.whole(shape))
+        part = Part("w", ShardLayout.whole(shape))
         for axis, (dim, halves) in cuts.items():
             own, of, index = part.layout.shape[dim], mesh.sizes[axis], mesh.place[axis]
             if own % (2 * of) == 0 and halves:

@@ -16,7 +16,7 @@ from paceline.plans.plan import Plan
 from paceline.split.memory import StateBytes, held_bytes
 from paceline.training.build import build_engine, built
 from paceline.training.dry_run.dry_run import DryRun, run_dry
-from paceline.training.dry_run.memory_watch import Watch
+from paceline.training.dry_run.memory_watch import MemoryWatch
 from ranks import Ranks
 
 LAYERS, HIDDEN, TOKENS, VOCAB = 4, 64, 16, 64
@@ -75,7 +75,7 @@ def measured_on_a_rank(job: Job, text: str) -> tuple[StateBytes, int, int]:
     torch.set_num_threads(1)
     plan = Plan.parse(text)
     with joined(deadline_s=30) as group:
-        watch = Watch()
+        watch = MemoryWatch()
         with watch, watch.resizing():
             data = job.data.build(input_shape=None, seed=0)
             engine = build_engine(job, plan, built(job, plan), data, group)
@@ -166,7 +166,7 @@ def test_code_that_looks_at_values_is_named() -> None:
 
 def test_a_watch_counts_what_is_alive() -> None:
     resize = torch.UntypedStorage.resize_
-    watch = Watch()
+    watch = MemoryWatch()
     with watch, watch.resizing():
         first = torch.empty(1000)
         second = first.view(10, 100) + 1

@@ -13,8 +13,8 @@ from rich.console import Console
 import paceline.training.record.progress as progress_module
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import Timing
-from paceline.training.record.progress import LiveProgress, PlainProgress, Recent, Tail
-from paceline.training.record.run import Lines
+from paceline.training.record.progress import LiveProgress, NewLines, PlainProgress, RecentSteps
+from paceline.training.record.run import JsonLines
 from paceline.units import clock
 from small_jobs import new_run, small_job
 
@@ -38,7 +38,7 @@ class Watched:
 
     def __init__(self, path: Path, *, terminal: bool, width: int = 120) -> None:
         run = new_run(path / "run", small_job())
-        self.steps, self.events = Lines(run.path / "steps" / "rank-0.jsonl"), Lines(run.path / "events.jsonl")
+        self.steps, self.events = JsonLines(run.path / "steps" / "rank-0.jsonl"), JsonLines(run.path / "events.jsonl")
         self.screen = StringIO()
         self.console = Console(file=self.screen, force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
         self.progress = LiveProgress(run.path, self.console)
@@ -58,7 +58,7 @@ class Watched:
 
 
 def test_the_sentence_says_how_far_how_well_how_fast_and_where_the_time_goes() -> None:
-    recent = Recent(total_steps=48_000)
+    recent = RecentSteps(total_steps=48_000)
     for step in range(12_000, 12_040):
         recent.add(record(step))
     expected = "epoch 3 · step 12,039/48,000 · loss 0.5000 · 5,120 samples/s · 59:56 left · 70 % compute, 12 % data, 10 % comm"
@@ -67,17 +67,17 @@ def test_the_sentence_says_how_far_how_well_how_fast_and_where_the_time_goes() -
 
 
 def test_a_run_without_a_known_end_has_no_time_left() -> None:
-    recent = Recent(total_steps=None)
+    recent = RecentSteps(total_steps=None)
     recent.add(record(7))
     assert recent.sentence().startswith("epoch 3 · step 7 · loss 0.5000 · 5,120 samples/s · 70 % compute")
 
 
 def test_before_the_first_step_the_run_is_starting() -> None:
-    assert Recent(total_steps=5).sentence() == "starting"
+    assert RecentSteps(total_steps=5).sentence() == "starting"
 
 
 def test_steps_without_times_or_a_finite_loss_are_no_obstacle() -> None:
-    recent = Recent(total_steps=10)
+    recent = RecentSteps(total_steps=10)
     recent.add(record(1, step_s=0.0, loss=None))
     assert recent.sentence() == "epoch 3 · step 1/10 · loss not finite"
     recent.add(record(2, loss=0.25))
@@ -101,7 +101,7 @@ def test_a_terminal_shows_one_live_line_and_keeps_the_evaluations(tmp_path: Path
         live.tick()
         watched.write(*(record(step) for step in range(11, 21)))
     watched.close()
-    assert "step 9: held-out loss 0.1021, accuracy 0.9722" in watched.lines
+    assert "step 9: validation loss 0.1021, accuracy 0.9722" in watched.lines
     assert any(
         line.endswith("epoch 3 · step 10/20 · loss 0.5000 · 5,120 samples/s · 0:01 left · 70 % compute, 12 % data, 10 % comm")
         for line in watched.lines
@@ -165,12 +165,12 @@ def test_an_earlier_attempt_is_not_shown_again(tmp_path: Path) -> None:
         live.tick()
         assert live.recent.step == 3
     watched.close()
-    assert "held-out" not in watched.screen.getvalue()
+    assert "validation" not in watched.screen.getvalue()
 
 
 def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    tail = Tail(path)
+    tail = NewLines(path)
     assert list(tail) == []
     path.write_text('{"step": 1}\n{"step"')
     assert [line["step"] for line in tail] == [1]
@@ -189,4 +189,4 @@ def test_under_another_launcher_rank_0_prints_plain_lines(capsys: pytest.Capture
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "epoch 3 · step 5/20 · loss 0.5000 · 5,120 samples/s · 0:02 left · 70 % compute, 12 % data, 10 % comm"
     assert second.startswith("epoch 3 · step 6/20 · loss 0.5000")
-    assert third == "step 5: held-out loss 1.0000"
+    assert third == "step 5: validation loss 1.0000"

@@ -24,16 +24,16 @@ from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.training.record.callback import StepInfo
-from paceline.training.record.recorder import Recorder, Use
+from paceline.training.record.recorder import ResourceUse, StepRecorder
 from paceline.training.record.run import read_lines
 from small_jobs import FEATURES, Points, points, small_job, train_here
 
 
-def recorder(path: Path) -> Recorder:
+def recorder(path: Path) -> StepRecorder:
     (path / "steps").mkdir(parents=True)
     model = nn.Linear(FEATURES, 3)
     loader = DataLoader(Points(), batch_size=8)
-    return Recorder(path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9)
+    return StepRecorder(path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9)
 
 
 def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:
@@ -159,7 +159,7 @@ def test_only_one_rank_of_a_host_notes_the_hosts_energy(tmp_path: Path, monkeypa
     counting = []
     for rank, hosts in [(0, (0, 0, 1, 1)), (1, (0, 0, 1, 1)), (2, (0, 0, 1, 1)), (3, (0, 0, 1, 1))]:
         engine.group = Group(rank=rank, size=4, hosts=hosts)
-        counting.append(len(Use(engine)._energy))
+        counting.append(len(ResourceUse(engine)._energy))
     assert counting == [1, 0, 1, 0]
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from paceline.cluster.discover import discover
 from paceline.errors import JobError, RunError
 from paceline.plans.plan import Plan
-from paceline.training.record.run import Lines, Run, read_lines
+from paceline.training.record.run import JsonLines, Run, read_lines
 from small_jobs import new_run, small_job
 
 
 def write_steps(run: Run, records: list[dict[str, Any]], rank: int = 0) -> None:
-    lines = Lines(run.path / "steps" / f"rank-{rank}.jsonl")
+    lines = JsonLines(run.path / "steps" / f"rank-{rank}.jsonl")
     for record in records:
         lines.write(json.dumps(record))
     lines.close()
@@ -32,7 +32,7 @@ def step(number: int, *, loss: float | None = 1.0, step_s: float = 0.1, samples:
 
 
 def write_events(run: Run, *events: dict[str, Any]) -> None:
-    lines = Lines(run.path / "events.jsonl")
+    lines = JsonLines(run.path / "events.jsonl")
     for event in events:
         lines.event(event.pop("event"), event)
     lines.close()
@@ -51,7 +51,7 @@ def test_a_crash_at_any_byte_loses_at_most_the_last_line(tmp_path_factory: pytes
     kept = [line for i, line in enumerate(before) if sum(ends[: i + 1]) - 1 <= path.stat().st_size]
 
     assert list(read_lines(path)) == kept
-    lines = Lines(path)
+    lines = JsonLines(path)
     lines.write('{"step": 99}')
     lines.close()
     assert list(read_lines(path)) == [*kept, {"step": 99}]
@@ -68,7 +68,7 @@ def test_no_file_has_no_lines(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_file_lose_nothing(tmp_path: Path) -> None:
-    first, second = Lines(tmp_path / "events.jsonl"), Lines(tmp_path / "events.jsonl")
+    first, second = JsonLines(tmp_path / "events.jsonl"), JsonLines(tmp_path / "events.jsonl")
     for i in range(50):
         (first, second)[i % 2].event("tick", {"number": i})
     first.close()
@@ -77,7 +77,7 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None:
-    lines = Lines(tmp_path / "steps.jsonl")
+    lines = JsonLines(tmp_path / "steps.jsonl")
     lines.write('{"step": 1}')
     full, own = os.open("/dev/full", os.O_WRONLY), lines._fd
     try:
@@ -95,7 +95,7 @@ def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"absent/steps\.jsonl cannot be written: No such file or directory"):
-        Lines(tmp_path / "absent" / "steps.jsonl")
+        JsonLines(tmp_path / "absent" / "steps.jsonl")
 
 
 # The directory

@@ -25,7 +25,7 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True)
-class Links:
+class GroupLinks:
     """The ways between the ranks of a group.
 
     Attributes:

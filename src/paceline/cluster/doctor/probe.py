@@ -29,7 +29,7 @@ _SMALLEST_COPY_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class Speed:
+class ProbedSpeed:
     """One thing that was measured: the median over several repeats, after a warm-up.
 
     Attributes:
@@ -90,7 +90,7 @@ class Probe:
         """
         return self._answer("import torch")
 
-    def speeds(self) -> Iterator[Speed]:
+    def speeds(self) -> Iterator[ProbedSpeed]:
         """Speeds of matrix products and copies: on all cores, one thread, and every GPU.
 
         Cores are physical ones. `torch` must have been called before.
@@ -107,7 +107,7 @@ class Probe:
         self._process.stdin.write(json.dumps({"wanted": wanted, "copy_bytes": copy_bytes(host.memory_bytes)}) + "\n")
         self._process.stdin.flush()
         while answer := self._answer("measure"):
-            yield Speed(**answer)
+            yield ProbedSpeed(**answer)
 
     def _answer(self, task: str) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -183,7 +183,7 @@ def _describe_torch() -> dict[str, Any]:
     }
 
 
-def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> Iterator[Speed]:
+def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> Iterator[ProbedSpeed]:
     import torch
 
     if threads:
@@ -195,9 +195,9 @@ def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> I
     tasks.append(("copy", "fp32", lambda: _copy_rate(device, copy_bytes)))
     for what, dtype, task in tasks:
         try:
-            yield Speed(what, device, dtype, threads, task())
+            yield ProbedSpeed(what, device, dtype, threads, task())
         except (RuntimeError, AssertionError) as error:  # no memory, a device that torch cannot use, a dtype that it lacks there
-            yield Speed(what, device, dtype, threads, why_not=str(error).strip().partition("\n")[0])
+            yield ProbedSpeed(what, device, dtype, threads, why_not=str(error).strip().partition("\n")[0])
 
 
 def _matmul_flops(device: str, dtype: Any) -> float:

@@ -27,7 +27,7 @@ _LARGEST = 2**17
 _BATCH = 64  # frames taken from one port before the others have their turn
 
 
-class _Held(NamedTuple):
+class _DelayedBytes(NamedTuple):
     due: float
     source: int
     target: int
@@ -51,7 +51,7 @@ class Relay(threading.Thread):
         self._by_address = {bytes.fromhex(link.mac.replace(":", "")): number for number, link in enumerate(links)}
         self._ports = inside(bridge, lambda: [_port(link.host) for link in links])
         self._numbers = {port: number for number, port in enumerate(self._ports)}
-        self._held: deque[_Held] = deque()
+        self._held: deque[_DelayedBytes] = deque()
 
     def run(self) -> None:
         """Carry packets in order of arrival, each held equally long."""
@@ -71,9 +71,9 @@ class Relay(threading.Thread):
                 return
             target = self._by_address.get(frame[_HEADER : _HEADER + 6])
             if target is not None:
-                self._held.append(_Held(time.monotonic() + self._delay_s, self._numbers[port], target, frame))
+                self._held.append(_DelayedBytes(time.monotonic() + self._delay_s, self._numbers[port], target, frame))
 
-    def _pass_on(self, held: _Held) -> None:
+    def _pass_on(self, held: _DelayedBytes) -> None:
         if self.cut.isdisjoint((held.source, held.target)):
             try:
                 self._ports[held.target].send(held.frame)

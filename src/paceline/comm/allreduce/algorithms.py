@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.cluster.doctor.link_speed import Links
+from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm.allreduce.hierarchical import Hierarchical
 from paceline.comm.allreduce.ring import ring_all_reduce
 from paceline.comm.allreduce.tree import tree_all_reduce
@@ -48,7 +48,7 @@ class Algorithm(Protocol):
         """End the groups that the algorithm made for itself."""
 
 
-def algorithm_for(group: Group, name: str, links: Links | None = None) -> Algorithm:
+def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> Algorithm:
     """The algorithm of a name. Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second.
 
     Args:
@@ -73,7 +73,7 @@ def algorithm_for(group: Group, name: str, links: Links | None = None) -> Algori
 class BackendAllReduce:
     """The transport's own all-reduce."""
 
-    def __init__(self, group: Group, name: str, why: str, links: Links | None = None) -> None:
+    def __init__(self, group: Group, name: str, why: str, links: GroupLinks | None = None) -> None:
         self.group, self.name, self.why, self._links = group, name, why, links
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -122,7 +122,7 @@ class PointToPointAllReduce(BackendAllReduce):
 class HierarchicalAllReduce(PointToPointAllReduce):
     """The hierarchical all-reduce, whose tensors lie in memory that a host's ranks share."""
 
-    def __init__(self, group: Group, name: str, why: str, links: Links | None = None) -> None:
+    def __init__(self, group: Group, name: str, why: str, links: GroupLinks | None = None) -> None:
         self.hierarchical = Hierarchical(group)
         super().__init__(group, name, why, self.hierarchical.all_reduce, links.hierarchical_s if links else None)
 
@@ -139,7 +139,7 @@ class HierarchicalAllReduce(PointToPointAllReduce):
 class Auto(BackendAllReduce):
     """Chooses for each size the algorithm with the lowest predicted time, from measured links."""
 
-    def __init__(self, group: Group, links: Links | None = None) -> None:
+    def __init__(self, group: Group, links: GroupLinks | None = None) -> None:
         self.links = links or measure_links(group)
         several = len(set(group.hosts)) < group.size  # ranks on some host
         names = [name for name in NAMES[:-1] if several or name != "hierarchical"]
@@ -181,7 +181,7 @@ class Auto(BackendAllReduce):
         )
 
 
-def _made(group: Group, name: str, why: str, links: Links | None = None) -> Algorithm:
+def _made(group: Group, name: str, why: str, links: GroupLinks | None = None) -> Algorithm:
     if name == "flat":
         return BackendAllReduce(group, name, why, links)
     if name == "hierarchical":

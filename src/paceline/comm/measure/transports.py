@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.cluster.doctor.link_speed import Links, LinkSpeed
+from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 from paceline.comm.group import Group
 
 _SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21  # bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
@@ -22,7 +22,7 @@ def ranks_by_host(group: Group) -> list[int]:
     return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
 
 
-def measure_links(group: Group) -> Links:
+def measure_links(group: Group) -> GroupLinks:
     """Measure the links of a group that spans hosts. Every rank calls this and gets the same."""
     firsts = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
     on_hosts = [[r for r, h in enumerate(group.hosts) if h == group.hosts[first]] for first in firsts]
@@ -30,7 +30,7 @@ def measure_links(group: Group) -> Links:
     together = next(ranks for ranks in on_hosts if group.rank in ranks)
     small = torch.zeros(_SMALL // 4, device=group.device)
     flat_s = _small_s(group, lambda: group.all_reduce(small))
-    return Links(
+    return GroupLinks(
         hosts=group.hosts,
         between=_speed(group, firsts[:2], firsts),
         inside=_speed(group, fullest[:2], together),

@@ -25,7 +25,7 @@ _STEP_BYTES = MAIL_BYTES // 8  # moved at a time, so that one side writes while 
 _WRITTEN, _READ = 0, 8  # words: how many bytes ever, on cache lines of their own
 
 
-class Outbox:
+class ShmOutbox:
     """This rank's end of the ring to one receiver."""
 
     def __init__(self, rounds: Rounds, receiver: int) -> None:
@@ -70,7 +70,7 @@ class Outbox:
 
 
 @dataclass
-class Message:
+class ShmMessage:
     """One that is coming in, or waits to be asked for."""
 
     tag: int
@@ -85,32 +85,32 @@ class Message:
 
 
 @dataclass
-class Request:
+class ShmReceive:
     """A place for the next message with a tag, and the message once it comes."""
 
     tag: int
     target: Tensor
-    message: Message | None = None
-    inbox: Inbox | None = None
+    message: ShmMessage | None = None
+    inbox: ShmInbox | None = None
 
-    def take(self, message: Message, inbox: Inbox) -> None:
+    def take(self, message: ShmMessage, inbox: ShmInbox) -> None:
         """The message is found."""
         self.message, self.inbox = message, inbox
 
 
-class Inbox:
+class ShmInbox:
     """This rank's end of the ring from one sender."""
 
     def __init__(self, rounds: Rounds, sender: int) -> None:
         self.peer = rounds.peers[sender]
         self._words, self._headers, self._ring = rounds.mailbox(sender, rounds.rank)
         self._read = 0
-        self._coming: Message | None = None
+        self._coming: ShmMessage | None = None
         self._abandoned = False
-        self._kept: deque[Message] = deque()
-        self._requests: deque[Request] = deque()
+        self._kept: deque[ShmMessage] = deque()
+        self._requests: deque[ShmReceive] = deque()
 
-    def request(self, request: Request) -> None:
+    def request(self, request: ShmReceive) -> None:
         """Ask for a message; those who ask first are served first.
 
         Raises:
@@ -121,7 +121,7 @@ class Inbox:
         self._requests.append(request)
         self._match()
 
-    def receive(self, request: Request) -> Steps:
+    def receive(self, request: ShmReceive) -> Steps:
         """Wait until the message is in its place.
 
         Raises:
@@ -141,7 +141,7 @@ class Inbox:
         """Take no further requests."""
         self._abandoned = True
 
-    def deliver(self, request: Request) -> None:
+    def deliver(self, request: ShmReceive) -> None:
         """Put a whole message where it was asked for."""
         message, target = request.message, request.target
         assert message is not None
@@ -174,11 +174,11 @@ class Inbox:
         """The sender, while nothing of it is there to be read."""
         return [self.peer] if self._words[_WRITTEN] == self._read else []
 
-    def _begin(self, tag: int, size: int) -> Message:
+    def _begin(self, tag: int, size: int) -> ShmMessage:
         """Straight into the first place that waits for it; else into memory of its own."""
         request = next((r for r in self._open() if r.tag == tag), None)
         fits = request is not None and len(request.target) == size
-        message = Message(tag, size, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8))
+        message = ShmMessage(tag, size, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8))
         if request is None:
             self._kept.append(message)
         else:
@@ -193,7 +193,7 @@ class Inbox:
                 request.take(self._kept[found], self)
                 del self._kept[found]
 
-    def _open(self) -> list[Request]:
+    def _open(self) -> list[ShmReceive]:
         """Requests whose message has not begun; others may have been served by another sender."""
         self._requests = deque(request for request in self._requests if request.message is None)
         return list(self._requests)
@@ -205,7 +205,7 @@ class Inbox:
         self.peer.ring()
 
 
-def receive_from_any(inboxes: Sequence[Inbox], request: Request) -> Steps:
+def receive_from_any(inboxes: Sequence[ShmInbox], request: ShmReceive) -> Steps:
     """Wait for the first message with the tag from any rank; returns that rank."""
     for inbox in inboxes:
         inbox.request(request)

@@ -15,8 +15,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline.comm.c10d.operation import OperationQueue, Steps
 from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
 from paceline.comm.shm.collectives import ShmCollectives
-from paceline.comm.shm.mailbox import Inbox, Outbox, Request, receive_from_any
-from paceline.comm.shm.progress import Peer, Progress
+from paceline.comm.shm.mailbox import ShmInbox, ShmOutbox, ShmReceive, receive_from_any
+from paceline.comm.shm.progress import Peer, ShmProgress
 from paceline.comm.shm.rounds import Rounds
 from paceline.comm.shm.segment import Handle, create
 from paceline.errors import ClusterError
@@ -33,11 +33,11 @@ class ShmProcessGroup(DrivenProcessGroup):
     _collectives: ShmCollectives
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        progress = _Shared.get(size)
+        progress = _SharedProgress.get(size)
         self._rounds = Rounds(store, rank, size, progress, timeout.total_seconds())
         super().__init__(rank, size, timeout, name, progress, ShmCollectives(self._rounds))
-        self._sending: dict[int, tuple[Outbox, OperationQueue]] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self._sending: dict[int, tuple[ShmOutbox, OperationQueue]] = {}
+        self._inboxes: dict[int, ShmInbox] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A flat tensor of zeros in shared memory; all ranks ask for it together.
@@ -94,7 +94,7 @@ class ShmProcessGroup(DrivenProcessGroup):
         self._check_open()
         [tensor] = tensors
         outbox, queue = self._sending.get(receiver) or self._sending.setdefault(
-            receiver, (Outbox(self._rounds, receiver), OperationQueue())
+            receiver, (ShmOutbox(self._rounds, receiver), OperationQueue())
         )
         return self._launch(queue, "send", f"send to rank {receiver}", outbox.send(flattened(tensor), tag), outbox.waits_for, [tensor])
 
@@ -104,7 +104,7 @@ class ShmProcessGroup(DrivenProcessGroup):
         inbox, flat = self._inbox(sender), flattened(tensor)
 
         def steps() -> Steps:
-            request = Request(tag, flat.view(torch.uint8))
+            request = ShmReceive(tag, flat.view(torch.uint8))
             inbox.request(request)  # here, where no other thread is at the inbox
             yield from inbox.receive(request)
             put_back(flat, tensor)
@@ -118,7 +118,7 @@ class ShmProcessGroup(DrivenProcessGroup):
         inboxes, flat = [self._inbox(r) for r in range(self.size()) if r != self.rank()], flattened(tensor)
 
         def steps() -> Steps:
-            sender = yield from receive_from_any(inboxes, Request(tag, flat.view(torch.uint8)))
+            sender = yield from receive_from_any(inboxes, ShmReceive(tag, flat.view(torch.uint8)))
             put_back(flat, tensor)
             return sender
 
@@ -128,8 +128,8 @@ class ShmProcessGroup(DrivenProcessGroup):
 
         return self._launch(OperationQueue(), "recvAnySource", "receive from any rank", steps(), waits_for, [tensor])
 
-    def _inbox(self, sender: int) -> Inbox:
-        return self._inboxes.get(sender) or self._inboxes.setdefault(sender, Inbox(self._rounds, sender))
+    def _inbox(self, sender: int) -> ShmInbox:
+        return self._inboxes.get(sender) or self._inboxes.setdefault(sender, ShmInbox(self._rounds, sender))
 
     # The end
 
@@ -141,7 +141,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             del self._collectives, self._rounds, self._progress
             self._sending.clear()
             self._inboxes.clear()
-            _Shared.release()
+            _SharedProgress.release()
 
     abort = shutdown
 
@@ -149,18 +149,18 @@ class ShmProcessGroup(DrivenProcessGroup):
         return "shm"
 
 
-class _Shared:
-    """The one `Progress` of this process, from its first group to its last."""
+class _SharedProgress:
+    """The one `ShmProgress` of this process, from its first group to its last."""
 
     lock = threading.Lock()
-    progress: Progress | None = None
+    progress: ShmProgress | None = None
     users = 0
 
     @classmethod
-    def get(cls, ranks: int) -> Progress:
+    def get(cls, ranks: int) -> ShmProgress:
         with cls.lock:
             if cls.progress is None:
-                cls.progress = Progress()
+                cls.progress = ShmProgress()
             cls.users += 1
             cls.progress.expect(ranks)
             return cls.progress

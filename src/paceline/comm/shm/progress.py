@@ -55,7 +55,7 @@ class Peer:
             futex.wake(self.bell_address)
 
 
-class Progress:
+class ShmProgress:
     """Drives the operations of this process, of all its groups."""
 
     def __init__(self) -> None:

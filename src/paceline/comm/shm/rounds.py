@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.shm import futex
-from paceline.comm.shm.progress import Peer, Progress
+from paceline.comm.shm.progress import Peer, ShmProgress
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
 
@@ -46,7 +46,7 @@ class Arena:
 class Rounds:
     """The shared control of one group, seen from one rank. `met` and `count` are all that collectives need to wait for each other."""
 
-    def __init__(self, store: Store, rank: int, size: int, progress: Progress, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, progress: ShmProgress, timeout_s: float) -> None:
         self.rank, self.size, self.progress, self.timeout_s = rank, size, progress, timeout_s
         self.round = 0
         self.arenas: dict[int, Arena] = {}

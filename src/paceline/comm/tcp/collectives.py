@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.comm.c10d.operation import Steps
 from paceline.comm.c10d.reduction import Reduction
-from paceline.comm.tcp.link import Link
-from paceline.comm.tcp.mesh import Mesh, Send
-from paceline.comm.tcp.messages import COLLECTIVE, Call, Receive
+from paceline.comm.tcp.link import PeerLink
+from paceline.comm.tcp.mesh import LinkMesh, TcpSend
+from paceline.comm.tcp.messages import COLLECTIVE, CurrentCall, TcpReceive
 
 _SMALL_BYTES = 2**16  # what a rank may send to all others together rather than have it go round
 _PIECE_BYTES = (2**15, 2**18)  # at least, at most
@@ -28,14 +28,14 @@ _AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link
 class TcpCollectives:
     """The collectives of one group. Every tensor is flat and contiguous; those that are not, the process group copies."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: LinkMesh) -> None:
         self._mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
         self._others = [r for r in range(self.size) if r != self.rank]
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._number = 0
-        self._under_way: Sequence[Send | Receive] = ()
+        self._under_way: Sequence[TcpSend | TcpReceive] = ()
 
-    def waits_for(self) -> list[Link]:
+    def waits_for(self) -> list[PeerLink]:
         """The links that the collective under way waits for."""
         return self._mesh.links_of(self._under_way)
 
@@ -73,7 +73,7 @@ class TcpCollectives:
             return
         pieces, last = tensor.split(self._piece(tensor)), self._right == root
         receives = [] if self.rank == root else [self._receive(self._left, call, piece) for piece in pieces]
-        sends: list[Send] = []
+        sends: list[TcpSend] = []
         for i, piece in enumerate(pieces):
             if receives:
                 yield from self._wait([receives[i]])
@@ -136,7 +136,7 @@ class TcpCollectives:
 
     # Parts of them
 
-    def _ring(self, call: Call, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None) -> Steps:
+    def _ring(self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None) -> Steps:
         """Some of the 2 (n - 1) steps of a ring all-reduce.
 
         After the first half rank r has the sum of all ranks' share r, after the second the sums of all shares. In step t a rank receives
@@ -147,8 +147,8 @@ class TcpCollectives:
         ahead = max(1, _AHEAD_BYTES // (piece * shares[0].element_size()))
         coming = [(step, part) for step in steps for part in _cut(shares[(self.rank - step - 2) % n], piece)]
         memory = [shares[0].new_empty(piece) for _ in range(ahead if steps.start <= last_sum else 0)]
-        going, sends = deque(_cut(shares[(self.rank - steps.start - 1) % n], piece)), list[Send]()
-        posted: deque[tuple[Tensor, Receive]] = deque()
+        going, sends = deque(_cut(shares[(self.rank - steps.start - 1) % n], piece)), list[TcpSend]()
+        posted: deque[tuple[Tensor, TcpReceive]] = deque()
 
         def go_on(received: int) -> None:
             for at in range(received + len(posted), min(received + ahead, len(coming))):
@@ -174,20 +174,20 @@ class TcpCollectives:
             sends.append(self._send(self._right, call, going.popleft()))
         yield from self._done(sends)
 
-    def _all_of(self, call: Call, tensor: Tensor) -> Steps:
+    def _all_of(self, call: CurrentCall, tensor: Tensor) -> Steps:
         """The tensors of all ranks, in rank order; this rank's is `tensor` itself."""
         parts = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
         receives = [self._receive(r, call, parts[r]) for r in self._others]
         yield from self._done([*receives, *(self._send(r, call, tensor) for r in self._others)])
         return parts
 
-    def _to_root(self, call: Call, parts: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+    def _to_root(self, call: CurrentCall, parts: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
         if self.rank == root:
             yield from self._done([self._receive(r, call, parts[r]) for r in self._others])
         else:
             yield from self._done([self._send(root, call, tensor)])
 
-    def _done(self, messages: Sequence[Send | Receive]) -> Steps:
+    def _done(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
         """Wait until they all are; then what was sent may change.
 
         What goes round a ring is lent to its stream until the ring is done: where it is written to before, that is because the sum that it
@@ -195,10 +195,10 @@ class TcpCollectives:
         """
         yield from self._wait(messages)
         for message in messages:
-            if isinstance(message, Send):
+            if isinstance(message, TcpSend):
                 message.end_loan()
 
-    def _wait(self, messages: Sequence[Send | Receive]) -> Steps:
+    def _wait(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
         if not all(message.done for message in messages):
             self._under_way = messages
             yield
@@ -206,15 +206,15 @@ class TcpCollectives:
                 yield
             self._under_way = ()
 
-    def _send(self, to: int, call: Call, tensor: Tensor) -> Send:
+    def _send(self, to: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
         return self._mesh.send(to, COLLECTIVE, call, tensor)
 
-    def _receive(self, source: int, call: Call, tensor: Tensor) -> Receive:
+    def _receive(self, source: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
         return self._mesh.receive(source, COLLECTIVE, call, tensor)
 
-    def _call(self, what: str, tensor: Tensor, *, how: str = "", root: int = -1) -> Call:
+    def _call(self, what: str, tensor: Tensor, *, how: str = "", root: int = -1) -> CurrentCall:
         self._number += 1
-        return Call.of(what, tensor.dtype, tensor.numel(), how=how, root=root, number=self._number)
+        return CurrentCall.of(what, tensor.dtype, tensor.numel(), how=how, root=root, number=self._number)
 
     def _is_small(self, nbytes: int) -> bool:
         return nbytes * (self.size - 1) <= _SMALL_BYTES

@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass
 
 from paceline.comm.tcp.handshake import WELCOME_BYTES, Hello, Welcome
-from paceline.comm.tcp.progress import Loop
-from paceline.comm.tcp.stream import Sink, Stream
+from paceline.comm.tcp.progress import TcpProgress
+from paceline.comm.tcp.stream import ByteStream, Sink
 from paceline.errors import SyncError
 
 _FIRST_KNOCK_S = 1.0  # for the other rank to connect by itself at first
@@ -31,7 +31,7 @@ _READ, _WRITE = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAddress:
     """A rank of a group: its host's name, where it listens, and its process."""
 
     rank: int
@@ -44,16 +44,16 @@ class Place:
         return f"rank {self.rank} (host {self.host}, {self.address})"
 
 
-class Link:
+class PeerLink:
     """This rank's end of the link to `peer`. All of it is called under the loop's lock."""
 
-    def __init__(self, loop: Loop, own: Place, peer: Place, secret: bytes, sink: Sink) -> None:
+    def __init__(self, loop: TcpProgress, own: RankAddress, peer: RankAddress, secret: bytes, sink: Sink) -> None:
         self.own, self.peer = own, peer
-        self.stream = Stream(sink)
+        self.stream = ByteStream(sink)
         self.connections = 0  # made so far
         self._loop, self._secret = loop, secret
         self._connects = own.rank > peer.rank
-        self._attempt: _Attempt | None = None
+        self._attempt: _Connecting | None = None
         self._epoch = 0  # the number of the connection, counted by the rank that accepts
         self._attempts = 0  # since the connection was lost
         self._since = time.monotonic()  # connected, or not
@@ -212,7 +212,7 @@ class Link:
         patience_s = min(_ATTEMPT_S[0] * 1.5 ** max(0, self._attempts - 8), _ATTEMPT_S[1])
         hello = Hello(self.own.rank, not self._connects, self._epoch, self.stream.received).to_bytes(self._secret)
         try:
-            self._attempt = _Attempt(self.own, self.peer, hello, now + patience_s)
+            self._attempt = _Connecting(self.own, self.peer, hello, now + patience_s)
         except OSError as error:
             self._failed(error)
             return
@@ -266,10 +266,10 @@ class Link:
             self._attempt = None
 
 
-class _Attempt:
+class _Connecting:
     """A connection that is being made."""
 
-    def __init__(self, own: Place, peer: Place, hello: bytes, until: float) -> None:
+    def __init__(self, own: RankAddress, peer: RankAddress, hello: bytes, until: float) -> None:
         self.until, self._hello, self._answer = until, hello, b""
         self.greeted = False
         family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.comm.tcp.handshake import HELLO_BYTES, Hello
-from paceline.comm.tcp.progress import Loop
+from paceline.comm.tcp.progress import TcpProgress
 from paceline.errors import LaunchError
 
 _PATIENCE_S = 5.0  # for a new connection to identify itself
@@ -32,7 +32,7 @@ class Listener:
     Called under the loop's lock, but for its construction.
     """
 
-    def __init__(self, loop: Loop, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
+    def __init__(self, loop: TcpProgress, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
         self._loop, self._secret, self._welcome = loop, secret, welcome
         self._pending: dict[int, _Pending] = {}
         self._socket = _listen(address)

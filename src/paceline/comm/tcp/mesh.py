@@ -18,11 +18,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline.comm.address import own_address, own_host
 from paceline.comm.c10d.operation import Operation, OperationQueue
 from paceline.comm.tcp.handshake import SECRET_BYTES, Hello
-from paceline.comm.tcp.link import Link, Place
+from paceline.comm.tcp.link import PeerLink, RankAddress
 from paceline.comm.tcp.listener import Listener
-from paceline.comm.tcp.messages import FAILURE, Call, Inbox, Message, Receive, bytes_of, header
-from paceline.comm.tcp.progress import Loop
-from paceline.comm.tcp.stream import Piece
+from paceline.comm.tcp.messages import FAILURE, CurrentCall, TcpInbox, TcpMessage, TcpReceive, bytes_of, header
+from paceline.comm.tcp.progress import TcpProgress
+from paceline.comm.tcp.stream import OutgoingBytes
 from paceline.errors import LaunchError, SyncError
 
 _SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
@@ -31,10 +31,10 @@ _LINGER_BROKEN_S = 1.0  # for word of a failure to go out
 _LONGEST_FAILURE = 4000  # characters
 
 
-class Send:
+class TcpSend:
     """A message being sent. After `end_loan` the tensor may change."""
 
-    def __init__(self, link: Link, piece: Piece) -> None:
+    def __init__(self, link: PeerLink, piece: OutgoingBytes) -> None:
         self.link, self._piece, self._end = link, piece, piece.end
 
     @property
@@ -47,32 +47,32 @@ class Send:
         self.link.stream.keep(self._piece)
 
 
-class Mesh:
+class LinkMesh:
     """This rank's links to all others. All but the making and `close` is called under the loop's lock."""
 
-    def __init__(self, loop: Loop, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, loop: TcpProgress, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size, self.loop = rank, size, loop
         self.broken: Exception | None = None
         self._timeout_s = timeout_s
-        self.links: dict[int, Link] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self.links: dict[int, PeerLink] = {}
+        self._inboxes: dict[int, TcpInbox] = {}
         secret = _secret(store, rank, timeout_s)
         self._listener = Listener(loop, own_address(), secret, self._welcome)
         try:
-            own = Place(rank, own_host(), self._listener.address, self._listener.port, os.getpid())
+            own = RankAddress(rank, own_host(), self._listener.address, self._listener.port, os.getpid())
             places = _meet(store, own, size, timeout_s)
             with loop.lock:
                 for peer in places:
                     if peer.rank != rank:
-                        inbox = self._inboxes[peer.rank] = Inbox(peer.rank, self._on_mismatch, self._on_failure)
-                        self.links[peer.rank] = Link(loop, own, peer, secret, inbox)
+                        inbox = self._inboxes[peer.rank] = TcpInbox(peer.rank, self._on_mismatch, self._on_failure)
+                        self.links[peer.rank] = PeerLink(loop, own, peer, secret, inbox)
         except BaseException:
             with loop.lock:
                 self._listener.close()
             raise
         self._own = own
 
-    def send(self, to: int, channel: int, call: Call, tensor: Tensor) -> Send:
+    def send(self, to: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
         """Send a flat tensor, behind all that was sent to that rank before."""
         link, data = self.links[to], bytes_of(tensor)
         head = header(channel, call, len(data))
@@ -82,32 +82,32 @@ class Mesh:
             link.stream.give(memoryview(head), lent=False)
             piece = link.stream.give(data, lent=True)
         link.flush()
-        return Send(link, piece)
+        return TcpSend(link, piece)
 
-    def receive(self, source: int, channel: int, call: Call, tensor: Tensor) -> Receive:
+    def receive(self, source: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
         """Have the next message (of the call's tag) from a rank put into a flat tensor."""
-        receive = Receive(call, bytes_of(tensor), source=source)
+        receive = TcpReceive(call, bytes_of(tensor), source=source)
         self._inboxes[source].ask(channel, receive)
         return receive
 
-    def receive_from_any(self, channel: int, call: Call, tensor: Tensor) -> Receive:
+    def receive_from_any(self, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
         """Have the next message from whichever rank is the first put into a flat tensor."""
-        receive = Receive(call, bytes_of(tensor))
+        receive = TcpReceive(call, bytes_of(tensor))
         for inbox in self._inboxes.values():
             if receive.message is None:
                 inbox.ask(channel, receive)
         return receive
 
-    def links_of(self, under_way: Sequence[Send | Receive]) -> list[Link]:
+    def links_of(self, under_way: Sequence[TcpSend | TcpReceive]) -> list[PeerLink]:
         """The links that messages wait for.
 
         A message from any rank waits for all links, unless every other rank is over, since one may still send.
         """
-        found: dict[Link, None] = {}
+        found: dict[PeerLink, None] = {}
         for message in under_way:
             if message.done:
                 continue
-            if isinstance(message, Send):
+            if isinstance(message, TcpSend):
                 found[message.link] = None
             elif message.source >= 0:
                 found[self.links[message.source]] = None
@@ -124,7 +124,7 @@ class Mesh:
             said = str(error) if isinstance(error, SyncError) else f"{self._own}: {type(error).__name__}: {error}"
             text = said[:_LONGEST_FAILURE].encode()
             for link in self.links.values():
-                link.stream.give(memoryview(header(FAILURE, Call.of("failure"), len(text)) + text), lent=False)
+                link.stream.give(memoryview(header(FAILURE, CurrentCall.of("failure"), len(text)) + text), lent=False)
                 link.flush()
 
     def close(self, linger_s: float) -> None:
@@ -132,7 +132,7 @@ class Mesh:
         until = time.monotonic() + (linger_s if self.broken is None else min(linger_s, _LINGER_BROKEN_S))
         polite_until = min(until, time.monotonic() + _GOODBYE_S)
 
-        def has_left(link: Link) -> bool:
+        def has_left(link: PeerLink) -> bool:
             if link.stream.outstanding and not link.why_over():
                 return time.monotonic() > until
             link.say_goodbye()
@@ -158,7 +158,7 @@ class Mesh:
             connection.close()
             self.fail(error)
 
-    def _on_mismatch(self, source: int, receive: Receive, message: Message) -> None:
+    def _on_mismatch(self, source: int, receive: TcpReceive, message: TcpMessage) -> None:
         own, peer = self._own, self.links[source].peer
         ours, theirs = str(receive.call), str(message.call)
         if ours == theirs:  # all_to_all, whose sizes may differ from pair to pair
@@ -181,7 +181,7 @@ class MeshQueue(OperationQueue):
     The failure of one ends those of all the group's queues, on all ranks.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: LinkMesh) -> None:
         self._mesh = mesh
         super().__init__()
 
@@ -210,12 +210,12 @@ def _secret(store: Store, rank: int, timeout_s: float) -> bytes:
     return bytes.fromhex(store.get("tcp/secret").decode())
 
 
-def _meet(store: Store, own: Place, size: int, timeout_s: float) -> list[Place]:
+def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:
     """The listening address of every rank, by rank."""
     keys = [f"tcp/{rank}" for rank in range(size)]
     store.set(keys[own.rank], json.dumps(asdict(own)))
     _wait(store, keys, timeout_s)
-    places = [Place(**json.loads(store.get(key))) for key in keys]
+    places = [RankAddress(**json.loads(store.get(key))) for key in keys]
     unreachable = [p for p in places if ip_address(p.address).is_loopback != ip_address(own.address).is_loopback]
     if unreachable:
         alone = own if ip_address(own.address).is_loopback else unreachable[0]

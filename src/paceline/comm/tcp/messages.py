@@ -43,7 +43,7 @@ _HOW_CODES = {name: code for code, name in enumerate(_HOW)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-class Call(NamedTuple):
+class CurrentCall(NamedTuple):
     """A rank's current call, which both ends of a message must agree about.
 
     `elements` are those of the whole call.
@@ -58,7 +58,9 @@ class Call(NamedTuple):
     elements: int = 0
 
     @classmethod
-    def of(cls, what: str, dtype: torch.dtype = torch.uint8, elements: int = 0, *, how: str = "", root: int = -1, number: int = 0) -> Call:
+    def of(
+        cls, what: str, dtype: torch.dtype = torch.uint8, elements: int = 0, *, how: str = "", root: int = -1, number: int = 0
+    ) -> CurrentCall:
         """A call in numbers."""
         return cls(_WHAT_CODES[what], _HOW_CODES[how], _DTYPE_CODES[dtype], root, number, 0, elements)
 
@@ -75,18 +77,18 @@ class Call(NamedTuple):
         return " ".join(word for word in words if word)
 
 
-def header(channel: int, call: Call, nbytes: int) -> bytes:
+def header(channel: int, call: CurrentCall, nbytes: int) -> bytes:
     """The header of a message with so many bytes."""
     what, how, dtype, root, number, tag, elements = call
     return _HEADER.pack(channel, what, how, dtype, root, number, tag, elements, nbytes)
 
 
 @dataclass
-class Message:
+class TcpMessage:
     """One that is coming in, or waits to be asked for."""
 
     channel: int
-    call: Call
+    call: CurrentCall
     data: memoryview
     received: int = 0
 
@@ -97,12 +99,12 @@ class Message:
 
 
 @dataclass(eq=False)
-class Receive:
+class TcpReceive:
     """A place for a message that is waited for."""
 
-    call: Call
+    call: CurrentCall
     target: memoryview
-    message: Message | None = None
+    message: TcpMessage | None = None
     source: int = -1
 
     @property
@@ -111,22 +113,22 @@ class Receive:
         return self.message is not None and self.message.whole
 
 
-class Inbox:
+class TcpInbox:
     """Receiver of one rank's messages.
 
     `on_mismatch` gets a message that is not the expected one, `on_failure` the other's failure.
     """
 
-    def __init__(self, source: int, on_mismatch: Callable[[int, Receive, Message], None], on_failure: Callable[[str], None]) -> None:
+    def __init__(self, source: int, on_mismatch: Callable[[int, TcpReceive, TcpMessage], None], on_failure: Callable[[str], None]) -> None:
         self.source = source
         self._on_mismatch, self._on_failure = on_mismatch, on_failure
-        self._receives: dict[int, deque[Receive]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}
-        self._kept: dict[int, deque[Message]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}
+        self._receives: dict[int, deque[TcpReceive]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}
+        self._kept: dict[int, deque[TcpMessage]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._header_received = 0
-        self._coming: Message | None = None
+        self._coming: TcpMessage | None = None
 
-    def ask(self, channel: int, receive: Receive) -> None:
+    def ask(self, channel: int, receive: TcpReceive) -> None:
         """Wait for a message; those who ask first are served first."""
         kept = self._kept[channel]
         for at, message in enumerate(kept):
@@ -160,24 +162,24 @@ class Inbox:
             if message.channel == FAILURE:
                 self._on_failure(bytes(message.data).decode(errors="replace"))
 
-    def _begin(self) -> Message:
+    def _begin(self) -> TcpMessage:
         """Straight into the place that waits for it, else into memory of its own."""
         channel, what, how, dtype, root, number, tag, elements, nbytes = _HEADER.unpack(self._header)
-        call = Call(what, how, dtype, root, number, tag, elements)
+        call = CurrentCall(what, how, dtype, root, number, tag, elements)
         if channel == FAILURE:
-            return Message(channel, call, memoryview(bytearray(min(nbytes, _LONGEST_FAILURE_BYTES))))
+            return TcpMessage(channel, call, memoryview(bytearray(min(nbytes, _LONGEST_FAILURE_BYTES))))
         receive = self._who_waits(channel, tag)
         if receive is not None and self._fits(receive, call, nbytes):
-            receive.message, receive.source = Message(channel, call, receive.target), self.source
+            receive.message, receive.source = TcpMessage(channel, call, receive.target), self.source
             return receive.message
-        message = Message(channel, call, torch.empty(nbytes, dtype=torch.uint8).numpy().data)
+        message = TcpMessage(channel, call, torch.empty(nbytes, dtype=torch.uint8).numpy().data)
         if receive is None:
             self._kept[channel].append(message)
         else:
             self._on_mismatch(self.source, receive, message)
         return message
 
-    def _who_waits(self, channel: int, tag: int) -> Receive | None:
+    def _who_waits(self, channel: int, tag: int) -> TcpReceive | None:
         waiting = self._receives[channel]
         while waiting and waiting[0].message is not None:  # it asked several ranks, and another one has served it
             waiting.popleft()
@@ -187,7 +189,7 @@ class Inbox:
                 return receive
         return None
 
-    def _give(self, receive: Receive, message: Message) -> None:
+    def _give(self, receive: TcpReceive, message: TcpMessage) -> None:
         if not self._fits(receive, message.call, len(message.data)):
             self._on_mismatch(self.source, receive, message)
         elif message.whole:
@@ -199,7 +201,7 @@ class Inbox:
             receive.message, receive.source = message, self.source
 
     @staticmethod
-    def _fits(receive: Receive, call: Call, nbytes: int) -> bool:
+    def _fits(receive: TcpReceive, call: CurrentCall, nbytes: int) -> bool:
         return receive.call == call and len(receive.target) == nbytes
 
 

@@ -13,10 +13,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline.comm.c10d.operation import Steps
 from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
 from paceline.comm.tcp.collectives import TcpCollectives
-from paceline.comm.tcp.link import Link
-from paceline.comm.tcp.mesh import Mesh, MeshQueue, Send
-from paceline.comm.tcp.messages import MESSAGE, Call, Receive
-from paceline.comm.tcp.progress import Loop
+from paceline.comm.tcp.link import PeerLink
+from paceline.comm.tcp.mesh import LinkMesh, MeshQueue, TcpSend
+from paceline.comm.tcp.messages import MESSAGE, CurrentCall, TcpReceive
+from paceline.comm.tcp.progress import TcpProgress
 
 
 class TcpProcessGroup(DrivenProcessGroup):
@@ -26,11 +26,11 @@ class TcpProcessGroup(DrivenProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        loop = _Shared.get()
+        loop = _SharedProgress.get()
         try:
-            self._mesh = Mesh(loop, store, rank, size, timeout.total_seconds())
+            self._mesh = LinkMesh(loop, store, rank, size, timeout.total_seconds())
         except BaseException:
-            _Shared.release()
+            _SharedProgress.release()
             raise
         super().__init__(rank, size, timeout, name, loop, TcpCollectives(self._mesh))
         self._loop = loop
@@ -39,7 +39,7 @@ class TcpProcessGroup(DrivenProcessGroup):
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
         self._check_open()
         [tensor] = tensors
-        under_way: list[Send | Receive] = []
+        under_way: list[TcpSend | TcpReceive] = []
 
         def steps() -> Steps:
             flat = flattened(tensor)
@@ -60,7 +60,7 @@ class TcpProcessGroup(DrivenProcessGroup):
     def _receive(self, tensors: Sequence[Tensor], sender: int | None, tag: int) -> dist.Work:
         self._check_open()
         [tensor] = tensors
-        under_way: list[Send | Receive] = []
+        under_way: list[TcpSend | TcpReceive] = []
 
         def steps() -> Steps:
             flat = flattened(tensor)
@@ -76,7 +76,7 @@ class TcpProcessGroup(DrivenProcessGroup):
         title, whom = ("recvAnySource", "any rank") if sender is None else ("recv", f"rank {sender}")
         return self._launch(MeshQueue(self._mesh), title, f"receive from {whom}", steps(), self._awaited(under_way), [tensor])
 
-    def _awaited(self, under_way: list[Send | Receive]) -> Callable[[], list[Link]]:
+    def _awaited(self, under_way: list[TcpSend | TcpReceive]) -> Callable[[], list[PeerLink]]:
         return lambda: self._mesh.links_of(under_way)
 
     # The end
@@ -99,24 +99,24 @@ class TcpProcessGroup(DrivenProcessGroup):
             self._mesh.close(linger_s)
             # torch's own caches may keep this object for as long as the process lives.
             del self._collectives, self._mesh, self._operations, self._progress, self._loop
-            _Shared.release()
+            _SharedProgress.release()
 
     def getBackendName(self) -> str:
         return "tcp"
 
 
-class _Shared:
-    """The one `Loop` of this process, from its first group to its last."""
+class _SharedProgress:
+    """The one `TcpProgress` of this process, from its first group to its last."""
 
     lock = threading.Lock()
-    loop: Loop | None = None
+    loop: TcpProgress | None = None
     users = 0
 
     @classmethod
-    def get(cls) -> Loop:
+    def get(cls) -> TcpProgress:
         with cls.lock:
             if cls.loop is None:
-                cls.loop = Loop()
+                cls.loop = TcpProgress()
             cls.users += 1
             return cls.loop
 
@@ -129,5 +129,5 @@ class _Shared:
                 cls.loop = None
 
 
-def _message(flat: Tensor, tag: int) -> Call:
-    return Call.of("message", flat.dtype, flat.numel())._replace(tag=tag)
+def _message(flat: Tensor, tag: int) -> CurrentCall:
+    return CurrentCall.of("message", flat.dtype, flat.numel())._replace(tag=tag)

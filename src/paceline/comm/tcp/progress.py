@@ -33,7 +33,7 @@ class Awaited(Protocol):
         """The state of the connection, as text."""
 
 
-class Loop:
+class TcpProgress:
     """Drives the operations and the connections of this process, of all its groups over TCP."""
 
     def __init__(self) -> None:

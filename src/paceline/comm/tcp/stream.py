@@ -36,7 +36,7 @@ class Sink(Protocol):
         """Account for `count` received bytes."""
 
 
-class Piece:
+class OutgoingBytes:
     """Bytes given to the stream: `start` is the position of the first. `lent`: the memory is the caller's, who may change it."""
 
     __slots__ = ("data", "lent", "start")
@@ -50,7 +50,7 @@ class Piece:
         return self.start + len(self.data)
 
 
-class Stream:
+class ByteStream:
     """One end. `attach` it to a connection; `read` and `write` raise OSError when that is lost, and then `detach` it."""
 
     def __init__(self, sink: Sink) -> None:
@@ -63,8 +63,8 @@ class Stream:
         self._sink = sink
         self._told = 0  # of `received`, what the other side knows
         self._acknowledge_now = False
-        self._queued: deque[Piece] = deque()  # not sent, or in part
-        self._kept: deque[Piece] = deque()  # sent, and not all of it acknowledged
+        self._queued: deque[OutgoingBytes] = deque()  # not sent, or in part
+        self._kept: deque[OutgoingBytes] = deque()  # sent, and not all of it acknowledged
         self._frame: list[memoryview] = []  # of the frame under way, what the kernel has not taken yet
         self._frame_left = 0  # bytes of it
         self._frame_payload = 0  # bytes of it that belong to the stream
@@ -74,9 +74,9 @@ class Stream:
 
     # Giving
 
-    def give(self, data: memoryview, *, lent: bool) -> Piece:
+    def give(self, data: memoryview, *, lent: bool) -> OutgoingBytes:
         """Send bytes after all given before. Lent ones must stay as they are until `written` has passed them and `keep` was called."""
-        piece = Piece(self.given, data, lent)
+        piece = OutgoingBytes(self.given, data, lent)
         self._queued.append(piece)
         self.given = piece.end
         return piece
@@ -91,7 +91,7 @@ class Stream:
         """Bytes that the other side is not known to have."""
         return self.given - self.acknowledged
 
-    def keep(self, piece: Piece) -> None:
+    def keep(self, piece: OutgoingBytes) -> None:
         """End a loan: copy what may have to be sent again."""
         if piece.lent:
             begin = max(piece.start, self.acknowledged)

@@ -56,7 +56,7 @@ class BuiltIn:
 
 
 class LossMetric:
-    """The job's loss on held-out data, weighted as in training, by the name `loss`."""
+    """The job's loss on validation data, weighted as in training, by the name `loss`."""
 
     name = "loss"
 

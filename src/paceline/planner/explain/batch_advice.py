@@ -104,7 +104,7 @@ class BatchAdvice:
 
         Values counted in steps are divided by the batch's factor.
         """
-        steps = _Steps(self.factor)
+        steps = _StepCount(self.factor)
         warm_up = max(steps(job.schedule.warmup_steps) or 0, min(job.schedule.warmup_steps, _LEAST_WARM_UP))
         # keeps the first steps from diverging (Goyal et al., 2017)
         if self.rule == "linear" and self.factor > 1:
@@ -226,7 +226,7 @@ def _smaller(job: Job, cluster: Cluster, calibration: Calibration | None, now: B
     return found[::-1]
 
 
-class _Steps:
+class _StepCount:
     """Conversion of a number of steps to one that sees as many samples. The result is at least 1."""
 
     def __init__(self, factor: float) -> None:

@@ -19,7 +19,7 @@ _MOST_CP = 64
 _MOST_TP = 64
 
 
-class Least(NamedTuple):
+class SmallestMemory(NamedTuple):
     """The plan that comes nearest to fitting on given machines.
 
     Attributes:
@@ -61,9 +61,9 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     return f"{said} More such hosts do not help: {what} alone would still take {size(most)}. Shorter samples or smaller layers would."
 
 
-def least(layout: Layout, global_batch: int) -> Least:
+def least(layout: Layout, global_batch: int) -> SmallestMemory:
     """The plan on the layout's machines whose fullest rank needs the least of its device. Only plans that shard everything are tried."""
-    options = (Least(sum(memory(option).values()), usable_bytes(option), option) for option in _frugal(layout, global_batch))
+    options = (SmallestMemory(sum(memory(option).values()), usable_bytes(option), option) for option in _frugal(layout, global_batch))
     return min(options, key=lambda option: option.needed / option.room)
 
 
@@ -122,10 +122,10 @@ def _divides(trace: Trace, tp: int, cp: int) -> bool:
     return bool(gemms) and trace.tokens % cp == 0 and all(gemm.batch % tp == 0 for gemm in gemms if gemm.divided == "batch")
 
 
-def _more_hosts(layout: Layout, global_batch: int) -> Least:
+def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
     """Fit on the smallest sufficient number of the same hosts, found by bisection. If no number is enough, on very many of them."""
 
-    def on(hosts: int) -> Least:
+    def on(hosts: int) -> SmallestMemory:
         return least(replace(layout, machines=replace(layout.machines, hosts=hosts, speeds=())), global_batch)
 
     low, high = layout.machines.hosts, 2 * layout.machines.hosts
@@ -138,7 +138,7 @@ def _more_hosts(layout: Layout, global_batch: int) -> Least:
     return found
 
 
-def _larger_device(layout: Layout, global_batch: int) -> Least:
+def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
     """Fit on as many devices of the smallest sufficient kind in the catalogue. If none is sufficient, on the largest."""
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
@@ -151,7 +151,7 @@ def _larger_device(layout: Layout, global_batch: int) -> Least:
     return found
 
 
-def _on(found: Least) -> str:
+def _on(found: SmallestMemory) -> str:
     """The cluster as `--cluster` takes it, and the plan."""
     machines = found.layout.machines
     name = f"{machines.hosts}x{machines.per_host}x{machines.device.name}"

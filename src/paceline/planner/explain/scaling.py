@@ -20,7 +20,7 @@ _FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledPlan:
     """The job, global batch included, on another number of devices (strong scaling).
 
     Attributes:
@@ -49,11 +49,11 @@ class Scaled:
         }
 
 
-def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None) -> tuple[Scaled, ...]:
+def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None) -> tuple[ScaledPlan, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
     from paceline.planner.search.search import search
 
-    points: list[Scaled] = []
+    points: list[ScaledPlan] = []
     for factor in _FACTORS:
         best = found.best[0]
         resized = cluster if factor == 1 else with_devices(cluster, factor)
@@ -63,15 +63,15 @@ def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibr
             try:
                 best = search(job, resized, top=1, calibration=calibration).best[0]
             except PacelineError as error:
-                points.append(Scaled(resized.devices, why=str(error).splitlines()[0]))
+                points.append(ScaledPlan(resized.devices, why=str(error).splitlines()[0]))
                 continue
         points.append(_compared(points, resized.devices, best.plan, best.prediction))
     return tuple(points)
 
 
-def _compared(before: list[Scaled], devices: int, plan: Plan, prediction: Prediction) -> Scaled:
+def _compared(before: list[ScaledPlan], devices: int, plan: Plan, prediction: Prediction) -> ScaledPlan:
     first = next((point for point in before if point.prediction is not None), None)
     if first is None or first.prediction is None:
-        return Scaled(devices, plan, prediction, 1.0, 1.0)
+        return ScaledPlan(devices, plan, prediction, 1.0, 1.0)
     speedup = first.prediction.step_time_s / prediction.step_time_s
-    return Scaled(devices, plan, prediction, speedup, speedup * first.devices / devices)
+    return ScaledPlan(devices, plan, prediction, speedup, speedup * first.devices / devices)

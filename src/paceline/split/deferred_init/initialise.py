@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError, PlanError
 from paceline.split.deferred_init.operation_log import OperationLog, Take
-from paceline.split.deferred_init.recorder import NotRecordable, Recorder
+from paceline.split.deferred_init.recorder import ConstructionRecorder, NotRecordable
 from paceline.split.parameter_hooks import carry_hooks, refuse_kept_parameters
 
 # fraction of the model's bytes brought along by its construction that is worth a note
@@ -66,7 +66,7 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
         Exception: any error of the construction.
     """
     others = random.getstate(), np.random.get_state()
-    recorder = Recorder()
+    recorder = ConstructionRecorder()
     problem: str | None
     try:
         with recorder.recording():
@@ -120,7 +120,7 @@ def _built_whole(build: Callable[[], nn.Module], why: str) -> DeferredModel:
     return DeferredModel(model, f"every rank held the whole model at first, for its construction cannot be recorded: {why}", replay)
 
 
-def _from_log(model: nn.Module, recorder: Recorder) -> DeferredModel:
+def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel:
     _compute_attributes(model, recorder)
     log: OperationLog = recorder.log
     tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if b.is_meta}
@@ -166,7 +166,7 @@ def _shape(parameter: nn.Parameter) -> nn.Parameter:
     return shape
 
 
-def _compute_attributes(model: nn.Module, recorder: Recorder) -> None:
+def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> None:
     """Give values to meta tensors that modules keep as plain attributes.
 
     Raises:

@@ -46,7 +46,7 @@ class RestoreRNG:
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedOperation:
     """One logged operation, with a `View` in place of every logged tensor.
 
     Attributes:
@@ -86,7 +86,7 @@ Action = Literal["run", "draw", "skip"]
 class OperationLog:
     """Logged steps of a construction in order, with the generators' states at its start."""
 
-    steps: list[Step | RestoreRNG] = field(default_factory=list)
+    steps: list[LoggedOperation | RestoreRNG] = field(default_factory=list)
     storages: list[StorageSpec] = field(default_factory=list)
     starts: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class OperationLog:
         memory = _Memory(self.storages)
         needed = [step for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True) if action == "run"]
         for step in needed:
-            if not isinstance(step, Step) or step.draws is not None:
+            if not isinstance(step, LoggedOperation) or step.draws is not None:
                 return None
             memory.run(step)
         return memory.tensor(view)
@@ -163,7 +163,7 @@ class _Memory:
         self._storages = storages
         self._held: dict[int, torch.UntypedStorage] = {}
 
-    def run(self, step: Step) -> None:
+    def run(self, step: LoggedOperation) -> None:
         for storage in step.changes - {view.storage for _, view in step.made}:
             # not allocated before, since this step covers all of it
             if storage not in self._held:
@@ -174,7 +174,7 @@ class _Memory:
         for place, view in step.made:
             self._held[view.storage] = self._as_recorded(results[place], view, theirs)
 
-    def draw(self, step: Step) -> None:
+    def draw(self, step: LoggedOperation) -> None:
         """Draw a step's random numbers into scratch memory."""
 
         def scratch(x: Any) -> Any:
@@ -221,7 +221,7 @@ class _Draws:
             generator.set_state(state)
             self._save(generator, 0)
 
-    def note(self, step: Step) -> None:
+    def note(self, step: LoggedOperation) -> None:
         """Save the generator's state after a step if the construction returns to it."""
         if step.draws is not None:
             self._save(step.draws, step.draw_index)
@@ -236,5 +236,5 @@ class _Draws:
             self._saved[generator, number] = generator.get_state()
 
 
-def _touched(step: Step | RestoreRNG) -> frozenset[int]:
-    return step.touches if isinstance(step, Step) else frozenset()
+def _touched(step: LoggedOperation | RestoreRNG) -> frozenset[int]:
+    return step.touches if isinstance(step, LoggedOperation) else frozenset()

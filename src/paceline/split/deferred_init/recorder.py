@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.split.deferred_init.operation_log import OperationLog, RestoreRNG, Step, StorageSpec, View
+from paceline.split.deferred_init.operation_log import LoggedOperation, OperationLog, RestoreRNG, StorageSpec, View
 
 # Floating-point results of these operations get no memory while recording; the value is their fill value. Others (arange, linspace,
 # tensor(...)) stay real: constructions compute and read layer counts, drop rates and rotary frequencies with them.
@@ -36,7 +36,7 @@ class NotRecordable(Exception):
     """Raised when a construction cannot be recorded; the message says why."""
 
 
-class Recorder:
+class ConstructionRecorder:
     """Records the operations of a construction; `log` is complete after `recording`.
 
     Attributes:
@@ -60,7 +60,7 @@ class Recorder:
         """Record everything built in this context; torch's random state is restored afterwards."""
         try:
             self._stream(torch.default_generator)
-            with _truncated_normal_recorded(self), _Attributes(self), _Operations(self):
+            with _truncated_normal_recorded(self), _Attributes(self), _RecordingMode(self):
                 yield
             for stream in self._streams.values():
                 self._follow(stream)
@@ -125,7 +125,7 @@ class Recorder:
         view = self.view(tensor)
         covers = frozenset([view.storage]) if self._is_all(tensor) else frozenset()
         kwargs = {"generator": generator}
-        self._add(Step(func, (view, *args), kwargs, frozenset(), (view,), covers, ()), generator or torch.default_generator)
+        self._add(LoggedOperation(func, (view, *args), kwargs, frozenset(), (view,), covers, ()), generator or torch.default_generator)
 
     def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(x.untyped_storage()._cdata in self._constants for x in _written(func, args, kwargs)):
@@ -169,7 +169,7 @@ class Recorder:
         if name in _FILLED and not written:
             value = _FILLED[name] if "full" not in name else kwargs.get("fill_value", args[-1])
             layout = tuple(result.shape), result.stride(), result.dtype
-            self._add(Step(_filled, (*layout, device, value), {}, frozenset(), (), frozenset(), made))
+            self._add(LoggedOperation(_filled, (*layout, device, value), {}, frozenset(), (), frozenset(), made))
             return
         if not inputs:
             kwargs = kwargs | {"device": device, "dtype": result.dtype}
@@ -177,11 +177,11 @@ class Recorder:
         reads = frozenset(self.view(x).storage for x in inputs if x.is_meta and id(x) not in only_writes)
         covers = frozenset(self.view(x).storage for x in written if id(x) in only_writes and self._is_all(x)) - reads
         args, kwargs = tree_map(self._placed, (args, kwargs))
-        step = Step(func, args, kwargs, reads, tuple(self.view(x) for x in written), covers, made)
+        step = LoggedOperation(func, args, kwargs, reads, tuple(self.view(x) for x in written), covers, made)
         random = torch.Tag.nondeterministic_seeded in func.tags
         self._add(step, (kwargs.get("generator") or torch.default_generator) if random else None)
 
-    def _add(self, step: Step, generator: torch.Generator | None = None) -> None:
+    def _add(self, step: LoggedOperation, generator: torch.Generator | None = None) -> None:
         if generator is None:
             self.log.steps.append(step)
             return
@@ -236,13 +236,13 @@ class Recorder:
         return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-class _Operations(TorchDispatchMode):
+class _RecordingMode(TorchDispatchMode):
     """Dispatch mode that hands every operation to the recorder.
 
     The first failure is kept as its problem, even if the construction goes on.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -261,7 +261,7 @@ class _Operations(TorchDispatchMode):
 class _Attributes(TorchFunctionMode):
     """Function mode that reports the intended device of logged tensors. Many initialisers skip meta tensors."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -326,7 +326,7 @@ def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 @contextmanager
-def _truncated_normal_recorded(recorder: Recorder) -> Iterator[None]:
+def _truncated_normal_recorded(recorder: ConstructionRecorder) -> Iterator[None]:
     """Log torch's truncated normal as one operation. It redraws rejected values, so the number of its draws varies."""
     original: Any = torch.nn.init._no_grad_trunc_normal_
 

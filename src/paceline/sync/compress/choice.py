@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.cluster.doctor.link_speed import Links
+from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import Algorithm, Auto
 from paceline.comm.measure.transports import measure_links
@@ -146,7 +146,7 @@ def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tenso
     return plain_s, dict(zip(costs, coded_s, strict=True))
 
 
-def _links(algorithm: Algorithm) -> Links | None:
+def _links(algorithm: Algorithm) -> GroupLinks | None:
     """The speed of the links between hosts; None where all ranks are on one."""
     if isinstance(algorithm, Auto):
         return algorithm.links

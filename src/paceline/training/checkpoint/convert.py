@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
-from paceline.split.layout import Layout
+from paceline.split.layout import ShardLayout
 from paceline.split.parts import Part, local
-from paceline.training.checkpoint.manifest import MANIFEST, Piece, TensorEntry, sync_folder
-from paceline.training.checkpoint.reader import Loaded, Pieces, load, load_latest
+from paceline.training.checkpoint.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
+from paceline.training.checkpoint.reader import Loaded, TensorPieces, load, load_latest
 from paceline.training.checkpoint.shard import described_bytes, write_one_by_one
 
 HF_SHARD = "5GB"  # what Hugging Face's hub asks large models to be cut into
@@ -102,7 +102,7 @@ def _bare(name: str) -> str:
 
 
 def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
-    tensors = Pieces(_entries(loaded, tied=tied), loaded.shared.files)
+    tensors = TensorPieces(_entries(loaded, tied=tied), loaded.shared.files)
     averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
     if tied:
         averaged |= {_bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged}
@@ -157,19 +157,19 @@ def _hf_model(run: Path) -> Any:
 # Into a run
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Full tensors by the names of a model, readable in parts."""
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def fill(self, name: str, own: Tensor, layout: Layout | None = None) -> None:
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
         """Read a rank's part of a tensor into `own`, converting dtype and device.
 
         Without a layout, `own` is the whole tensor.
         """
 
 
-def weights_from(path: Path) -> Pieces:
+def weights_from(path: Path) -> TensorPieces:
     """Tensors of a safetensors file or a Hugging Face folder, read on access.
 
     They have the names in the files.
@@ -185,14 +185,14 @@ def weights_from(path: Path) -> Pieces:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
                     stored = opened.get_slice(name)
                     shape = stored.get_shape()
-                    piece = Piece(shard=number, key=name, offset=[0] * len(shape), shape=shape)
+                    piece = TensorPiece(shard=number, key=name, offset=[0] * len(shape), shape=shape)
                     entries[name] = TensorEntry(dtype=stored.get_dtype(), shape=shape, pieces=[piece])
         except (OSError, SafetensorError) as error:
             raise JobError(f"{file}: no weights can be read from it: {error}") from error
-    return Pieces(entries, files)
+    return TensorPieces(entries, files)
 
 
-def fitted(source: Pieces, model: nn.Module) -> Source:
+def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     """Tensors of `source` under the parameter and buffer names of `model`.
 
     The model may be on the meta device, but not divided yet; its whole state dict is covered. A tied tensor
@@ -210,10 +210,10 @@ def fitted(source: Pieces, model: nn.Module) -> Source:
         return _read_by_transformers(source, model)
     other = [(name, entry.shape, wanted[name]) for name, entry in entries.items() if entry.shape != wanted[name]]
     _refuse(source, missing, unknown, other)
-    return Pieces(entries, source.files)
+    return TensorPieces(entries, source.files)
 
 
-def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: Source) -> None:
+def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: WeightSource) -> None:
     """Load this rank's part of the model from a `fitted` source.
 
     Args:
@@ -241,7 +241,7 @@ def _weight_files(path: Path) -> list[Path]:
         raise JobError(f"{path / _HF_INDEX} is no index of weights: {error}") from error
 
 
-def _renamed(source: Pieces, model: nn.Module, wanted: Mapping[str, object]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _renamed(source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]) -> tuple[dict[str, TensorEntry], list[str]]:
     """Entries by the model's names, tied ones under all, and unknown names."""
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
@@ -268,7 +268,7 @@ def _tied(model: nn.Module) -> Iterator[list[str]]:
         yield from (several for several in names.values() if len(several) > 1)
 
 
-class _Read:
+class _WeightsInMemory:
     """A source whose tensors are in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -277,13 +277,13 @@ class _Read:
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
-    def fill(self, name: str, own: Tensor, layout: Layout | None = None) -> None:
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
         """Read a rank's part of a tensor into `own`."""
         with torch.no_grad():
             own.copy_(self.tensors[name] if layout is None else layout.take(self.tensors[name]))
 
 
-def _read_by_transformers(source: Pieces, model: Any) -> Source:
+def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
     """The weights of a folder, read by transformers."""
     _quiet()
     read = type(model).from_pretrained
@@ -296,11 +296,11 @@ def _read_by_transformers(source: Pieces, model: Any) -> Source:
         output_loading_info=True,
     )
     _refuse(source, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(info["mismatched_keys"]))
-    return _Read(whole.state_dict())
+    return _WeightsInMemory(whole.state_dict())
 
 
 def _refuse(
-    source: Pieces, missing: Sequence[str], unknown: Sequence[str], other: Sequence[tuple[str, Sequence[int], Sequence[int]]]
+    source: TensorPieces, missing: Sequence[str], unknown: Sequence[str], other: Sequence[tuple[str, Sequence[int], Sequence[int]]]
 ) -> None:
     """Raise where the weights are not those of the model.
 

@@ -37,7 +37,7 @@ _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
 
-class Piece(BaseModel):
+class TensorPiece(BaseModel):
     """A block of a full tensor, stored in one rank's shard.
 
     Attributes:
@@ -62,7 +62,7 @@ class TensorEntry(BaseModel):
 
     dtype: str
     shape: list[int]
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
 
 
 class OwnEntry(BaseModel):

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.split.layout import Layout
-from paceline.training.checkpoint.manifest import MANIFEST, Manifest, Piece, ShardEntry, TensorEntry, checkpoints, shard_name
+from paceline.split.layout import ShardLayout
+from paceline.training.checkpoint.manifest import MANIFEST, Manifest, ShardEntry, TensorEntry, TensorPiece, checkpoints, shard_name
 from paceline.training.checkpoint.shard import DTYPES
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, uncovered
 
@@ -26,7 +26,7 @@ Report = Callable[[str, dict[str, Any]], None]
 Agree = Callable[[Any], list[Any]]
 
 
-class Pieces(Mapping[str, Tensor]):
+class TensorPieces(Mapping[str, Tensor]):
     """Full tensors stored in pieces in safetensors files, as a read-only mapping.
 
     Indexing assembles a whole tensor in new memory; `fill` reads a part. The files are mapped into memory:
@@ -34,7 +34,7 @@ class Pieces(Mapping[str, Tensor]):
 
     Args:
         entries: dtype, shape and pieces of every tensor.
-        files: the files, indexed by `Piece.shard`.
+        files: the files, indexed by `TensorPiece.shard`.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
@@ -53,7 +53,7 @@ class Pieces(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def fill(self, name: str, own: Tensor, layout: Layout | None = None) -> None:
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
         """Read a rank's part of a tensor into `own`, converting dtype and device.
 
         Args:
@@ -62,7 +62,7 @@ class Pieces(Mapping[str, Tensor]):
         Raises:
             CheckpointError: a file cannot be read, or its pieces do not hold all of the part.
         """
-        layout = layout or Layout.whole(own.shape)
+        layout = layout or ShardLayout.whole(own.shape)
         filled = 0
         with torch.no_grad():
             for box in layout.boxes():
@@ -77,7 +77,7 @@ class Pieces(Mapping[str, Tensor]):
         if filled != layout.numel:
             raise CheckpointError(f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece")
 
-    def _stored(self, piece: Piece) -> Tensor:
+    def _stored(self, piece: TensorPiece) -> Tensor:
         """A piece as a memory-mapped tensor: only the bytes accessed are read."""
         path = self.files[piece.shard]
         try:
@@ -114,7 +114,7 @@ class Loaded:
     step: int
     world: int
     mesh: dict[str, int]
-    shared: Pieces
+    shared: TensorPieces
     values: dict[str, Any]
     own_values: list[dict[str, Any]]
     aliases: dict[str, str]
@@ -135,7 +135,7 @@ class Loaded:
         with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its
         pipeline stage.
         """
-        own = dict(Pieces(self.own_entries(coordinate), self.shared.files))
+        own = dict(TensorPieces(self.own_entries(coordinate), self.shared.files))
         if self.data_ranks != coordinate.data_ranks:
             own |= {name: buffer for name, buffer in self.averaged_buffers().items() if name in own}
         return own
@@ -152,7 +152,7 @@ class Loaded:
             same = len({(entry.dtype, tuple(entry.shape)) for entry in entries.values()}) == 1
             dtype = DTYPES[next(iter(entries.values())).dtype]
             if len(entries) > 1 and same and dtype.is_floating_point:
-                read = Pieces({str(data_rank): entry for data_rank, entry in entries.items()}, self.shared.files)
+                read = TensorPieces({str(data_rank): entry for data_rank, entry in entries.items()}, self.shared.files)
                 averaged[name] = torch.stack([read[key].double() for key in read]).mean(dim=0).to(dtype)
         return averaged
 
@@ -172,11 +172,13 @@ class Loaded:
 
         A replica's are there only where replicas trained on local parameters.
         """
-        return dict(Pieces({name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}, self.shared.files))
+        return dict(
+            TensorPieces({name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}, self.shared.files)
+        )
 
     def _entries_of(self, rank: int) -> Iterator[tuple[str, TensorEntry]]:
         for name, own in self.shards[rank].own.items():
-            piece = Piece(shard=rank, key=name, offset=[0] * len(own.shape), shape=own.shape)
+            piece = TensorPiece(shard=rank, key=name, offset=[0] * len(own.shape), shape=own.shape)
             yield name, TensorEntry(dtype=own.dtype, shape=own.shape, pieces=[piece])
 
 
@@ -248,7 +250,7 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: M
         manifest.step,
         manifest.world,
         manifest.mesh,
-        Pieces(manifest.tensors, files),
+        TensorPieces(manifest.tensors, files),
         manifest.values,
         [entry.own_values for entry in manifest.shards],
         manifest.aliases,
@@ -312,7 +314,7 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _overlap(begin: Sequence[int], shape: Sequence[int], piece: Piece) -> tuple[list[int], list[int]] | None:
+def _overlap(begin: Sequence[int], shape: Sequence[int], piece: TensorPiece) -> tuple[list[int], list[int]] | None:
     """The overlap of a block and a piece as (first element, shape); None if empty.
 
     Both are given in the full tensor's coordinates.

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.split.layout import Box, Layout
+from paceline.split.layout import Box, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
-from paceline.training.checkpoint.manifest import Piece, Receipt, TensorEntry
+from paceline.training.checkpoint.manifest import Receipt, TensorEntry, TensorPiece
 
 _MOST_CELLS = 10**8
 
@@ -126,7 +126,7 @@ def key_of(name: str, box: Box, full: Sequence[int]) -> str:
     return name if box.shape == tuple(full) else f"{name}@{','.join(map(str, box.full))}"
 
 
-def _boxes(layout: Layout) -> list[Box]:
+def _boxes(layout: ShardLayout) -> list[Box]:
     return [_all_of(layout.full)] if layout.is_whole else list(layout.boxes())
 
 
@@ -136,7 +136,7 @@ def _all_of(shape: tuple[int, ...]) -> Box:
     return Box(begin, begin, shape)
 
 
-def _written_whole(full: TensorEntry, piece: Piece) -> bool:
+def _written_whole(full: TensorEntry, piece: TensorPiece) -> bool:
     """True if another rank has written this tensor whole already.
 
     Optimizer counters of a divided parameter are equal on all its parts, and each of them writes its own.
@@ -144,7 +144,7 @@ def _written_whole(full: TensorEntry, piece: Piece) -> bool:
     return piece.shape == full.shape and any(there.shape == full.shape for there in full.pieces)
 
 
-def uncovered(shape: Sequence[int], pieces: Iterable[Piece]) -> str | None:
+def uncovered(shape: Sequence[int], pieces: Iterable[TensorPiece]) -> str | None:
     """Reason why pieces do not hold each element of a tensor once, or None.
 
     The cuts of all pieces divide the tensor into cells; each cell should lie in one piece.

@@ -27,10 +27,10 @@ from paceline.training.checkpoint.manifest import (
     REPLACED,
     Manifest,
     OwnEntry,
-    Piece,
     Receipt,
     ShardEntry,
     TensorEntry,
+    TensorPiece,
     checkpoints,
     partial_name,
     plain,
@@ -397,7 +397,7 @@ class _ShardContents:
         """
         entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
         for key, (name, box) in self.written.items():
-            entries[name].pieces.append(Piece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape)))
+            entries[name].pieces.append(TensorPiece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape)))
         return entries
 
 

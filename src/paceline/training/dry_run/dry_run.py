@@ -45,7 +45,7 @@ from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks
 from paceline.training.build import loader_of
-from paceline.training.dry_run.memory_watch import Watch
+from paceline.training.dry_run.memory_watch import MemoryWatch
 
 DEVICES_PER_HOST = 8
 _BEYOND_ANY = 2**60  # bytes: how much memory the devices have, nobody said
@@ -186,13 +186,13 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
         experts = {name for name, _ in mixtures(recorded.model)}
         split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
-        watch = Watch()
+        watch = MemoryWatch()
         with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
-            engine.agreement.signals = _Unread(world, engine.signals.tensor.dtype)
+            engine.agreement.signals = _DryRunSignals(world, engine.signals.tensor.dtype)
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
@@ -262,7 +262,7 @@ def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
     """Loads no weights: parts without memory take none."""
 
 
-class _Unread(StepSignals):
+class _DryRunSignals(StepSignals):
     """Signals for a dry run, whose numbers have no values.
 
     They read as if every rank had reported a loss of 1.

@@ -34,7 +34,7 @@ _SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
 _PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")  # of the operations of c10d: the result comes first
 
 
-class Watch(TorchDispatchMode):
+class MemoryWatch(TorchDispatchMode):
     """Dispatch mode, inside a `FakeTensorMode`, that counts live and sent bytes.
 
     A tensor whose value is read answers "no", or 1, as it has none.

@@ -33,7 +33,7 @@ from paceline.plans.sync_info import RULES, SyncSpec
 from paceline.sync.rule import not_by_the_engine
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
-from paceline.training.own_loop.shares import Shares
+from paceline.training.own_loop.shares import LossShares
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
 
@@ -79,7 +79,7 @@ class OwnLoop(Engine):
         self._kept: set[int] = set()  # those whose gradients are still this rank's alone
         self._left: set[int] = set()  # those that still have gradients of a backward pass whose update was of another
         self._updating = False
-        self.shares = Shares(self.loaders, self.data_group, self.device)
+        self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._casting = False
         self._ignored: set[int] = set()
         self._newest_loss = torch.zeros((), dtype=torch.float64)

@@ -12,7 +12,7 @@ from paceline.data.loader import Loader, Position
 from paceline.errors import DataError
 
 
-class Shares:
+class LossShares:
     """Tracks which batches were read since the last loss.
 
     Args:

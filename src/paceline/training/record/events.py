@@ -7,7 +7,7 @@ from typing import Any
 from paceline.engine.engine import Engine
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.progress import PlainProgress
-from paceline.training.record.run import Lines, Run
+from paceline.training.record.run import JsonLines, Run
 from paceline.training.record.slow_ranks import SlowRanks
 
 
@@ -20,7 +20,7 @@ class Events(Callback):
 
     def __init__(self, run: Run, progress: PlainProgress | None, *, writes: bool) -> None:
         self.run, self.progress = run, progress
-        self.lines = Lines(run.path / "events.jsonl", lossy=True) if writes else None
+        self.lines = JsonLines(run.path / "events.jsonl", lossy=True) if writes else None
 
     def __call__(self, event: str, details: dict[str, Any]) -> None:
         """Write an event down."""
@@ -34,7 +34,7 @@ class Events(Callback):
         if self.progress is not None:
             self.progress.step(info.result, info.epoch)
 
-    def missing(self, *files: Lines) -> None:
+    def missing(self, *files: JsonLines) -> None:
         """Say in the record what is missing from it, once the disk takes lines again."""
         for lines in (*files, self.lines):
             if lines is not None and self.lines is not None and lines.missing and not self.lines.lost:

@@ -27,7 +27,7 @@ TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite",
 
 
 @dataclass
-class Recent:
+class RecentSteps:
     """The newest steps of a run, and the sentence about them."""
 
     total_steps: int | None
@@ -64,7 +64,7 @@ class PlainProgress:
     """A line every few seconds, for rank 0 under a launcher that is not ours."""
 
     def __init__(self, total_steps: int | None) -> None:
-        self.recent = Recent(total_steps)
+        self.recent = RecentSteps(total_steps)
         self._printed_at = time.monotonic()
 
     def step(self, result: StepResult, epoch: int) -> None:
@@ -101,9 +101,9 @@ class LiveProgress:
 
     def __init__(self, run: Path, console: Console) -> None:
         self.console = console
-        self.steps = Tail(run / "steps" / "rank-0.jsonl")
-        self.events = Tail(run / "events.jsonl")
-        self.recent = Recent(None)
+        self.steps = NewLines(run / "steps" / "rank-0.jsonl")
+        self.events = NewLines(run / "events.jsonl")
+        self.recent = RecentSteps(None)
         self._printed_at = time.monotonic()
         self._live = Progress(
             BarColumn(bar_width=10), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False, transient=True
@@ -142,7 +142,7 @@ class LiveProgress:
             self.console.print(printable(sentence), style="yellow" if event["event"] in TROUBLE else None, highlight=False, markup=False)
 
 
-class Tail:
+class NewLines:
     """The lines that were added to a JSON-lines file since the last look."""
 
     def __init__(self, path: Path) -> None:
@@ -181,7 +181,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "resume":
             return f"resumed at step {event['step']}"
         case "evaluation":
-            return f"step {event['step']}: held-out " + ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items())
+            return f"step {event['step']}: validation " + ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items())
         case "checkpoint_damaged":
             return f"{event['reason']}; trying the one before"
         case "checkpoint_failed":

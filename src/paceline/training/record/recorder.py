@@ -20,7 +20,7 @@ from paceline.errors import RunError
 from paceline.split.memory import held_bytes
 from paceline.sync.traffic import Traffic
 from paceline.training.record.callback import Callback, StepInfo
-from paceline.training.record.run import Lines
+from paceline.training.record.run import JsonLines
 from paceline.training.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.
 _PSS_SHARE = 0.001  # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
 
 
-class Recorder(Callback):
+class StepRecorder(Callback):
     """Writes `steps/rank-R.jsonl`, one line per step.
 
     A step's times stand in its own line, also where they are known one step later.
@@ -42,9 +42,9 @@ class Recorder(Callback):
 
     def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
         self.engine = engine
-        self.lines = Lines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
+        self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
         self.epoch_steps = epoch_steps
-        self.use = Use(engine)
+        self.use = ResourceUse(engine)
         self.board = _tensorboard(run) if engine.group.rank == 0 else None
         self._waiting: dict[int, str] = {}
 
@@ -99,7 +99,7 @@ class Recorder(Callback):
             print(f"{error} Training goes on without TensorBoard's file.", file=sys.stderr, flush=True)
 
 
-class Use:
+class ResourceUse:
     """Resource use of this rank: CPU cores, memory, energy, GPU, network, rule traffic.
 
     `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over

@@ -181,7 +181,7 @@ class Run:
         return statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed) if timed else 0.0
 
 
-class Lines:
+class JsonLines:
     """An append-only file of JSON lines.
 
     Each line is one write, so a crash at any moment loses at most the last one.

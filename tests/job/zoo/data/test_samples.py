@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import DataError
 from paceline.job.data import Synthetic
-from paceline.job.zoo.data.samples import Samples, Selection, split
+from paceline.job.zoo.data.samples import Selection, TensorSamples, split
 
 
 class Squares(Dataset[tuple[int, int]]):
@@ -97,7 +97,7 @@ def test_a_data_set_whose_length_changes_is_noticed() -> None:
 
 
 def test_a_batch_holds_what_its_samples_hold() -> None:
-    samples: Any = Samples(torch.arange(24, dtype=torch.uint8).reshape(6, 4), torch.arange(6), prepare=lambda x: x.float() / 2)
+    samples: Any = TensorSamples(torch.arange(24, dtype=torch.uint8).reshape(6, 4), torch.arange(6), prepare=lambda x: x.float() / 2)
     inputs, target = samples.__getitems__([5, 0, 3])
     for row, index in enumerate([5, 0, 3]):
         assert torch.equal(inputs[row], samples[index][0])
@@ -107,11 +107,11 @@ def test_a_batch_holds_what_its_samples_hold() -> None:
 
 
 def test_torchs_own_loader_gets_whole_batches() -> None:
-    train = split(Samples(torch.randn(10, 3), torch.arange(10)), spec(0.2), 0).train
+    train = split(TensorSamples(torch.randn(10, 3), torch.arange(10)), spec(0.2), 0).train
     batches = list(DataLoader(train, batch_size=4, collate_fn=lambda batch: batch))
     assert [tuple(x.shape) for x, _ in batches] == [(4, 3), (4, 3)]
 
 
 def test_a_target_that_is_no_class_has_no_labels() -> None:
-    assert Samples(torch.zeros(3, 1), torch.zeros(3)).labels is None
-    assert Samples(torch.zeros(3, 1), torch.zeros(3, 2, dtype=torch.int64)).labels is None
+    assert TensorSamples(torch.zeros(3, 1), torch.zeros(3)).labels is None
+    assert TensorSamples(torch.zeros(3, 1), torch.zeros(3, 2, dtype=torch.int64)).labels is None

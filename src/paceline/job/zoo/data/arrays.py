@@ -17,7 +17,7 @@ from paceline.errors import DataError
 from paceline.job.data import Arrays, DataSets
 from paceline.job.read.nearest import nearest
 from paceline.job.zoo.data.files import optional_package, reading
-from paceline.job.zoo.data.samples import Samples, split
+from paceline.job.zoo.data.samples import TensorSamples, split
 
 Array = npt.NDArray[Any]  # samples on dim 0
 _EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for each of data.inputs and data.target"
@@ -39,7 +39,7 @@ def build_arrays(spec: Arrays, seed: int) -> DataSets:
     _check_rows(spec.path, arrays)
     inputs = _inputs(spec.path, {name: arrays[name] for name in names})
     target = _target(spec.path, spec.target, arrays[spec.target])
-    return split(Samples(torch.from_numpy(inputs), torch.from_numpy(target)), spec, seed)
+    return split(TensorSamples(torch.from_numpy(inputs), torch.from_numpy(target)), spec, seed)
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from paceline.errors import DataError
 from paceline.job.data import Cifar10, DataSets, Digits, Images
 from paceline.job.zoo.data.files import files_below, folder_entries, optional_package, reading
-from paceline.job.zoo.data.samples import Batch, Labels, Samples, Selection, split
+from paceline.job.zoo.data.samples import Batch, Labels, Selection, TensorSamples, split
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,7 +57,7 @@ def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -
     mean, std = _DIGITS
     grey = torch.from_numpy(digits.images).float().div_(16).sub_(mean).div_(std).unsqueeze(1)
     inputs = _resize(grey, (height, width)).expand(-1, channels, -1, -1)
-    return split(Samples(inputs, torch.from_numpy(digits.target).long()), spec, seed)
+    return split(TensorSamples(inputs, torch.from_numpy(digits.target).long()), spec, seed)
 
 
 def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
@@ -146,13 +146,13 @@ def _photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     return wanted
 
 
-def _cifar_samples(files: list[Path], shape: Shape) -> Samples:
+def _cifar_samples(files: list[Path], shape: Shape) -> TensorSamples:
     records = [_cifar_records(file) for file in files]
     planes = [r[:, 1:].reshape(-1, 3, 32, 32) for r in records]
     pixels = np.concatenate(planes if shape[0] == 3 else [_grey(p) for p in planes])
     mean, std = _CIFAR if shape[0] == 3 else _CIFAR_GREY
     labels = np.concatenate([r[:, 0] for r in records]).astype(np.int64)
-    return Samples(torch.from_numpy(pixels), torch.from_numpy(labels), Normalise(mean, std, shape[1:]))
+    return TensorSamples(torch.from_numpy(pixels), torch.from_numpy(labels), Normalise(mean, std, shape[1:]))
 
 
 def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:

@@ -28,7 +28,7 @@ class SplitSpec(Protocol):
     def limit(self) -> int | None: ...
 
 
-class Samples(Dataset[Batch]):
+class TensorSamples(Dataset[Batch]):
     """Samples held as two tensors, samples on dim 0. A list of indices becomes a collated batch `(inputs, target)` in two indexed copies.
 
     Args:
