@@ -21,8 +21,7 @@ from paceline.errors import ClusterError
 from paceline.launch.seed import shared_pid
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
-# Ours, torch's, Python's. Semaphores do not say whose they are, so beside other workers of a test run they are not looked at.
-_SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", *(() if "PYTEST_XDIST_WORKER" in os.environ else ("sem.",)))
+_SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
 _PR_SET_CHILD_SUBREAPER = 36
 _ENVIRONMENT_OF_OTHERS = {  # set by whoever imports or runs them, once
     "PYTEST_CURRENT_TEST",
@@ -64,14 +63,18 @@ class Snapshot:
         return found
 
     def _settled(self) -> dict[str, list[str]]:
-        """The new names of each kind, after a grace for what is about to end."""
+        """The new names of each kind that stay through a grace for what is about to end.
+
+        A name that comes during the grace belongs to somebody else, such as another worker of the test run.
+        """
         until = time.monotonic() + _GRACE_S
-        while True:
-            _reap()
-            new = {kind: sorted(find() - self.named[kind]) for kind, find in _KINDS.items()}
-            if not any(new.values()) or time.monotonic() > until:
-                return new
+        _reap()
+        new = {kind: find() - self.named[kind] for kind, find in _KINDS.items()}
+        while any(new.values()) and time.monotonic() < until:
             time.sleep(0.02)
+            _reap()
+            new = {kind: names & _KINDS[kind]() if names else names for kind, names in new.items()}
+        return {kind: sorted(names) for kind, names in new.items()}
 
     def _settings(self) -> Iterator[str]:
         environment = _environment()

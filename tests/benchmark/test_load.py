@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.benchmark.load import NOISE_CORES, OtherLoad, _own_cpu_s, stolen_share, undisturbed
 from paceline.cluster.discover import discover
+from paceline.launch.local import launch
 from paceline.stats import Interval
 
 
@@ -28,6 +29,19 @@ def test_a_process_is_a_load_of_others_until_it_was_waited_for_as_our_own() -> N
     assert others is not None
     assert others * passed_s > 0.1, "the kernel counts by ticks, and time in interrupts is left out"
     assert _own_cpu_s() - own_s > 0.3
+
+
+def burn(arguments: list[str]) -> None:
+    started_s = time.process_time()
+    while time.process_time() - started_s < float(arguments[0]):
+        pass
+
+
+def test_ranks_are_our_own_load() -> None:
+    launch([f"{__file__}:burn", "1.5"], ranks=1, threads=1, pin_cores=None, deadline_s=60)
+    own_s, ended_s = _own_cpu_s(), 1.5
+    launch([f"{__file__}:burn", str(ended_s)], ranks=1, threads=1, pin_cores=None, deadline_s=60)
+    assert _own_cpu_s() - own_s >= 0.9 * ended_s
 
 
 @given(others=st.floats(0, 64), devices=st.integers(1, 64), cores=st.integers(1, 64))

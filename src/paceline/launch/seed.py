@@ -218,6 +218,17 @@ def shared_pid() -> int | None:
     return _shared.pid if _shared is not None else None
 
 
+def cpu_s() -> float:
+    """CPU seconds of the shared seed and of the forked ranks that have ended; 0 where there is none."""
+    import psutil
+
+    if (pid := shared_pid()) is not None:
+        with suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            return float(times.user + times.system + times.children_user + times.children_system)
+    return 0.0
+
+
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
     """Reason against forking ranks with this environment; None where there is none."""
     if environ.get(OFF) == "0":

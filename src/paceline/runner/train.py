@@ -94,14 +94,7 @@ def train(
             lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))
         record = _record(job, cluster, choice.plan, lock.run, before)
         console.print(f"plan {choice.plan} · run {record.path}", highlight=False, markup=False)
-        notes = warnings_about(choice.plan, job, cluster)
-        if resume and before is None:
-            notes.append(
-                f"there is no run to resume {f'in {run}' if run else f'of the job {job.name} in {RUNS.resolve()}'}; this is a new one"
-            )
-        elif resume and not record.has_checkpoint:
-            notes.append("nothing was saved in this run; it starts again")
-        for note in notes:
+        for note in [*warnings_about(choice.plan, job, cluster), *(_notes_on_resuming(job, run, before) if resume else [])]:
             _note(console, f"note: {note}")
         try:
             _launch_ranks(record, lock, console, port, restarts)
@@ -112,6 +105,14 @@ def train(
         if before is None:
             remember_run(choice, job, cluster, record)
         return record
+
+
+def _notes_on_resuming(job: Job, run: str | Path | None, before: Run | None) -> list[str]:
+    """Words for a run that was to be resumed and has nothing to go on from."""
+    if before is None:
+        where = f"in {run}" if run else f"of the job {job.name} in {RUNS.resolve()}"
+        return [f"there is no run to resume {where}; this is a new one"]
+    return [] if before.has_checkpoint else ["nothing was saved in this run; it starts again"]
 
 
 def _note(console: Console, text: str) -> None:

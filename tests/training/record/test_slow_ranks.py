@@ -77,8 +77,8 @@ def test_a_step_in_which_nothing_was_agreed_counts_for_nothing() -> None:
     assert not told("dp=2", [[]] * 100)
 
 
-class SlowForAWhile(nn.Module):
-    """Takes 30 ms longer in the forward pass of rank 1, in 30 steps after the 12th."""
+class SlowFromThere(nn.Module):
+    """Takes 100 ms longer in the forward pass of rank 1 after the 12th step: more than a busy machine adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class SlowForAWhile(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += self.training
-        if os.environ.get("RANK") == "1" and 12 < self.steps <= 42:
-            time.sleep(0.03)
+        if os.environ.get("RANK") == "1" and self.steps > 12:
+            time.sleep(0.1)
         y: Tensor = self.layer(x)
         return y
 
@@ -98,9 +98,9 @@ def train_without_patience(run: Path) -> None:
 
 
 def test_a_rank_that_is_really_slow_is_told_in_the_record(ranks: Ranks, tmp_path: Path) -> None:
-    job = small_job(model={"factory": f"{__file__}:SlowForAWhile"}, stop={"steps": 70})
+    job = small_job(model={"factory": f"{__file__}:SlowFromThere"}, stop={"steps": 42})
     run = new_run(tmp_path / "run", job, "dp=2").path
     ranks(2, train_without_patience, run)
-    slow, *_ = [event for event in events(run, "slow_rank") if event["rank"] == 1]
+    [slow] = [event for event in events(run, "slow_rank") if event["rank"] == 1]
     assert slow["ratio"] > 1.5
     assert 6 <= slow["since_step"] <= 25  # on a busy machine other steps are slow, too
