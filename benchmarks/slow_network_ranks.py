@@ -105,7 +105,7 @@ class Ours(Training):
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
         self.loop = Loop(run, build_engine(job, run.plan, built(job, run.plan), self.data, group), self.data, group)
         self.loop.events.progress = None  # under `paceline train` the launcher shows it, from another process
-        super().__init__(our_steps(self.loop), self.loop.engine.replica.said)
+        super().__init__(our_steps(self.loop), self.loop.engine.messages)
 
     def sent_bytes(self) -> int:
         return self.loop.engine.replica.traffic.sent_bytes

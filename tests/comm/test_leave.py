@@ -33,10 +33,10 @@ def train(arguments):
     with joined(deadline_s=60, transport=arguments[1]) as group:
         model = nn.Linear(4, 4)
         rule = AllReduce()
-        rule.attach(Replica(model, group, torch.zeros(6)))
+        rule.attach(Replica(model, group, 6))
         group.start_all_reduce(torch.ones(100_000)).wait()
         model(torch.ones(2, 4)).sum().backward()
-        rule.after_backward()
+        rule.after_backward(1, torch.zeros(6))
         torch.optim.AdamW(model.parameters()).step()  # imports modules of torch that keep the group of the moment
         during = transport_threads()
         rule.detach()

@@ -50,7 +50,7 @@ def losses_on_digits() -> dict[str, list[float]]:
 
 def trained(group: Any, codec: str, inputs: Tensor, labels: Tensor, steps: int) -> list[float]:
     model, rule = mlp(), AllReduce("flat", codec)
-    rule.attach(Replica(model, group, torch.zeros(1)))
+    rule.attach(Replica(model, group, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     order, found = torch.Generator().manual_seed(2), []
     for step in range(steps + 1):
@@ -60,7 +60,7 @@ def trained(group: Any, codec: str, inputs: Tensor, labels: Tensor, steps: int) 
         optimizer.zero_grad()
         own = torch.randint(len(inputs), (BATCH,), generator=order)[group.rank :: group.size]
         (nn.functional.cross_entropy(model(inputs[own]), labels[own]) / group.size).backward()
-        rule.after_backward()
+        rule.after_backward(step + 1, torch.zeros(1))
         optimizer.step()
     rule.detach()
     return found

@@ -134,6 +134,13 @@ def test_replicas_learn_what_one_process_learns(ranks: Ranks, make: Callable[[],
         assert_equal(one, many)
 
 
+@pytest.mark.parametrize("make", [plain, Branches], ids=lambda f: f.__name__)
+def test_the_simplest_rule_computes_what_one_process_does(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    one = trained(make, "dp=1", 20)
+    for many in ranks(2, trained, make, "dp=2 sync=averaging", 20):
+        assert_equal(one, many)
+
+
 def test_a_last_batch_smaller_than_the_replicas_is_weighed_exactly(ranks: Ranks) -> None:
     one = trained(plain, "dp=1", 12)
     for many in ranks(4, trained, plain, "dp=4", 12):

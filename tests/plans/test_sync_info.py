@@ -6,8 +6,9 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline.plans import sync_info as sync
+from paceline.plans.codec_info import CompressSpec
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import CompressSpec, SyncSpec
+from paceline.plans.sync_info import SyncSpec, sync_info
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(text: str, name: st
         ("local:8,8", '"8" is not understood; write local:VALUE,KEY=VALUE, each key once'),
         ("diloco:8,fragment=2", '"fragment" is not one of its settings. Did you mean "fragments"?'),
         ("diloco:8,fragments=9", "fragments=8 at most"),
+        ("diloco:8,fragments=0", "fragments is into how many parts the model is divided"),
+        ("diloco:0", 'diloco is the number of steps between agreements, at least 1, not "0"'),
         ("diloco:8,overlap=8", "overlap=7 at most"),
         ("diloco:8,lr=0", 'lr is the outer learning rate, above 0, not "0"'),
         ("diloco:8,lr=fast", 'lr is the outer learning rate, above 0, not "fast"'),
@@ -84,7 +87,9 @@ def test_the_text_of_a_plan_with_a_rule_is_read_back(text: str) -> None:
     assert str(Plan.parse(text)) == text
 
 
-def test_rules_that_do_not_agree_in_every_step_are_told_apart() -> None:
-    assert SyncSpec.parse("allreduce").agrees_every_step
-    assert not SyncSpec.parse("local:8").agrees_every_step
-    assert not SyncSpec.parse("diloco:8").agrees_every_step
+def test_rules_say_of_themselves_whether_replicas_differ_and_how_often_they_agree() -> None:
+    assert not sync_info("allreduce").local_steps
+    assert sync_info("averaging").exact
+    assert sync_info("local:8").local_steps
+    assert not sync_info("diloco:8").exact
+    assert [SyncSpec.parse(text).period for text in ("allreduce:ring", "averaging", "local:8", "diloco:30")] == [1, 1, 8, 30]

@@ -17,7 +17,7 @@ from paceline.comm.backend import joined
 from paceline.sync import AllReduce, Replica
 from ranks import RankError, Ranks
 
-NOTES = 5
+SCALARS = 5
 
 
 @pytest.fixture(params=["gloo", "shm"])
@@ -52,28 +52,34 @@ def loss_of(model: nn.Module, factor: float) -> Tensor:
 
 
 def summed(bucket_bytes: int | None) -> dict[str, Any]:
-    """Gradients and notes after an agreement in which rank r has factor r + 1; with small buckets they travel during the backward pass."""
+    """Sums of an agreement in which rank r has factor r + 1; with small buckets they travel during the backward pass."""
     with joined(deadline_s=30) as group:
         if bucket_bytes is not None:
             allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
             group.hosts = tuple(range(group.size))
         torch.manual_seed(group.rank)
         model, rule = Mixed(), AllReduce()
-        replica = Replica(model, group, torch.zeros(NOTES))
+        replica = Replica(model, group, SCALARS)
         rule.attach(replica)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         for _ in range(2):  # the second time the buffers hold the sums of the first
             for p in model.parameters():
                 p.grad = None
             loss_of(model, group.rank + 1.0).backward()
-            replica.notes.fill_(float(group.rank))
-            rule.after_backward()
+            agreed = rule.after_backward(1, torch.full((SCALARS,), float(group.rank), dtype=torch.float64))
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         strides = {name: p.grad.stride() for name, p in model.named_parameters() if p.grad is not None}
         rule.detach()
         left = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-        parts = [g.clone() for g in replica.gradients]
-        return {"start": start, "gradients": gradients, "strides": strides, "notes": replica.notes.tolist(), "left": left, "parts": parts}
+        parts = [g.clone() for g in agreed.gradients]
+        return {
+            "start": start,
+            "gradients": gradients,
+            "strides": strides,
+            "scalars": agreed.scalars.tolist(),
+            "left": left,
+            "parts": parts,
+        }
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 1, 64, 2**20])
@@ -90,7 +96,7 @@ def test_every_gradient_is_the_sum_over_the_replicas_in_the_layout_of_its_parame
             expected = factor * torch.arange(1.0, gradient.numel() + 1).view(gradient.shape)
             assert torch.equal(gradient.float(), expected), name
             assert result["strides"][name] == torch.empty_like(layouts[name]).stride(), name
-        assert result["notes"] == [sum(range(replicas))] * NOTES
+        assert result["scalars"] == [sum(range(replicas))] * SCALARS
         assert result["left"] == 0
         total = sum(float(part.double().square().sum()) for part in result["parts"])
         assert total == pytest.approx(sum(float(g.double().square().sum()) for g in result["gradients"].values())), "each gradient once"
@@ -106,12 +112,12 @@ def test_replicas_start_from_the_weights_of_the_first(ranks: Ranks) -> None:
 
 def test_one_replica_costs_nothing() -> None:
     model, rule, group = Mixed(), AllReduce(), Group()
-    replica = Replica(model, group, torch.zeros(NOTES))
+    replica = Replica(model, group, SCALARS)
     rule.attach(replica)
     loss_of(model, 1.0).backward()
     own = [p.grad for p in model.parameters() if p.grad is not None]
-    rule.after_backward()
-    assert [g is o for g, o in zip(replica.gradients, own, strict=True)] == [True] * len(own)
+    agreed = rule.after_backward(1, torch.zeros(SCALARS))
+    assert [g is o for g, o in zip(agreed.gradients, own, strict=True)] == [True] * len(own)
     assert group.bytes_reduced == 0
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -121,7 +127,7 @@ def second_gradient() -> None:
         group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
         allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 1
         model, rule = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), AllReduce()
-        rule.attach(Replica(model, group, torch.zeros(NOTES)))
+        rule.attach(Replica(model, group, SCALARS))
         x = torch.ones(1, 2)
         model(x).sum().backward()
         model(x).sum().backward()
@@ -139,11 +145,11 @@ def used_counts(bucket_bytes: int | None, steps: int) -> list[float]:
             allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
             group.hosts = tuple(range(group.size))
         model, rule = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), AllReduce()
-        rule.attach(Replica(model, group, torch.zeros(NOTES)))
+        rule.attach(Replica(model, group, SCALARS))
         for _ in range(steps):
             model.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
-            rule.after_backward()
+            rule.after_backward(1, torch.zeros(SCALARS))
         rule.detach()
         return [count for bucket in rule.buckets for count in bucket.used.tolist()]
 
@@ -157,9 +163,9 @@ def with_sparse_gradients() -> list[float]:
     """The sum over each row of the agreed gradient, where every rank looks up a row of its own and one that both look up."""
     with joined(deadline_s=30) as group:
         model, rule = nn.Embedding(4, 2, sparse=True), AllReduce()
-        rule.attach(Replica(model, group, torch.zeros(NOTES)))
+        rule.attach(Replica(model, group, SCALARS))
         model(torch.tensor([group.rank, 3])).sum().backward()
-        rule.after_backward()
+        rule.after_backward(1, torch.zeros(SCALARS))
         gradient = model.weight.grad
         assert gradient is not None
         rows: list[float] = gradient.sum(1).tolist()
@@ -177,9 +183,9 @@ def one_rule_after_another() -> list[int]:
     with joined(deadline_s=30) as group:
         for _ in range(3):
             model, rule = nn.Linear(100, 100), AllReduce()
-            rule.attach(Replica(model, group, torch.zeros(NOTES)))
+            rule.attach(Replica(model, group, SCALARS))
             model(torch.ones(2, 100)).sum().backward()
-            rule.after_backward()
+            rule.after_backward(1, torch.zeros(SCALARS))
             rule.detach()
             del model, rule
             gc.collect()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.errors import PlanError
 from paceline.sync.fragments import cut
 from paceline.sync.local import LocalSGD
 from paceline.sync.rule import Replica
@@ -40,22 +39,20 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def apart(steps: int, period: int) -> dict[str, Any]:
-    """Train on different data on each rank; parameters after each step, notes after each backward pass, and a moment of agreement."""
+    """Train on different data on each rank; parameters after each step, scalars after each backward pass, and a moment of agreement."""
     with joined(deadline_s=30) as group:
         torch.manual_seed(group.rank)
         model, rule = Mixed(), LocalSGD(period)
-        replica = Replica(model, group, torch.zeros(2), inner=Group(), world=group)
+        replica = Replica(model, group, 2, inner=Group(), world=group)
         rule.attach(replica)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        found: dict[str, Any] = {"parameters": [], "notes": [], "agreed": [], "first": values(model)}
+        found: dict[str, Any] = {"parameters": [], "scalars": [], "agreed": [], "first": values(model)}
         for step in range(1, steps + 1):
             optimizer.zero_grad()
             model(torch.tensor(1.0 + group.rank + 0.1 * step)).backward()
-            replica.step = step
-            replica.notes.fill_(1.0)
-            rule.after_backward()
-            found["notes"].append(replica.notes[0].item())
-            found["agreed"].append(replica.agreed)
+            agreed = rule.after_backward(step, torch.ones(2, dtype=torch.float64))
+            found["scalars"].append(agreed.scalars[0].item())
+            found["agreed"].append(agreed.everywhere)
             optimizer.step()
             rule.after_step(step)
             found["parameters"].append(values(model))
@@ -83,7 +80,7 @@ def test_replicas_are_one_after_every_period_and_differ_between(ranks: Ranks, re
 def test_losses_and_votes_are_told_in_the_steps_that_agree_and_in_no_other(ranks: Ranks) -> None:
     for found in ranks(2, apart, 7, 3):
         assert found["agreed"] == [False, False, True, False, False, True, False]
-        assert found["notes"] == [1, 1, 2, 1, 1, 2, 1]
+        assert found["scalars"] == [1, 1, 2, 1, 1, 2, 1]
 
 
 def test_for_a_moment_all_have_the_mean_and_then_their_own_again(ranks: Ranks) -> None:
@@ -104,11 +101,6 @@ def test_what_is_sent_does_not_grow_with_the_steps_between(ranks: Ranks) -> None
     trained = (3 * 2) + (2 * 3 * 16 + 2) * 4  # bytes; the frozen ones are not sent
     for found in ranks(2, apart, 6, 3):
         assert found["traffic"] == 2 * trained  # two periods, of which the last agreement is still good
-
-
-def test_a_period_is_at_least_a_step() -> None:
-    with pytest.raises(PlanError, match="sync=local:0: the period is the number of steps between averages, at least 1"):
-        LocalSGD(0)
 
 
 @pytest.mark.parametrize(

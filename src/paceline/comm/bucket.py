@@ -21,7 +21,7 @@ class Memory(Protocol):
 
 @dataclass
 class Bucket:
-    """A flat buffer of gradients, notes (in the last bucket) and one usage count per parameter."""
+    """A flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter."""
 
     flat: Tensor
     parameters: list[nn.Parameter]
@@ -37,21 +37,19 @@ class Bucket:
         return self.flat[: self.gradient_size]
 
     @classmethod
-    def of(cls, parameters: list[nn.Parameter], memory: Memory, notes: Tensor | None = None) -> Bucket:
-        """A bucket for the gradients of `parameters` (of one dtype).
+    def of(cls, parameters: list[nn.Parameter], memory: Memory, scalar_count: int = 0) -> Bucket:
+        """A bucket for the gradients of `parameters` (of one dtype; float32 without any) and some scalars.
 
         Its buffer is allocated by `memory` (shared memory if the transport has it), which must also release it.
         """
         gradient_size = sum(p.numel() for p in parameters)
-        notes_size = 0 if notes is None else len(notes)
-        like = parameters[0] if parameters else notes
-        assert like is not None
-        flat = memory.empty(gradient_size + notes_size + len(parameters), like.dtype)
+        dtype = parameters[0].dtype if parameters else torch.float32
+        flat = memory.empty(gradient_size + scalar_count + len(parameters), dtype)
         views, start = [], 0
         for p in parameters:
             views.append(_like(flat[start : start + p.numel()], p))
             start += p.numel()
-        return cls(flat, parameters, views, flat[gradient_size + notes_size :], gradient_size)
+        return cls(flat, parameters, views, flat[gradient_size + scalar_count :], gradient_size)
 
     def take(self, i: int, parameter: Tensor) -> None:
         """Move the gradient of parameter `i` into the bucket.

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from paceline.comm import Group
 from paceline.engine.compute import LocalLoss
@@ -25,24 +26,28 @@ class SynchronousAgreement:
         signals: loss, votes and times, which travel with the gradients.
         world: all ranks.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
+
+    Attributes:
+        gradients: tensors that hold every gradient that was agreed on last once.
     """
 
     def __init__(
         self, rule: SyncRule, replica: Replica, signals: StepSignals, meter: Meter, world: Group, split: Split | None = None
     ) -> None:
         self.rule, self.replica, self.signals, self.meter, self.world, self.split = rule, replica, signals, meter, world, split
+        self.gradients: list[Tensor] = []
+        # The ranks of a divided model sum the signals over all of them, so the rule gets none.
+        self._nothing = signals.tensor.new_empty(0)
         # of the newest gradient, where the model is divided
         self._norm = 0.0
 
-    def agree(self, local: LocalLoss) -> Agreed:
-        """Average gradients, loss and votes by the rule.
+    def agree(self, local: LocalLoss, step: int) -> Agreed:
+        """Average gradients, loss and votes of an optimizer step by the rule.
 
         From here on gradients are those of the mean over all items of the global batch.
         """
         own_busy_s = self.signals.seal(self.meter, local)
-        if self.split is not None:
-            self.split.after_backward()
-        self.rule.after_backward()
+        self.apply_rule(step)
         if self.split is not None:
             self._sum_over_all(self.split)
         agreed = self.signals.read()
@@ -52,12 +57,23 @@ class SynchronousAgreement:
             self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
         return agreed
 
+    def apply_rule(self, step: int) -> bool:
+        """Have the rule agree on gradients and signals; True if all replicas took part."""
+        if self.split is not None:
+            self.split.after_backward()
+            result = self.rule.after_backward(step, self._nothing)
+        else:
+            result = self.rule.after_backward(step, self.signals.tensor)
+            # The next step's signals are written where the rule sends them from.
+            self.signals.tensor = result.scalars
+        self.gradients = result.gradients
+        return result.everywhere
+
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient that was agreed on last."""
         if self.split is not None:
             return self._norm
-        gradients = self.replica.gradients
-        norms = torch._foreach_norm(gradients) if gradients else ()
+        norms = torch._foreach_norm(self.gradients) if self.gradients else ()
         if norms and norms[0].device.type == "cuda":
             # one wait for the device, not one per tensor
             return float(torch.linalg.vector_norm(torch.stack(norms)))
@@ -71,7 +87,7 @@ class SynchronousAgreement:
     def _scale(self, factor: float) -> None:
         """Rescale gradients for batches with fewer or more items per sample than the first one."""
         if factor != 1.0:
-            torch._foreach_mul_(self.replica.gradients, factor)
+            torch._foreach_mul_(self.gradients, factor)
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> None:
@@ -91,14 +107,11 @@ class LocalAgreement(SynchronousAgreement):
     Within a replica that is divided, its ranks agree in every step.
     """
 
-    def agree(self, local: LocalLoss) -> Agreed:
+    def agree(self, local: LocalLoss, step: int) -> Agreed:
         """See `SynchronousAgreement.agree`; the gradients are those of this replica's own mean."""
         own_busy_s = self.signals.seal(self.meter, local)
         loss, items = self.signals.share(local)
-        if self.split is not None:
-            self.split.after_backward()
-        self.rule.after_backward()
-        everywhere = self.replica.agreed
+        everywhere = self.apply_rule(step)
         if self.split is not None:
             loss, items = self._sum_over_replica(self.split, loss, items, everywhere)
         own = self.signals.scaled(loss, items)

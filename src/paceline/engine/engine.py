@@ -33,7 +33,7 @@ from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
 from paceline.plans.axes import REPLICA
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import SyncSpec
+from paceline.plans.sync_info import sync_info
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm, unsynchronise
@@ -94,6 +94,7 @@ class Engine:
         guard: leaves out updates that are not finite.
         rule: how the replicas agree.
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
+        messages: lines for the record of the run, of the rule and of the comparison of replicas.
         apart: whether replicas differ between the steps in which they agree (local rules).
         device: where the model is.
         before_update: called before every optimizer step (the checkpoint writer copies weights until then).
@@ -130,8 +131,8 @@ class Engine:
             seed=settings.seed,
             on_phase=lambda phase: self.on_phase(phase, self.step_count),
         )
-        # Those of a split model are all-reduced separately, so they can be float64.
-        self.signals = StepSignals(group) if split is None else StepSignals(group, torch.float64)
+        self.signals = StepSignals(group)
+        self.messages: list[str] = []
         self.rule: SyncRule = build_rule(plan)
         self._attach()
         self.replica_state = ReplicaState(self)
@@ -150,7 +151,7 @@ class Engine:
             DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
         """
         self._follow_changes()
-        self.replica.step = step = self.step_count + 1
+        step = self.step_count + 1
         position = self._position(batch)
         self.meter.mark(DATA)
         self.on_phase("compute", step)
@@ -164,9 +165,9 @@ class Engine:
             self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
         self.on_phase("sync", step)
         # From here on gradients are the global ones.
-        agreed = self.agreement.agree(local)
+        agreed = self.agreement.agree(local, step)
         if self.compute.loss_scale is not None:
-            self.compute.loss_scale.unscale(self.replica.gradients)
+            self.compute.loss_scale.unscale(self.agreement.gradients)
         norm = self.agreement.gradient_norm()
         self.on_phase("optimizer", step)
         loss = agreed.loss if agreed.own_loss is None else agreed.own_loss
@@ -271,27 +272,30 @@ class Engine:
 
         return SplitModel(self.split, self.loss, self.loader, plan, self.group, self.precision)
 
-    def _attach(self, *, alike: bool = False) -> None:
-        """Give the model to the rule; `alike`: the replicas have the same parameters already."""
-        split, world, signals = self.split, self.group, self.signals
-        if split is None:
-            extra, owner, alone = list(self.extra.values()), self._owners(), Group(device=world.device)
-            self.replica = Replica(self.model, world, signals.tensor, extra=extra, owner=owner, inner=alone, world=world, alike=alike)
-            attach(self.rule, self.replica, self.plan)
-            signals.tensor = self.replica.notes
-        else:
-            held, nothing = list(split.parameters.values()), signals.tensor.new_empty(0)
-            inner = Group(device=world.device) if SyncSpec.parse(self.plan.sync).name == "allreduce" else split.mesh.group(*REPLICA)
-            self.replica = Replica(self.model, split.mesh.group("dp"), nothing, held, inner, world)
-            attach(self.rule, self.replica, self.plan)
-        self.replica.gradients_go = "refused"
+    def _attach(self, *, identical: bool = False) -> None:
+        """Give the model to the rule; `identical`: the replicas have the same parameters already."""
+        split, world, info = self.split, self.group, sync_info(self.plan.sync)
+        inner = split.mesh.group(*REPLICA) if split is not None and info.needs_inner else Group(device=world.device)
+        self.replica = Replica(
+            self.model,
+            dp=world if split is None else split.mesh.group("dp"),
+            scalar_count=len(self.signals.tensor) if split is None else 0,
+            parameters=None if split is None else list(split.parameters.values()),
+            inner=inner,
+            world=world,
+            extra=list(self.extra.values()) if split is None else [],
+            owner=self._owners() if split is None else {},
+            identical=identical,
+            log=self.messages.append,
+        )
+        attach(self.rule, self.replica, self.plan)
+        self.replica.backward.gradients = "refused"
         self.compute.replica = self.replica
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *self._held_by_optimizer()]))
         self._trained = self._signature()
-        # A rule that lets replicas differ says so when it is attached.
-        self.apart = not self.replica.agreed
+        self.apart = info.local_steps
         kind = LocalAgreement if self.apart else SynchronousAgreement
-        self.agreement = kind(self.rule, self.replica, signals, self.meter, world, split)
+        self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
         if self.apart and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: sync, joins them in "
@@ -339,16 +343,16 @@ class Engine:
         self.rule.detach()
         self.rule = build_rule(self.plan)
         self.signals = StepSignals(self.group)
-        self._attach(alike=True)
+        self._attach(identical=True)
 
     @contextmanager
     def _gradients(self, go: Literal["collected", "kept"]) -> Iterator[None]:
         """Context that says where backward passes leave gradients; outside, `loss.backward()` is refused."""
-        self.replica.gradients_go = go
+        self.replica.backward.gradients = go
         try:
             yield
         finally:
-            self.replica.gradients_go = "refused"
+            self.replica.backward.gradients = "refused"
 
     def _position(self, batch: Batch | None) -> Position:
         """Position of the batch in the data, and its share of the global batch."""
@@ -371,7 +375,7 @@ class Engine:
     def _update(self, step: int, norm: float) -> None:
         clip = self.settings.clip_norm
         if clip is not None and norm > clip:
-            torch._foreach_mul_(self.replica.gradients, clip / (norm + 1e-6))
+            torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
         self.replica_state.before_update()
         self.meter.mark(OPTIMIZER)
         self.before_update()

@@ -13,7 +13,7 @@ from paceline.comm import Group
 from paceline.engine.max_norm import MaxNorm
 from paceline.errors import SyncError
 from paceline.plans.axes import AXES, DATA_AXES
-from paceline.plans.sync_info import SyncSpec
+from paceline.plans.sync_info import sync_info
 from paceline.split.parts import local
 from paceline.sync.batchnorm import is_synchronised
 
@@ -29,7 +29,7 @@ _ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart
 class ReplicaState:
     """Compares tensors that ranks should hold alike, before updates 1, 2, 4, … and every `EVERY`.
 
-    Only under `sync=allreduce`, whose replicas are the same at every step. Buffers are compared along the ranks that read different
+    Only under rules whose replicas are the same at every step. Buffers are compared along the ranks that read different
     samples: those that a checkpoint keeps, but for statistics of norms that are each replica's own.
     """
 
@@ -37,8 +37,8 @@ class ReplicaState:
         self.engine = engine
         self.max_norm = MaxNorm(engine)
         self._updates = 0
-        exact = not engine.apart and SyncSpec.parse(engine.plan.sync).name == "allreduce"
-        self._compares = exact and engine.group.size > 1 and not engine.group.is_fake
+        identical = not sync_info(engine.plan.sync).local_steps
+        self._compares = identical and engine.group.size > 1 and not engine.group.is_fake
 
     def before_update(self) -> None:
         """Agree on what forward passes wrote into parameters, and compare ranks where that is due.
@@ -88,7 +88,7 @@ class ReplicaState:
         if not (strict and same_machines(group)) and all(_is_rounding(group, named[name]) for name in differing):
             for name in differing:
                 group.broadcast(named[name])
-            self.engine.replica.said.append(
+            self.engine.messages.append(
                 f"{differing[0]} and {len(differing) - 1} more differed by rounding between ranks, which do not compute alike; all have "
                 f"the values of the first of them again since step {self.engine.step_count + 1}"
             )

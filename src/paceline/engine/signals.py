@@ -38,11 +38,17 @@ class Agreed:
 
 
 class StepSignals:
-    """Layout of `Replica.notes`: loss, items, votes, then each rank's busy time."""
+    """Scalars that a rule sums with the gradients.
 
-    def __init__(self, group: Group, dtype: torch.dtype = torch.float32) -> None:
+    They are loss, items, votes, then each rank's busy time.
+
+    Attributes:
+        tensor: where they are written and read; a rule may give one of its own for it, in the dtype of its buffers.
+    """
+
+    def __init__(self, group: Group) -> None:
         self.group = group
-        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, dtype=dtype, device=group.device)
+        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, dtype=torch.float64, device=group.device)
         self._asked: set[str] = set()
         self.busy_s: list[float] = []  # of every rank, before the newest agreement; read by `take_busy`
 

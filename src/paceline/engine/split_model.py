@@ -91,8 +91,8 @@ class SplitModel(Compute):
             return local
         parts = list(split(placed, count))
         for i, part in enumerate(parts):
-            self.replica.last_backward = i == len(parts) - 1
-            self.split.begin_microbatch(last=self.replica.last_backward)
+            self.replica.backward.last = i == len(parts) - 1
+            self.split.begin_microbatch(last=self.replica.backward.last)
             self.experts.weigh(part if batch is not None else None, position)
             with self.autocast():
                 loss = self._addend(local, self.call(part), part, batch, position, step)

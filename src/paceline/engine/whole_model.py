@@ -29,7 +29,7 @@ class WholeModel(Compute):
             return local
         parts = self.microbatches(self.place(batch))
         for i, part in enumerate(parts):
-            self.replica.last_backward = i == len(parts) - 1
+            self.replica.backward.last = i == len(parts) - 1
             self.experts.weigh(part, position)
             with self.autocast():
                 output = self.call(part)

@@ -18,17 +18,15 @@ from paceline.planner.history import corrected
 from paceline.planner.machines import machines
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import STAGES_PER_RANK
+from paceline.plans.codec_info import CompressSpec
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import CompressSpec, SyncSpec
+from paceline.plans.sync_info import SyncSpec
 from paceline.trace.build import trace
 from paceline.trace.graph import Trace
 from paceline.units import count
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
-
-# bytes of one number; scales take less than a hundredth
-_SENT_BYTES = {"fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "1bit": 0.125}
 
 
 def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Calibration | None = None) -> Prediction:
@@ -93,7 +91,7 @@ class Layouts:
             offload=plan.offload,
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),
-            sync_every=SyncSpec.parse(plan.sync).arguments.get("", 1) if _is_local(plan) else 1,
+            sync_every=SyncSpec.parse(plan.sync).period,
             framework=_FRAMEWORK,
             threads=threads,
             transport=plan.transport,
@@ -140,21 +138,9 @@ def _cut(plan: Plan, of: Trace, places: dict[str, int]) -> tuple[int, ...]:
     return tuple(later - earlier for earlier, later in pairwise(edges))
 
 
-def _is_local(plan: Plan) -> bool:
-    return not SyncSpec.parse(plan.sync).agrees_every_step
-
-
 def _sent_bytes(plan: Plan, of: Trace, number: float) -> float:
-    """Bytes sent per gradient between replicas. Top-k sends indices too, PowerSGD two thin factors for each matrix."""
+    """Bytes sent per gradient between replicas."""
     if plan.compress in ("none", "auto"):
         return number
-    (name, value), *second = CompressSpec.parse(plan.compress).codecs
-    kept = _SENT_BYTES[second[0][0]] if second else number
-    if name == "topk":
-        return (value or 0.01) * (kept + 4)
-    if name == "powersgd":
-        gemms = [gemm for block in of.blocks for gemm in block.gemms if not gemm.batch]
-        whole = sum(gemm.n * gemm.k * gemm.times for gemm in gemms)
-        thin = sum((value or 4) * (gemm.n + gemm.k) * gemm.times for gemm in gemms)
-        return kept * min(1.0, thin / whole) if whole else number
-    return _SENT_BYTES[name]
+    matrices = [(gemm.n, gemm.k, gemm.times) for block in of.blocks for gemm in block.gemms if not gemm.batch]
+    return CompressSpec.parse(plan.compress).sent_bytes(number, matrices)

@@ -15,7 +15,6 @@ from paceline.planner.history import correction
 from paceline.planner.knobs import PLAN_S, SHARE_OF_RUN
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import SyncSpec
 
 # number of plans to measure, with the one to begin with
 MOST_PLANS = 4
@@ -93,8 +92,7 @@ def keeps_the_result(plan: Plan, job: Job) -> bool:
 
     It keeps the precision, every step has the whole batch, and nothing is dropped.
     """
-    exact = SyncSpec.parse(plan.sync).agrees_every_step and plan.compress == "none"
-    return exact and plan.precision_for(job) == job.precision
+    return not plan.inexact and plan.precision_for(job) == job.precision
 
 
 def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:

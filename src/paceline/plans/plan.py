@@ -9,10 +9,10 @@ from typing import Any, TypeVar, get_args
 from paceline.cluster.cluster import Host
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
-from paceline.job.read.nearest import nearest
+from paceline.nearest import nearest
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import REMATS, SCHEDULES, Compile, MemoryFormat, Remat, Schedule, Transport
-from paceline.plans.sync_info import SyncSpec, problem_with
+from paceline.plans.sync_info import problem_with, sync_info
 
 T = TypeVar("T")
 _LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "zero": 1}
@@ -124,7 +124,7 @@ class Plan:
 
         With an inexact choice, replicas do not apply the exact mean of all gradients in every step.
         """
-        local = f"sync={self.sync}" if not SyncSpec.parse(self.sync).agrees_every_step else ""
+        local = f"sync={self.sync}" if not sync_info(self.sync).exact else ""
         coded = f"compress={self.compress}" if self.compress != "none" else ""
         return " ".join(word for word in (local, coded) if word)
 

@@ -50,7 +50,7 @@ class SyncView:
         if self.comm_share is None or self.comm_share < DOMINATES:
             return
         share = f"Communication takes {units.percent(self.comm_share)} of a step"
-        if self.plan.compress != "none" or not self.plan.sync.startswith("allreduce"):
+        if self.plan.inexact:
             yield f"{share}, also under this rule."
             return
         yield (

@@ -14,7 +14,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.plans.axes import AXES, DATA_AXES, REPLICA
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import SyncSpec
+from paceline.plans.sync_info import sync_info
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Mesh:
         divided = any(sizes[axis] > 1 for axis in REPLICA)
         devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES) if divided else None
         mesh = cls(sizes, place, world, devices, {})
-        by_replica = () if SyncSpec.parse(plan.sync).name == "allreduce" else (REPLICA,)
+        by_replica = (REPLICA,) if sync_info(plan.sync).needs_inner else ()
         for axes in (*((axis,) for axis in AXES), DATA_AXES, *by_replica):
             mesh._groups[axes] = mesh._make_group(axes)
         return mesh

@@ -5,7 +5,7 @@ All have the methods of `SyncRule`.
 
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.registry import attach, build_rule
-from paceline.sync.rule import Replica, SyncRule
-from paceline.sync.start import start_alike
+from paceline.sync.rule import Agreement, Replica, SyncRule
+from paceline.sync.start import broadcast_state
 
-__all__ = ["AllReduce", "Replica", "SyncRule", "attach", "build_rule", "start_alike"]
+__all__ = ["Agreement", "AllReduce", "Replica", "SyncRule", "attach", "broadcast_state", "build_rule"]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from paceline.comm.bucket import Bucket, Memory
 from paceline.errors import SyncError
 from paceline.sync.bucket_stream import BucketStream
-from paceline.sync.rule import Replica, SyncRule, not_by_the_engine
-from paceline.sync.start import start_alike
+from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
+from paceline.sync.start import broadcast_state
 
 if TYPE_CHECKING:
     from paceline.sync.compress import Choice
@@ -47,7 +47,7 @@ class AllReduce(SyncRule):
 
     def attach(self, replica: Replica) -> None:
         self.replica, self.parameters = replica, replica.trainable
-        start_alike(replica)
+        broadcast_state(replica)
         dp = replica.dp
         if dp.size == 1:
             return
@@ -62,8 +62,9 @@ class AllReduce(SyncRule):
             self.streams.append(BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links))
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
+        self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
         if not dp.is_fake and (dp.spans_hosts or self.algorithm_name != "auto"):
-            replica.said.append(f"sync=allreduce: {first.algorithm.why}")
+            replica.log(f"sync=allreduce: {first.algorithm.why}")
         if self.compress == "auto":
             from paceline.sync.compress import Choice
 
@@ -74,13 +75,14 @@ class AllReduce(SyncRule):
             self.hooks = [
                 p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
             ]
-        replica.gradients = [b.gradients for b in self.buckets if b.gradient_size]
+        self.gradients = [b.gradients for b in self.buckets if b.gradient_size]
 
-    def after_backward(self) -> None:
+    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
         replica = self.replica
         if replica.dp.size == 1:
-            replica.gradients = [p.grad for p in self.parameters if p.grad is not None]
-            return
+            return Agreement([p.grad for p in self.parameters if p.grad is not None], scalars)
+        if scalars is not self.scalars:
+            self.scalars.copy_(scalars)
         summed = [number for number, bucket in enumerate(self.buckets) if not self._left_out(bucket)]
         for number in summed:
             bucket = self.buckets[number]
@@ -101,8 +103,10 @@ class AllReduce(SyncRule):
             self._choose()
         for stream in self.streams:
             if stream.compressor is not None and stream.compressor.messages:
-                replica.said += stream.compressor.messages
+                for message in stream.compressor.messages:
+                    replica.log(message)
                 stream.compressor.messages.clear()
+        return Agreement(self.gradients, self.scalars)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -117,7 +121,7 @@ class AllReduce(SyncRule):
         codec = state.get("auto")
         if self.choice is not None and codec is not None and state["replicas"] == self.replica.dp.size:
             self.choice.decide(codec, "As before the run was resumed")
-            self.replica.said.append(self.choice.message)
+            self.replica.log(self.choice.message)
             self._compress_by(codec)
         for stream in self.streams:
             start = f"lane{stream.number}/"
@@ -141,7 +145,7 @@ class AllReduce(SyncRule):
         It has no other ranks to measure and no numbers to code.
         """
         if self.compress != "none":
-            self.replica.said.append(f"compress={self.compress}: not part of a dry run; bytes sent along dp are counted without it")
+            self.replica.log(f"compress={self.compress}: not part of a dry run; bytes sent along dp are counted without it")
         self.algorithm_name, self.compress = "flat", "none"
 
     def _compress_by(self, codec: str) -> None:
@@ -156,14 +160,14 @@ class AllReduce(SyncRule):
         if codec != before:
             self._compress_by(codec)
         if self.choice.decided:
-            self.replica.said.append(self.choice.message)
+            self.replica.log(self.choice.message)
 
     # One bucket
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
         """Move a new gradient into its bucket, and send the bucket when it is full."""
-        if self.replica.gradients_go != "collected":
-            if self.replica.gradients_go == "refused":
+        if self.replica.backward.gradients != "collected":
+            if self.replica.backward.gradients == "refused":
                 raise not_by_the_engine()
             return
         if bucket.pending is not None:
@@ -172,14 +176,14 @@ class AllReduce(SyncRule):
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         bucket.take(i, parameter)
-        if self.overlap and self.replica.last_backward:
+        if self.overlap and self.replica.backward.last:
             self._begin_full_buckets()
 
     def _begin_full_buckets(self) -> None:
         """Send full buckets, in bucket order only.
 
         Every rank must start the same collectives in the same order, whatever it computed first. The last bucket
-        carries the notes, which are complete only after the backward pass.
+        carries the scalars, which are complete only after the backward pass.
         """
         for number, bucket in enumerate(self.buckets[:-1]):
             if bucket.pending is None and not self._left_out(bucket):
@@ -190,7 +194,7 @@ class AllReduce(SyncRule):
 
     def _left_out(self, bucket: Bucket) -> bool:
         """True if the backward pass concerned other buckets' parameters only; the same on all ranks."""
-        only = self.replica.only
+        only = self.replica.backward.only
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
@@ -209,7 +213,7 @@ def _name(number: int) -> str:
 def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | None) -> list[Bucket]:
     """Buckets in reverse order of the parameters, about the order of their gradients.
 
-    The notes are in the last one.
+    The scalars are in the last one.
     """
     groups: list[list[nn.Parameter]] = []
     size = 0
@@ -228,10 +232,12 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
         groups[-1].append(parameter)
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
-        groups.append([])  # half precision would round the notes: they get a bucket of their own
-    buckets = [
-        Bucket.of(group, memories[i % len(memories)], replica.notes if group is groups[-1] else None) for i, group in enumerate(groups)
+        groups.append([])  # half precision would round the scalars: they get a bucket of their own
+    return [
+        Bucket.of(group, memories[i % len(memories)], replica.scalar_count if group is groups[-1] else 0) for i, group in enumerate(groups)
     ]
-    last = buckets[-1]
-    replica.notes = last.flat[last.gradient_size : last.gradient_size + len(replica.notes)]
-    return buckets
+
+
+def _scalars(bucket: Bucket, count: int) -> Tensor:
+    """The engine's numbers, which stand behind the gradients of the last bucket."""
+    return bucket.flat[bucket.gradient_size : bucket.gradient_size + count]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.comm.comm_thread import CommThread, Task
 from paceline.comm.group import Group
-from paceline.errors import PlanError
 from paceline.sync.fragments import FlatParameters, by_dtype, cut
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.rule import Replica
@@ -36,21 +35,14 @@ class DiLoCo(LocalRule):
     whose number does not depend on how fast the network is, so that a run can be repeated.
 
     Args:
-        period: steps from one exchange of a parameter to the next.
+        period: steps from one exchange of a parameter to the next. Limits and defaults of all arguments are in `plans/sync_info.py`.
         fragments: number of runs of neighbouring parameters that the model is divided into; each has steps of its own within the period.
         overlap: steps from sending a fragment to applying its result; less than the period.
         lr, momentum: of the outer optimizer.
         compress: codec of the pseudo-gradients (see `paceline.sync.compress`), or none.
     """
 
-    def __init__(
-        self, period: int, fragments: int = 1, overlap: int = 0, lr: float = 0.7, momentum: float = 0.9, compress: str = "none"
-    ) -> None:
-        if period < 1 or not 1 <= fragments <= period or not 0 <= overlap < period:
-            raise PlanError(
-                f"sync=diloco:{period},fragments={fragments},overlap={overlap}: the period is at least 1; fragments are sent in different "
-                f"steps of it, so there are 1 to {period}, and arrive before they are sent again, so overlap is from 0 to {period - 1}"
-            )
+    def __init__(self, period: int, *, fragments: int, overlap: int, lr: float, momentum: float, compress: str) -> None:
         self.period, self.overlap, self.lr, self.momentum, self.compress = period, overlap, lr, momentum, compress
         self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]  # of each fragment, its step in a period
         self.thread: CommThread | None = None
@@ -68,7 +60,7 @@ class DiLoCo(LocalRule):
             self.compressor = Compressor(self.compress, self.group, replica.traffic)
         sizes = [f"{sum(delta.values.nbytes for delta in f.pseudo_gradients):,}" for f in self.fragments]
         later = f", and arrive {self.overlap} steps later" if self.overlap else ""
-        replica.said.append(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
+        replica.log(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
 
     def connections(self, dp: Group) -> Group:
         return dp.copy() if self.overlap and dp.size > 1 else dp

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.errors import PlanError
 from paceline.sync.fragments import flats
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.rule import Replica
@@ -19,15 +18,13 @@ class LocalSGD(LocalRule):
     """
 
     def __init__(self, period: int) -> None:
-        if period < 1:
-            raise PlanError(f"sync=local:{period}: the period is the number of steps between averages, at least 1")
         self.period = period
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
         self.flats = flats(self.parameters, self.algorithm)
         nbytes = sum(flat.values.nbytes for flat in self.flats)
-        replica.said.append(f"sync=local: every rank's {nbytes:,} bytes of parameters are averaged every {self.period} steps")
+        replica.log(f"sync=local: every rank's {nbytes:,} bytes of parameters are averaged every {self.period} steps")
 
     def agrees_in(self, step: int) -> bool:
         return step % self.period == 0

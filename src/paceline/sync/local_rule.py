@@ -11,8 +11,8 @@ from torch import Tensor
 from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
 from paceline.comm.group import Group
 from paceline.sync.fragments import FlatParameters, by_dtype
-from paceline.sync.rule import Replica, SyncRule
-from paceline.sync.start import start_alike
+from paceline.sync.rule import Agreement, Replica, SyncRule
+from paceline.sync.start import broadcast_state
 
 
 class LocalRule(SyncRule):
@@ -25,9 +25,7 @@ class LocalRule(SyncRule):
     identical = True  # all replicas have the same parameters now; the same value on all ranks
 
     def attach(self, replica: Replica) -> None:
-        start_alike(replica)
-        replica.agreed = False
-        replica.notes = replica.notes.double()  # they travel alone, and need not match the gradients
+        broadcast_state(replica)
         self.replica, self.parameters = replica, replica.trainable
         self.group = self.connections(replica.dp)
         self.algorithm: Algorithm | Group = algorithm_for(self.group, "auto") if self.group.size > 1 else self.group
@@ -40,13 +38,12 @@ class LocalRule(SyncRule):
         """True if replicas share losses and votes in a step; at least once per period."""
         raise NotImplementedError
 
-    def after_backward(self) -> None:
-        replica = self.replica
-        replica.gradients = [p.grad for p in self.parameters if p.grad is not None]
-        replica.agreed = self.agrees_in(replica.step)
-        if replica.agreed and len(replica.notes):
-            replica.dp.all_reduce(replica.notes)
+    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+        everywhere = self.agrees_in(step)
+        if everywhere and len(scalars):
+            self.replica.dp.all_reduce(scalars)
         self.identical = False
+        return Agreement([p.grad for p in self.parameters if p.grad is not None], scalars, everywhere)
 
     @contextmanager
     def in_agreement(self) -> Iterator[None]:

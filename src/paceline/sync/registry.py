@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from paceline.errors import PlanError
+from paceline.errors import JobError, PlanError
+from paceline.job.read.imports import load_object
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import RULES, SyncSpec, others
-from paceline.sync.allreduce import AllReduce
+from paceline.plans.sync_info import RULES, SyncSpec
 from paceline.sync.rule import Replica, SyncRule
 
 
 def build_rule(plan: Plan) -> SyncRule:
-    """The rule that a plan names, not yet attached to a replica. One of another package gets its settings as they are written.
+    """The rule that a plan names, not yet attached to a replica.
 
     Raises:
-        PlanError: another package's rule cannot be imported, or does not take its settings.
+        PlanError: another package's rule cannot be imported, or does not take its arguments.
     """
     spec = SyncSpec.parse(plan.sync)
-    if spec.name not in RULES:
-        return _of_another_package(spec)
-    arguments = dict(spec.arguments)
-    first = arguments.pop("")
-    if spec.name == "allreduce":
-        return AllReduce(first, compress=plan.compress)
-    if spec.name == "local":
-        from paceline.sync.local import LocalSGD
-
-        return LocalSGD(first)
-    from paceline.sync.diloco import DiLoCo
-
-    return DiLoCo(first, **arguments, compress=plan.compress)
+    info, arguments = spec.info, dict(spec.arguments)
+    first = [arguments.pop("")] if "" in arguments else []
+    if info.compresses:
+        arguments["compress"] = plan.compress
+    try:
+        rule: SyncRule = load_object(info.rule)(*first, **arguments)
+    except (JobError, TypeError, ValueError) as error:
+        raise PlanError(f"sync={spec.name}: the rule {info.rule} cannot be made: {error}") from error
+    return rule
 
 
 def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
@@ -39,17 +35,6 @@ def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
     Raises:
         SyncError: the replicas hold different parameters.
     """
-    if SyncSpec.parse(plan.sync).name not in RULES:
-        replica.dp, replica.inner, replica.world = (group.checked() for group in (replica.dp, replica.inner, replica.world))
+    if SyncSpec.parse(plan.sync).name not in RULES.built_in:
+        replica = replace(replica, dp=replica.dp.checked(), inner=replica.inner.checked(), world=replica.world.checked())
     rule.attach(replica)
-
-
-def _of_another_package(spec: SyncSpec) -> SyncRule:
-    entry = others()[spec.name]
-    arguments = dict(spec.arguments)
-    given: list[Any] = [arguments.pop("")] if "" in arguments else []
-    try:
-        rule: SyncRule = entry.load()(*given, **arguments)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise PlanError(f"sync={spec.name}: the rule {entry.value}, registered by a package, cannot be made: {error}") from error
-    return rule

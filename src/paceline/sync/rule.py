@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -14,51 +14,70 @@ from paceline.errors import SyncError
 from paceline.sync.traffic import Traffic
 
 
+class Agreement(NamedTuple):
+    """Result of `SyncRule.after_backward`.
+
+    Attributes:
+        gradients: tensors that hold every gradient of this rank once; flat buffers where the rule has them.
+        scalars: the engine's numbers, summed over the replicas where `everywhere`. The tensor that the rule was given, or one of
+            the same length in its own buffer: the engine then writes the next step's numbers there.
+        everywhere: True if gradients (for a rule that sends them) and scalars are sums over all replicas.
+    """
+
+    gradients: list[Tensor]
+    scalars: Tensor
+    everywhere: bool = True
+
+
 @dataclass
+class BackwardPass:
+    """Settings of the backward pass under way.
+
+    The engine writes them, hooks of a rule read them.
+
+    Attributes:
+        gradients: collected by the rule, kept in `.grad` until a later pass, or refused, since the engine did not start the pass.
+        last: True for the last pass before `after_backward` (gradient accumulation has several).
+        only: the parameters that the passes since the last agreement were for, identical on all ranks; None: any of them.
+    """
+
+    gradients: Literal["collected", "kept", "refused"] = "collected"
+    last: bool = True
+    only: set[Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Replica:
     """One full copy of the model, as a rule sees it from one rank.
 
     Attributes:
         model: the module whose parameters and buffers this rank holds.
         dp: the ranks that hold the same part of the other replicas.
-        parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete only
-            when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
-        extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
-        alike: whether the replicas have the same parameters already, so that `start_alike` has nothing to do.
-        owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one owner.
+        scalar_count: length of the tensor of scalars that travels with the gradients.
+        parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete
+            only when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
         inner: the ranks that hold this replica together; this rank alone where it holds all of it.
         world: all ranks; `world.host` are those on this rank's host.
-        notes: 1-D numbers of the engine (loss, votes, times) that are summed over the replicas together with the gradients,
-            so that they need no collective of their own. A rule may replace this tensor by a view of its own buffer in `attach`.
-        step: the optimizer step under way, counted from 1 over the whole run.
-        last_backward: whether the backward pass under way is the last one before `after_backward` (gradient accumulation has several).
-        gradients_go: where a backward pass leaves gradients: collected by the rule, kept in `.grad` until a later pass, or refused,
-            since the engine did not start it.
-        only: the parameters that the backward passes since the last agreement were for, alike on all ranks; None: any of them.
-        gradients: after `after_backward`, tensors that hold every agreed gradient once (flat buffers where the rule has them).
-        agreed: after `after_backward`, whether gradients and notes are those of all replicas. A rule that agrees on parameters instead
-            sets this to False when it is attached, and in the steps between, which then count as this replica's own: see `LocalRule`.
+        extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
+        owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one owner.
+        identical: True if the replicas have the same parameters already, so that `broadcast_state` has nothing to do.
+        backward: the backward pass under way.
         traffic: what the rule sent so far; it keeps the count.
-        said: what the rule has to say of itself, in words, for the record of the run (which algorithm it took and why).
+        log: takes a line for the record of the run, e.g. which algorithm the rule took and why.
     """
 
     model: nn.Module
     dp: Group
-    notes: Tensor
+    scalar_count: int = 0
     parameters: list[nn.Parameter] | None = None
     inner: Group = field(default_factory=Group)
     world: Group = field(default_factory=Group)
-    step: int = 0
-    last_backward: bool = True
-    gradients_go: Literal["collected", "kept", "refused"] = "collected"
-    only: set[Tensor] | None = None
-    gradients: list[Tensor] = field(default_factory=list)
-    agreed: bool = True
-    traffic: Traffic = field(default_factory=Traffic)
-    said: list[str] = field(default_factory=list)
     extra: list[Tensor] = field(default_factory=list)
     owner: dict[Tensor, int] = field(default_factory=dict)
-    alike: bool = False
+    identical: bool = False
+    backward: BackwardPass = field(default_factory=BackwardPass)
+    traffic: Traffic = field(default_factory=Traffic)
+    log: Callable[[str], object] = lambda line: None
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -86,18 +105,23 @@ class SyncRule(Protocol):
     """A synchronisation rule, which keeps replicas in agreement.
 
     There is one instance per rank, called by the engine, never by user code. A rule that inherits from this class needs
-    to write only what it does: every method but `attach` does nothing by itself.
+    to write `attach`, `after_backward` and what else it does: the other methods do nothing by themselves.
     """
 
     def attach(self, replica: Replica) -> None:
-        """Start every replica from the first one's weights (`start_alike`), and register for its gradients."""
+        """Start every replica from the first one's weights (`broadcast_state`), and register for its gradients."""
 
-    def after_backward(self) -> None:
-        """Replace local gradients and `replica.notes` by their sums over all replicas.
+    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+        """Replace local gradients by their sums over all replicas, and sum `scalars` with them.
 
-        Local gradients are scaled so that their sum is the gradient of the global batch.
+        Local gradients are scaled so that their sum is the gradient of the global batch. A rule whose replicas take
+        steps of their own leaves them as they are.
+
+        Args:
+            step: the optimizer step under way, from 1.
+            scalars: 1-D, float64 at first; the engine's numbers (loss, votes, times), which need no collective of their own.
         """
-        return
+        raise NotImplementedError
 
     def after_step(self, step: int) -> None:
         """Replace local parameters by agreed ones, for rules that agree on parameters.

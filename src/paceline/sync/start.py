@@ -16,15 +16,15 @@ from paceline.sync.rule import Replica
 _TOGETHER_BYTES = 25 * 2**20
 
 
-def start_alike(replica: Replica) -> None:
+def broadcast_state(replica: Replica) -> None:
     """Give every replica the weights and buffers of the first; every rule's `attach` begins so.
 
-    Many small tensors go in one collective. Every rule's `attach` begins so.
+    Many small tensors go in one collective.
 
     Raises:
         SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and dtype.
     """
-    if replica.dp.size == 1 or replica.alike:
+    if replica.dp.size == 1 or replica.identical:
         return
     if not replica.dp.is_fake:
         agree_on(replica.dp, _descriptions(replica))

@@ -14,6 +14,7 @@ from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import BackendAllReduce
 from paceline.comm.backend import joined
+from paceline.plans.codec_info import auto_candidates
 from paceline.sync.compress.choice import Choice, predict
 from paceline.sync.compress.codec_cost import CodecCost, measure_codec
 from ranks import Ranks
@@ -127,7 +128,7 @@ def test_the_reckoning_is_the_same_on_every_rank_and_changes_nothing(ranks: Rank
     first, second = ranks(2, reckoned, torch.float32, slow, backend="shm")
     assert first == second
     assert first["untouched"]
-    assert list(first["coded_s"]) == list(choice_module.CANDIDATES)
+    assert list(first["coded_s"]) == list(auto_candidates())
 
 
 def test_over_a_slow_link_the_time_follows_the_bytes(ranks: Ranks) -> None:

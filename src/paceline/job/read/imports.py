@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import JobError
-from paceline.job.read.nearest import nearest
+from paceline.nearest import nearest
 
 
 def load_object(path: str) -> Any:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, Uni
 from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.job.read.nearest import closest, nearest
 from paceline.job.spec import Spec
+from paceline.nearest import closest, nearest
 
 Path: TypeAlias = tuple[str | int, ...]  # keys and list indices, from the top of the job down
 _Located: TypeAlias = tuple[Path, type[Spec] | None, ErrorDetails]  # with the spec that has, or lacks, the path's last key

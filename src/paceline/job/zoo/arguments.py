@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import JobError
 from paceline.job.read.messages import wrong_value
-from paceline.job.read.nearest import nearest
+from paceline.nearest import nearest
 
 
 def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from paceline.errors import DataError, JobError
 from paceline.job.batch import rows
 from paceline.job.loss import Loss, LossSpec
 from paceline.job.read.imports import load_object
-from paceline.job.read.nearest import nearest
 from paceline.job.zoo.arguments import check_call, checked_args
+from paceline.nearest import nearest
 
 IGNORED = -100  # the label that torch and transformers leave out
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.job.loss import Loss, Metric
 from paceline.job.read.imports import load_object
-from paceline.job.read.nearest import nearest
 from paceline.job.zoo.arguments import check_call
 from paceline.job.zoo.items import adds_up, items_of
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, classes_on_dim_1, logits_of, same_shape, view_similarity
+from paceline.nearest import nearest
 
 
 def build_metric(name: str) -> Metric:

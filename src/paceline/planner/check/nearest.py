@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.job.read.nearest import closest
+from paceline.nearest import closest
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY

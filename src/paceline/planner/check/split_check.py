@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.job.read.nearest import nearest
+from paceline.nearest import nearest
 from paceline.partition import contiguous, starts
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.state import memory_shortage

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from paceline.planner.check.plan_context import Check, PlanContext
-from paceline.plans.sync_info import SyncSpec
+from paceline.plans.sync_info import RULES, SyncSpec, sync_info
 
 
 def _nothing_to_compress(context: PlanContext) -> str | None:
     """Reason against compression with a rule that cannot use it, or None.
 
-    LocalSGD averages the parameters themselves; another package's rule sends its own data.
+    Local SGD averages the parameters themselves; other rules send as they do.
     """
-    plan, rule = context.plan, SyncSpec.parse(context.plan.sync).name
-    if plan.compress == "none" or rule in ("allreduce", "diloco"):
+    plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
+    if plan.compress == "none" or spec.info.compresses:
         return None
-    what = "averages parameters, whose every bit counts" if rule == "local" else "sends by itself"
-    return f"plan {plan} compresses what is sent, but sync={rule} {what}: compress=none, or sync=allreduce or diloco."
+    what = "averages parameters, whose every bit counts" if spec.info.sends == "parameters" else "sends by itself"
+    others = " or ".join(name for name, info in RULES.built_in.items() if info.compresses)
+    return f"plan {plan} compresses what is sent, but sync={spec.name} {what}: compress=none, or sync={others}."
 
 
 def _nothing_to_try(context: PlanContext) -> str | None:
     plan = context.plan
-    if plan.compress != "auto" or SyncSpec.parse(plan.sync).name == "allreduce":
+    info = sync_info(plan.sync)
+    if plan.compress != "auto" or (info.compresses and not info.local_steps):
         return None
     return f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: compress=int8."
 
@@ -34,7 +36,7 @@ def _too_wide_to_compress(context: PlanContext) -> str | None:
 
 def _cannot_go_back(context: PlanContext) -> str | None:
     plan = context.plan
-    if context.job.nonfinite != "rewind" or SyncSpec.parse(plan.sync).agrees_every_step:
+    if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
         return None
     return (
         f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of which the others do "
@@ -44,7 +46,7 @@ def _cannot_go_back(context: PlanContext) -> str | None:
 
 def _batch_over_all_replicas(context: PlanContext) -> str | None:
     plan, job = context.plan, context.job
-    if plan.dp == 1 or SyncSpec.parse(plan.sync).agrees_every_step:
+    if plan.dp == 1 or not sync_info(plan.sync).local_steps:
         return None
     if job.loss.is_over_whole_batch:
         name = job.loss.name.rpartition(":")[2]

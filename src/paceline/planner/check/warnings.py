@@ -182,9 +182,10 @@ def _statistics_of_microbatches(context: PlanContext) -> list[str]:
 
 
 def _nobody_to_agree_with(plan: Plan) -> list[str]:
-    if plan.dp > 1 or (plan.sync == "allreduce" and plan.compress == "none"):
-        return []
+    # The text form leaves defaults out.
     said = " ".join(word for word in str(plan).split() if word.startswith(("sync=", "compress=")))
+    if plan.dp > 1 or not said:
+        return []
     return [f"plan {plan} has one replica, which agrees with nobody, so {said} does nothing; dp=2 or more has it work."]
 
 
@@ -192,7 +193,7 @@ def _ends_between_agreements(context: PlanContext) -> list[str]:
     """Warning about a run that ends before its replicas agree once."""
     plan, steps = context.plan, context.job.stop.steps
     spec = SyncSpec.parse(plan.sync)
-    if plan.dp == 1 or spec.agrees_every_step or steps is None or steps >= spec.arguments[""]:
+    period = spec.period
+    if plan.dp == 1 or steps is None or steps >= period:
         return []
-    period = spec.arguments[""]
     return [f"plan {plan} agrees every {period} steps, and the job ends after {steps}; a period of {max(1, steps // 4)} agrees four times."]

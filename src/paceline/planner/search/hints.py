@@ -35,7 +35,7 @@ def hints(job: Job, cluster: Cluster, layouts: Layouts, best: Candidate) -> tupl
 
 def _other_rules(job: Job, cluster: Cluster, layouts: Layouts, best: Candidate) -> Iterator[Hint]:
     """Hints of other sync rules. Exact rules differ in how they sum, which `allreduce` chooses by itself."""
-    if best.plan.dp == 1 or (best.plan.sync, best.plan.compress) != ("allreduce", "none"):
+    if best.plan.dp == 1 or best.plan.inexact:
         return
     for changes, but in _INEXACT:
         plan = replace(best.plan, **changes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.errors import PlanError
-from paceline.job.read.nearest import nearest
+from paceline.nearest import nearest
 from paceline.split.pipeline.forward_trace import Cut, Trace
 from paceline.split.pipeline.rules import reasons_against_cut
 

@@ -20,10 +20,10 @@ from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import Algorithm, Auto
 from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
+from paceline.plans.codec_info import CompressSpec, auto_candidates
 from paceline.sync.compress.codec_cost import CodecCost, measure_codec, wait_for
 from paceline.units import percent, seconds
 
-CANDIDATES = ("bf16", "int8", "powersgd:16+int8")  # from the one that loses least; a GPT lost 5 % with powersgd:4, and 1 % with 16
 MARGIN = 0.05  # a step must become shorter by this share, or a codec that loses more by this share faster
 TRIALS = 2  # codecs that are tried
 _WARM_UP, _MEASURED = 2, 3  # steps without a codec and with each
@@ -107,7 +107,7 @@ class Choice:
         fastest_s = min(self._measured_s.values())
         if fastest_s > (1 - MARGIN) * self._measured_s["none"]:
             return "none"
-        tried = [codec for codec in CANDIDATES if codec in self._measured_s]
+        tried = [codec for codec in auto_candidates() if codec in self._measured_s]
         return next(codec for codec in tried if self._measured_s[codec] <= fastest_s / (1 - MARGIN))
 
     def _reckoning(self) -> str:
@@ -125,7 +125,7 @@ def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tenso
     """
     group = algorithm.group
     costs: dict[str, CodecCost] = {}
-    for codec in CANDIDATES:
+    for codec in auto_candidates():
         try:
             costs[codec] = measure_codec(codec, group, buckets)
         except PlanError:  # it does not take the dtype
@@ -139,7 +139,7 @@ def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tenso
         if links is None:  # as fast as the exact sums, byte for byte
             travel_s = plain_s * cost.sent_bytes / (2 * (group.size - 1) / group.size * sum(sizes))
         else:
-            messages = (4 if codec.startswith("powersgd") else 2) * len(sizes)
+            messages = CompressSpec.parse(codec).first.messages * len(sizes)
             travel_s = messages * links.between.latency_s + _most_over_a_link(group, cost.sent_bytes) / links.between.bandwidth
         coded_s.append(cost.coding_s + travel_s)
     plain_s, *coded_s = _slowest(group, [plain_s, *coded_s])

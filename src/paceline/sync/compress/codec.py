@@ -1,12 +1,20 @@
-"""The protocol of a codec: numbers to bytes, in a length that their count determines."""
+"""The protocol of a codec: numbers to bytes, in a length that their count determines.
+
+To add one, write a class like `half.Cast` and describe it in a `paceline.plans.codec_info.CodecInfo`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from paceline.comm import Group
+from paceline.sync.compress.scratch import Scratch
+from paceline.sync.traffic import Traffic
 
 _IN_CACHE = 2**18  # numbers: what a codec needs beside them stays in a processor's cache, which makes coding several times faster
 ALIGNMENT = 8  # every section of a message starts at a multiple of it, so that it can be viewed as any dtype
@@ -35,6 +43,51 @@ class Codec(Protocol):
     def decode(self, coded: Tensor, rows: Tensor) -> None:
         """Overwrite `rows` by what `encode` kept of them. Shapes as there."""
         ...
+
+
+@runtime_checkable
+class CodedSum(Protocol):
+    """Sum of one tensor, for codecs that are more than numbers to bytes.
+
+    PowerSGD is one.
+
+    Attributes:
+        numel: numbers that are coded.
+    """
+
+    numel: int
+
+    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """State of this rank, without the tensor's name; see `Compressor.state_dict`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Tensor that a codec is made for, which a rule sums in every step.
+
+    A codec's factory takes it and returns a `Codec`, a `CodedSum`, or None where nothing of the tensor gains.
+
+    Attributes:
+        value: after the colon in the plan, converted as the description says; None where the codec takes none.
+        numbers: codec of the numbers that this one keeps, for a codec that keeps some.
+        generator: random numbers of this rank, on the tensors' device.
+        group: the ranks that sum.
+        flat, views: the tensor and its coded parts, as for `Compressor.sum`.
+        traffic, scratch: counts of bytes, and memory for work in progress.
+    """
+
+    value: Any
+    numbers: Codec | None
+    generator: torch.Generator
+    group: Group
+    flat: Tensor
+    views: Sequence[Tensor]
+    traffic: Traffic
+    scratch: Scratch
 
 
 def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.errors import CheckpointError, PlanError, SyncError
-from paceline.plans.sync_info import CompressSpec
+from paceline.errors import CheckpointError, JobError, PlanError, SyncError
+from paceline.job.read.imports import load_object
+from paceline.plans.codec_info import CODECS, CompressSpec
 from paceline.sync.compress.chunked import Chunked
-from paceline.sync.compress.codec import Codec
+from paceline.sync.compress.codec import Codec, CodedSum, Coding
 from paceline.sync.compress.half import Cast
-from paceline.sync.compress.machines import same_machines
-from paceline.sync.compress.powersgd import PowerSGD, factors
-from paceline.sync.compress.quantise import Quantise
 from paceline.sync.compress.scratch import Scratch
-from paceline.sync.compress.sign import Sign
-from paceline.sync.compress.topk import TopK
 from paceline.sync.compress.two_phase import chunk_size, ring_bytes
 from paceline.sync.traffic import Traffic
 
@@ -49,7 +44,7 @@ class Compressor:
         self._spec = CompressSpec.parse(codec)
         self._generator = torch.Generator(group.device).manual_seed(seed * 2**20 + group.rank)
         self._scratch = Scratch(group.device)
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, CodedSum] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
@@ -111,7 +106,7 @@ class Compressor:
         for key, tensor in own.items():
             tensor.copy_(loaded[key])
 
-    def _sum_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> _Sum:
+    def _sum_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> CodedSum:
         """The sum for a tensor: coded, or exact if coding would not make it smaller."""
         group, numel = self.group, sum(view.numel() for view in views)
         plain = _Plain(group, self.traffic, numel)
@@ -122,15 +117,12 @@ class Compressor:
                 f'compress={self.text} codes 32-bit and 16-bit floats; "{name}" is {str(flat.dtype).removeprefix("torch.")}. '
                 "Use precision=fp32 or bf16, or compress=none"
             )
-        (first, value), *rest = self._spec.codecs
-        numbers = self._numbers(rest[0][0] if rest else "fp32")
-        if first == "powersgd":
-            assert value is not None
-            if all(factors(view.shape, int(value)) is None for view in views):
-                self.messages.append(f"compress={self.text}: no matrix of {name} is large enough to gain; it is summed as it is")
-                return plain
-            return PowerSGD(group, int(value), numbers, flat, views, self.traffic, self._scratch, same_machines(group))
-        codec = TopK(value or 0, numbers) if first == "topk" else self._numbers(first)
+        codec = self._codec(flat, views)
+        if codec is None:
+            self.messages.append(f"compress={self.text}: no part of {name} is large enough to gain; it is summed as it is")
+            return plain
+        if isinstance(codec, CodedSum):
+            return codec
         coded_bytes = group.size * codec.nbytes(chunk_size(codec, numel, group.size))
         if coded_bytes >= numel * flat.element_size():
             size = f"{numel * flat.element_size()} bytes of {str(flat.dtype).removeprefix('torch.')}"
@@ -138,23 +130,17 @@ class Compressor:
             return plain
         return Chunked(group, codec, numel, flat.numel() - numel, self.traffic, self._scratch)
 
-    def _numbers(self, name: str) -> Codec:
-        if name in _CASTS:
-            return Cast(_CASTS[name])
-        return Sign() if name == "1bit" else Quantise(8 if name == "int8" else 4, self._generator)
-
-
-_CASTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class _Sum(Protocol):
-    """A sum of the tensors of one name."""
-
-    numel: int
-
-    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def _codec(self, flat: Tensor, views: Sequence[Tensor]) -> Codec | CodedSum | None:
+        """The plan's codec for a tensor; a second one codes what it keeps."""
+        made: Codec | CodedSum | None = Cast(torch.float32)
+        for name, value in reversed(self._spec.codecs):
+            numbers = made if CODECS[name].keeps_numbers and not isinstance(made, CodedSum) else None
+            coding = Coding(value, numbers, self._generator, self.group, flat, views, self.traffic, self._scratch)
+            try:
+                made = load_object(CODECS[name].codec)(coding)
+            except (JobError, TypeError, ValueError) as error:
+                raise PlanError(f"compress={self.text}: the codec {CODECS[name].codec} cannot be made: {error}") from error
+        return made
 
 
 class _Plain:

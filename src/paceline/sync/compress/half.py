@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.compress.codec import aligned, section
+from paceline.sync.compress.codec import Coding, aligned, section
 
 _FP16_MOST = torch.finfo(torch.float16).max
 
@@ -28,3 +28,13 @@ class Cast:
 
     def decode(self, coded: Tensor, rows: Tensor) -> None:
         rows.copy_(section(coded, 0, rows.shape[1], self.dtype))
+
+
+def fp16(coding: Coding) -> Cast:
+    """`compress=fp16`."""
+    return Cast(torch.float16)
+
+
+def bf16(coding: Coding) -> Cast:
+    """`compress=bf16`."""
+    return Cast(torch.bfloat16)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.sync.compress.chunked import square
-from paceline.sync.compress.codec import Codec
+from paceline.sync.compress.codec import Codec, Coding
+from paceline.sync.compress.machines import same_machines
 from paceline.sync.compress.scratch import Scratch
 from paceline.sync.compress.two_phase import TwoPhase
 from paceline.sync.traffic import Traffic
@@ -33,7 +34,7 @@ class PowerSGD:
     Args:
         rank: rank of the factors.
         codec: codec of the numbers of P and Q.
-        same_machines: True if all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all.
+        identical_machines: True if all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class PowerSGD:
         views: Sequence[Tensor],
         traffic: Traffic,
         scratch: Scratch,
-        same_machines: bool,
+        identical_machines: bool,
     ) -> None:
-        self.group, self.traffic, self.scratch, self.same_machines = group, traffic, scratch, same_machines
+        self.group, self.traffic, self.scratch, self.identical_machines = group, traffic, scratch, identical_machines
         self.batches = _batches(views, rank)
         matrices = {i for batch in self.batches for i in batch.places}
         self.vectors = [i for i in range(len(views)) if i not in matrices]
@@ -99,7 +100,7 @@ class PowerSGD:
         for batch in self.batches:
             thin = batch.of_p(p)
             thin.copy_(torch.linalg.qr(thin.mT).Q.mT)
-        if not self.same_machines:
+        if not self.identical_machines:
             self.group.broadcast(p)
         return p
 
@@ -133,6 +134,15 @@ class PowerSGD:
     def state_dict(self) -> dict[str, Tensor]:
         """Error feedback and Q of this rank, without the name; see `Compressor.state_dict`."""
         return {"error": self.error, "q": self.q}
+
+
+def powersgd(coding: Coding) -> PowerSGD | None:
+    """`compress=powersgd:RANK`; None where no matrix is large enough to gain."""
+    if all(factors(view.shape, coding.value) is None for view in coding.views):
+        return None
+    assert coding.numbers is not None
+    identical = same_machines(coding.group)
+    return PowerSGD(coding.group, coding.value, coding.numbers, coding.flat, coding.views, coding.traffic, coding.scratch, identical)
 
 
 @dataclass(frozen=True)

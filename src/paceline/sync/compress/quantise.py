@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.compress.codec import aligned, per_block, section, slabs
+from paceline.sync.compress.codec import Coding, aligned, per_block, section, slabs
 
 _LEAST = 2.0**-100  # numbers of blocks that are all smaller count as 0: the inverse of their scale would overflow
 _ABOVE = 1 + 2.0**-7  # the scale is rounded to bf16, by at most 2**-8: never so far that the largest number does not fit
@@ -83,3 +83,13 @@ class Quantise:
         words = torch.empty(like.numel() // 8, dtype=torch.int64, device=like.device)
         words.random_(-(2**63), None, generator=self.generator)
         return words.view(torch.int8).view(like.shape).float().add_(0.5).mul_(2.0**-8)
+
+
+def int8(coding: Coding) -> Quantise:
+    """`compress=int8`."""
+    return Quantise(8, coding.generator)
+
+
+def int4(coding: Coding) -> Quantise:
+    """`compress=int4`."""
+    return Quantise(4, coding.generator)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.compress.codec import aligned, per_block, section, slabs
+from paceline.sync.compress.codec import Coding, aligned, per_block, section, slabs
 
 
 class Sign:
@@ -49,3 +49,8 @@ class Sign:
 
     def _scales_at(self, numel: int) -> int:
         return aligned(numel // 8)
+
+
+def one_bit(coding: Coding) -> Sign:
+    """`compress=1bit`."""
+    return Sign()

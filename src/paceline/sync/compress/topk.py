@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.compress.codec import Codec, aligned, per_block, section, slabs
+from paceline.sync.compress.codec import Codec, Coding, aligned, per_block, section, slabs
 
 _LANES = 256  # a block is looked through in 256 lanes of 16 numbers first
 
@@ -77,3 +77,9 @@ class TopK:
 
     def _places_at(self, numel: int) -> int:
         return self.numbers.nbytes(self._padded(numel))
+
+
+def topk(coding: Coding) -> TopK:
+    """`compress=topk:SHARE`."""
+    assert coding.numbers is not None
+    return TopK(coding.value, coding.numbers)

@@ -192,13 +192,13 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
-            engine.agreement.signals = _DryRunSignals(world, engine.signals.tensor.dtype)
+            engine.agreement.signals = _DryRunSignals(world)
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
-    return StageDryRun(stage, rank, [*split.report, *engine.replica.said], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+    return StageDryRun(stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
 
 
 def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:

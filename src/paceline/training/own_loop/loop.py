@@ -29,7 +29,7 @@ from paceline.errors import DataError, JobError, PlanError, SyncError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import RULES, SyncSpec
+from paceline.plans.sync_info import sync_info
 from paceline.sync.rule import not_by_the_engine
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
@@ -134,8 +134,8 @@ class OwnLoop(Engine):
         for parameter in self._untrained:
             parameter.grad = None  # nobody steps on them; they would add up from pass to pass
         last = sync and self.split is None
-        self.replica.only = set(parameters) if parameters is not None else None
-        self.replica.last_backward = last
+        self.replica.backward.only = set(parameters) if parameters is not None else None
+        self.replica.backward.last = last
         with self._gradients("collected" if sync else "kept"), self._in_backward():
             scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
             torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
@@ -145,7 +145,7 @@ class OwnLoop(Engine):
         if sync:
             self._agreed |= targets
         self._put_back(earlier)
-        self.replica.only = None
+        self.replica.backward.only = None
         return self._newest_loss
 
     def update(self, *optimizers: Optimizer, clip_norm: float | None = None, clip_value: float | None = None) -> StepResult:
@@ -339,9 +339,8 @@ class OwnLoop(Engine):
             module.__deepcopy__ = refuse  # type: ignore[assignment]
 
     def _check_rule(self) -> None:
-        name, several = SyncSpec.parse(self.plan.sync).name, len(self.optimizers) > 1
-        if several and name not in RULES:
-            raise PlanError(f"sync={self.plan.sync}: a rule of another package trains one optimizer; with several use sync=allreduce")
+        if len(self.optimizers) > 1 and not sync_info(self.plan.sync).several_optimizers:
+            raise PlanError(f"sync={self.plan.sync}: this rule trains one optimizer; with several use sync=allreduce")
 
     def _check_backward(self, loss: Tensor, sync: bool) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -384,19 +383,16 @@ class OwnLoop(Engine):
 
     def _agree(self) -> None:
         """Sum this rank's gradients with the others' into those of the global batch."""
-        self.replica.step = self.step_count + 1
         if self.group.size == 1:
             return
-        if self.split is not None:
-            self.split.after_backward()
-        self.replica.notes.zero_()
-        self.rule.after_backward()
+        self.signals.tensor.zero_()
+        self.agreement.apply_rule(self.step_count + 1)
 
     def _agree_late(self, stepped: set[int]) -> None:
         """Run the gradient sum that `sync=False` put off."""
-        self.replica.only = set(self._parameters_of(stepped))
+        self.replica.backward.only = set(self._parameters_of(stepped))
         self._agree()
-        self.replica.only = None
+        self.replica.backward.only = None
         self._kept -= stepped
         self._agreed |= stepped
 
@@ -463,7 +459,7 @@ class OwnLoop(Engine):
         self._guards = [p.register_post_accumulate_grad_hook(self._guard) for p in held if refuses and p.requires_grad]
 
     def _guard(self, parameter: Tensor) -> None:
-        if self.replica.gradients_go == "refused":
+        if self.replica.backward.gradients == "refused":
             raise not_by_the_engine()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> tuple[Any, Any] | None:
@@ -559,8 +555,8 @@ class OwnLoop(Engine):
             return {}
         return {p: i for i, optimizer in enumerate(self.optimizers) for g in optimizer.param_groups for p in g["params"]}
 
-    def _attach(self, *, alike: bool = False) -> None:
-        super()._attach(alike=alike)
+    def _attach(self, *, identical: bool = False) -> None:
+        super()._attach(identical=identical)
         held = set(self._held_by_optimizer())
         self._untrained = [p for p in self.replica.trainable if p not in held]
         if hasattr(self, "_guards"):

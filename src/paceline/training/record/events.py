@@ -65,7 +65,7 @@ class Remarks(Callback):
 
     def tell(self) -> None:
         """Record messages of rule and loss since the last call."""
-        said = self.engine.replica.said
+        said = self.engine.messages
         if len(said) > self._told:
             self.events("sync", {"said": said[self._told :]})
             self._told = len(said)

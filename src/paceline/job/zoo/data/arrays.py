@@ -15,9 +15,9 @@ import torch
 
 from paceline.errors import DataError
 from paceline.job.data import Arrays, DataSets
-from paceline.job.read.nearest import nearest
 from paceline.job.zoo.data.files import optional_package, reading
 from paceline.job.zoo.data.samples import TensorSamples, split
+from paceline.nearest import nearest
 
 Array = npt.NDArray[Any]  # samples on dim 0
 _EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for each of data.inputs and data.target"

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.job.read.nearest import nearest
+from paceline.nearest import nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

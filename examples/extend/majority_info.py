@@ -1,0 +1,12 @@
+"""Description of `sync=majority`, which loads no torch."""
+
+from paceline.plans.arguments import Argument, between
+from paceline.plans.sync_info import SyncInfo
+
+INFO = SyncInfo(
+    "majority:Majority",
+    exact=False,
+    every_step=True,
+    sends="gradients",
+    arguments={"": Argument(between(0, 1, open_below=True), 0.01, "the size of every step, above 0 and at most 1")},
+)

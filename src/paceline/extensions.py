@@ -1,0 +1,79 @@
+"""Extension points: descriptions by name, of what paceline brings and what installed packages register.
+
+A description is a small object that loads nothing heavy; it names the class that does the work by import path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from paceline.errors import PacelineError
+from paceline.nearest import nearest
+
+T = TypeVar("T")
+
+
+class ExtensionPoint(Generic[T]):
+    """Everything of one kind that can be named: sync rules, codecs, transports, …
+
+    A package adds to it by an entry point whose value is a description, `module:INFO`. Built-in names cannot be taken.
+
+    Args:
+        noun: the kind, for error texts.
+        group: the group of its entry points, e.g. `paceline.codecs`.
+        kind: the class of the descriptions.
+        built_in: paceline's own, by name.
+        error: raised for names that nobody knows, and for descriptions that cannot be loaded.
+        words: what may stand in the place of a name, for the hint.
+    """
+
+    def __init__(
+        self,
+        noun: str,
+        group: str,
+        kind: type[T],
+        built_in: Mapping[str, T],
+        error: type[PacelineError] = PacelineError,
+        words: Sequence[str] = (),
+    ) -> None:
+        self.noun, self.group, self.kind, self.built_in = noun, group, kind, built_in
+        self.error, self.words = error, words
+
+    @cached_property
+    def installed(self) -> dict[str, EntryPoint]:
+        """Entry points of other packages, by name."""
+        return {entry.name: entry for entry in entry_points(group=self.group) if entry.name not in self.built_in}
+
+    @property
+    def names(self) -> list[str]:
+        """Known names, the built-in ones first."""
+        return [*self.built_in, *self.installed]
+
+    def __getitem__(self, name: str) -> T:
+        """The description of a name.
+
+        Raises:
+            PacelineError: of the class `error`; nobody knows the name, or its description cannot be loaded.
+        """
+        if name in self.built_in:
+            return self.built_in[name]
+        if name not in self.installed:
+            raise self.error(f'unknown {self.noun} "{name}". {nearest(name, [*self.words, *self.names])}')
+        return self._load(self.installed[name])
+
+    def all(self) -> dict[str, T]:
+        """Every description by name; loads those of other packages. Raises as `[]` does."""
+        return {name: self[name] for name in self.names}
+
+    def _load(self, entry: EntryPoint) -> T:
+        origin = f'the {self.noun} "{entry.name}" that a package registers under {self.group} ({entry.value})'
+        try:
+            found = entry.load()
+        except Exception as error:
+            raise self.error(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+        if not isinstance(found, self.kind):
+            raise self.error(f"{origin} is of the class {type(found).__name__}; its value must be a {self.kind.__name__}")
+        return found

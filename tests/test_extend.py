@@ -1,0 +1,113 @@
+"""Extensions from outside paceline: the packages of examples/extend, installed and used by real commands."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import losses, paceline, write_job
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "extend"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for PYTHONPATH that holds the examples as pip installs them."""
+    folder = tmp_path_factory.mktemp("extend")
+    package = shutil.copytree(EXAMPLES, folder / "package")  # setuptools builds in the source's folder
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--target", str(folder / "site"), str(package)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return f"{folder / 'site'}:{ROOT / 'src'}"
+
+
+def loaded(code: str, installed: str) -> list[str]:
+    """Lines that a script prints in a process that sees the examples."""
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": installed}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.name)
+def test_an_example_has_at_most_thirty_lines(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 30
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "extend").glob("*.md")), ids=lambda page: page.name)
+def test_the_code_on_a_page_is_the_one_that_is_tested(page: Path) -> None:
+    sources = "\n".join(file.read_text() for file in (*EXAMPLES.glob("*.*"), ROOT / "src/paceline/sync/averaging.py") if file.is_file())
+    for block in page.read_text().split("```python\n")[1:]:
+        assert block.partition("```")[0].strip() in sources
+
+
+# A rule
+
+
+def test_a_rule_from_a_package_trains_and_is_known_to_be_inexact(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", global_batch=18)  # the last batch of an epoch is smaller, so shares differ
+    shown = paceline("train", job, "--plan", "dp=2 sync=majority:0.05", "--run", "run", folder=tmp_path, PYTHONPATH=installed)
+    assert shown.code == 0, shown.err
+    found = list(losses(tmp_path / "run").values())
+    assert len(found) == 6
+    assert found[-1] < found[0]
+    described = "from paceline.plans.plan import Plan; import sys; print(Plan(dp=2, sync='majority').inexact, 'torch' in sys.modules)"
+    assert loaded(described, installed) == ["sync=majority False"]
+
+
+def test_without_its_package_a_rule_is_unknown_and_the_known_ones_are_named(tmp_path: Path) -> None:
+    shown = paceline("train", write_job(tmp_path / "job.yaml"), "--plan", "dp=2 sync=majority", folder=tmp_path)
+    assert shown.code == 1
+    assert shown.error.count('unknown rule "majority". Known: averaging, allreduce, local, diloco.') == 1
+
+
+def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_takes(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    shown = paceline("train", job, "--plan", "dp=2 sync=majority:3", folder=tmp_path, PYTHONPATH=installed)
+    assert shown.code == 1
+    assert shown.says('sync=majority:3: majority is the size of every step, above 0 and at most 1, not "3"')
+    shown = paceline("train", job, "--plan", "dp=2 sync=majority compress=int8", folder=tmp_path, PYTHONPATH=installed)
+    assert shown.says("compresses what is sent, but sync=majority sends by itself")
+
+
+# A codec
+
+
+def test_a_codec_from_a_package_codes_gradients_alone_and_behind_another(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", global_batch=18)
+    for name, compress in (("plain", "none"), ("coded", "exponent"), ("kept", "topk:0.5+exponent")):
+        plan = f"dp=2 compress={compress}"
+        shown = paceline("train", job, "--plan", plan, "--run", name, folder=tmp_path, PYTHONPATH=installed)
+        assert shown.code == 0, shown.err
+    plain, coded = (list(losses(tmp_path / name).values()) for name in ("plain", "coded"))
+    assert coded[0] == pytest.approx(plain[0], rel=1e-6)
+    assert coded[-1] != plain[-1]
+    assert coded == pytest.approx(plain, rel=0.1)
+
+
+def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> None:
+    code = (
+        "from paceline.plans.codec_info import CODECS, CompressSpec; import sys\n"
+        "print(CODECS.names[-1], *(CompressSpec.parse(text).sent_bytes(4.0, ()) for text in ('exponent', 'topk:0.1+exponent')))\n"
+        "print('torch' in sys.modules)"
+    )
+    assert loaded(code, installed) == ["exponent 1.0 0.5", "False"]
+
+
+def test_an_extension_that_is_no_description_is_refused_by_name(installed: str, tmp_path: Path) -> None:
+    (tmp_path / "broken-1.dist-info").mkdir()
+    (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text(
+        "[paceline.codecs]\nclass = exponent:Exponent\nmissing = nowhere:INFO\n"
+    )
+    code = (
+        "from paceline.plans.codec_info import CODECS\nfrom paceline.errors import PlanError\n"
+        "for name in ('class', 'missing'):\n    try: CODECS[name]\n    except PlanError as error: print(error)"
+    )
+    wrong, missing = loaded(code, f"{tmp_path}:{installed}")
+    assert "(exponent:Exponent) is of the class type; its value must be a CodecInfo" in wrong
+    assert "(nowhere:INFO) cannot be loaded: ModuleNotFoundError" in missing
