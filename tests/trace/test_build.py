@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.engine.calls import call
 from paceline.errors import JobError
 from paceline.job.batch import target_of
 from paceline.job.job import Job
+from paceline.job.model_call import call
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace import build as tracing
 from paceline.trace.build import trace
@@ -435,4 +435,4 @@ class Raises(nn.Module):
 @pytest.fixture(autouse=True)
 def _traced_anew() -> Iterator[None]:
     yield
-    tracing._TRACES.clear()
+    tracing._MODELS.clear()

@@ -1,32 +1,13 @@
-"""Calling a model with a batch, and preparing it for its precision."""
+"""Preparing a model for its precision, its batch norms and its memory format."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.comm import Group
 from paceline.errors import JobError, PlanError
-from paceline.job.batch import Batch
-from paceline.job.loss import Loss
-from paceline.job.zoo.items import reads_models_loss
-from paceline.job.zoo.losses import ModelsOwn
 from paceline.sync.batchnorm import synchronise
-
-
-def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
-    """The model's output for a batch.
-
-    A tuple's inputs are passed in order, a mapping's by name; labels only where the model computes the loss.
-    """
-    if isinstance(batch, (tuple, list)):
-        return model(*batch[:-1])
-    if isinstance(loss, ModelsOwn) or reads_models_loss(loss):
-        return model(**batch)
-    return model(**{k: v for k, v in batch.items() if k != "labels"})
 
 
 def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group) -> nn.Module:

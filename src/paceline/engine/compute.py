@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
-from paceline.engine.calls import call
 from paceline.engine.expert_balance import ExpertBalance
 from paceline.engine.loss_scale import LossScale
 from paceline.engine.weighing import Weighing
 from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, target_of
 from paceline.job.loss import Loss
+from paceline.job.model_call import call
 from paceline.plans.plan import Plan
 from paceline.sync import Replica
 

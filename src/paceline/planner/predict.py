@@ -61,8 +61,17 @@ class Layouts:
 
     def __init__(self, job: Job, on: Machines) -> None:
         self.job, self.machines = job, on
-        self.trace = trace(job, job.precision)
+        self._traces: dict[tuple[str, int], Trace] = {}
+        self.trace = self.trace_at(job.precision)
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
+
+    def trace_at(self, precision: str, tp: int = 1) -> Trace:
+        """The trace in a precision, as `tp` ranks divide it. That of one rank is divided as the smallest degree would."""
+        if (precision, tp) not in self._traces:
+            usual = self.trace_at(precision) if tp > 1 else None
+            found = trace(self.job, precision, None if usual is None else tp)
+            self._traces[precision, tp] = usual if usual is not None and usual == found else found
+        return self._traces[precision, tp]
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
         """Layout of a plan. On CPUs its ranks compute with `threads` threads each."""
@@ -74,7 +83,7 @@ class Layouts:
         # bf16 is autocast's: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
         return Layout(
-            trace=self.trace if precision == self.job.precision else trace(self.job, precision),
+            trace=self.trace_at(precision, plan.tp),
             machines=self.machines,
             **{axis: getattr(plan, axis) for axis in DEGREES},
             zero=plan.zero,

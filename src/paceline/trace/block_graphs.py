@@ -6,27 +6,25 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
-from torch import nn
-
+from paceline.trace.divided_kernels import divided_kernels
 from paceline.trace.graph import Block, Divided, Gemm, Trace
 from paceline.trace.model_info import ModelInfo, Shape
-from paceline.trace.sample import tokens_of
-from paceline.trace.seen import Kernel, Product
-from paceline.trace.tensor_parallel import LARGE, split_of
-
-if TYPE_CHECKING:
-    from paceline.trace.forward_pass import Pass
+from paceline.trace.seen import Kernel, Product, Seen
+from paceline.trace.tensor.degrees import DividedWeights
 
 _CHOSEN = {"mm", "addmm", "convolution", "_grouped_mm", "attention"}
 _Owned = dict[int, list[Shape]]
 
 
-def assembled(seen: Pass, model_info: ModelInfo, loss: str) -> Trace:
-    """Trace with the blocks in the order of the pass. Empty parts outside of blocks are left out."""
+def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> Trace:
+    """Trace with the blocks in the order of the pass. Empty parts outside of blocks are left out.
+
+    Args:
+        weights: those that tensor parallelism divides.
+    """
     owned, tied = _owned(seen, model_info)
-    builder = _Builder(seen, model_info, loss)
+    builder = _Builder(seen, model_info, loss, weights)
     blocks, names = [], []
     first: dict[Block, Block] = {}
     for part, name in enumerate(seen.parts):
@@ -34,7 +32,7 @@ def assembled(seen: Pass, model_info: ModelInfo, loss: str) -> Trace:
             block = builder.block(part, owned[part])
             blocks.append(first.setdefault(replace(block, name=""), block))
             names.append(name)
-    return Trace(tuple(_kinds(blocks)), tokens=tokens_of(seen.batch), tied=tied, names=tuple(names), notes=_notes(seen))
+    return Trace(tuple(_kinds(blocks)), tokens=seen.tokens, tied=tied, names=tuple(names), notes=_notes(seen))
 
 
 def estimated(model_info: ModelInfo, tokens: int, why: str) -> Trace:
@@ -85,28 +83,23 @@ class _Builder:
         kernels: kernels of each part, with their index in the whole pass.
     """
 
-    def __init__(self, seen: Pass, model_info: ModelInfo, loss: str) -> None:
+    def __init__(self, seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> None:
         # True if a part so far has anything to train: from there on gradients are needed
         self.trained = False
-        self.seen, self.samples, self.all = seen, seen.samples, seen.watcher.seen.kernels
+        self.seen, self.samples, self.weights = seen, seen.samples, weights
         self.shapes = {shape.name: shape for shape in model_info.parameters}
         self.kernels: dict[int, list[tuple[int, Kernel]]] = defaultdict(list)
-        for index, kernel in enumerate(self.all):
+        for index, kernel in enumerate(seen.kernels):
             self.kernels[kernel.part].append((index, kernel))
         self.kept = _kept(seen)
-        self.whole = {name for name, shape in self.shapes.items() if len(shape.sizes) != 2 or shape.expert} | _not_linear(seen.model)
-        self.large = self._large()
-        self.split = split_of(self.all, self.whole, self._heads() if loss == "cross_entropy" else [], self.large)
+        self.split = divided_kernels(seen, weights, keeps_logits=loss == "cross_entropy")
 
     def block(self, part: int, shapes: list[Shape]) -> Block:
         """The block of a part, with the shares that tensor parallelism divides."""
         kernels, each = self.kernels[part], 1 / self.samples
         numbers, kept, chosen = self._numbers(kernels), self._kept_numbers(part), self._chosen(kernels)
-        tables = {table for _, kernel in kernels if (table := self._table(kernel))} & self.large
-        products = {i: kernel.products[0].weight for i, kernel in kernels if kernel.products}
-        divided = tables | {weight for i, weight in products.items() if self.split.how.get(i) in ("n", "k")}
         expert = sum(shape.numel for shape in shapes if shape.expert)
-        matrices = sum(shape.numel for shape in shapes if shape.name in divided and not shape.expert)
+        matrices = sum(shape.numel for shape in shapes if shape.name in self.weights.matrices and len(shape.sizes) > 1)
         self.trained = self.trained or any(shape.trainable for shape in shapes)
         return Block(
             kind=_kind(part, self.seen.parts),
@@ -127,9 +120,9 @@ class _Builder:
             vectors=sum(shape.numel for shape in shapes) - matrices - expert,
             experts=expert,
             boundary=self._boundary(part) * each,
-            reductions=self.split.reductions[part] + len(tables),
+            reductions=self.split.reductions[part],
             keys=sum(kernel.keys for _, kernel in kernels) * each,
-            routed=self.seen.watcher.seen.routed.get(part, 0.0) * each,
+            routed=self.seen.routed.get(part, 0.0) * each,
             trained=self.trained,
         )
 
@@ -144,8 +137,7 @@ class _Builder:
         """Elements saved for the backward pass, by what divides them."""
         found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
         for storage, numbers in self.kept[part].items():
-            of_samples = self.seen.watcher.is_of_samples(storage)
-            found["fixed" if not of_samples else "inside" if storage in self.split.storages else "outside"] += numbers
+            found["fixed" if storage not in self.seen.of_samples else "inside" if storage in self.split.storages else "outside"] += numbers
         return found
 
     def _chosen(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
@@ -158,30 +150,6 @@ class _Builder:
             if kernel.name in _CHOSEN:
                 found["inside" if self.split.storages.issuperset(kernel.writes) else "outside"] += kernel.made
         return found
-
-    def _large(self) -> set[str]:
-        """Parameters divided outside of pairs: large matrices, and tables of a vocabulary.
-
-        Odd sizes are left out, since next to nothing divides them.
-        """
-        tables = {table for kernel in self.all if (table := self._table(kernel))}
-        self.vocabularies = {self.shapes[name].sizes[0] for name in tables} & {
-            kernel.products[0].n for kernel in self.all if kernel.products and not self.seen.parts[kernel.part]
-        }
-        words = {name for name in tables if self.shapes[name].sizes[0] in self.vocabularies}
-        large = {name for name, shape in self.shapes.items() if shape.numel >= LARGE} - self.whole
-        return {name for name in words | large if self.shapes[name].sizes[0] % 2 == 0}
-
-    def _table(self, kernel: Kernel) -> str:
-        """The parameter in which a kernel looks up rows, or ""."""
-        if kernel.name != "embedding":
-            return ""
-        return next((name for read in kernel.reads if (name := self.seen.watcher.name_of(read))), "")
-
-    def _heads(self) -> list[int]:
-        """Indices of the products that make the logits of a vocabulary."""
-        products = [(i, kernel.products[0]) for i, kernel in enumerate(self.all) if kernel.products and not self.seen.parts[kernel.part]]
-        return [i for i, p in products if p.weight and p.n in self.vocabularies and p.n % 2 == 0]
 
     def _boundary(self, part: int) -> float:
         """Elements passed to the next part: out of a block, or into the next one. At the end, one for each sample."""
@@ -214,20 +182,20 @@ class _Builder:
         return Gemm(rows, product.n, product.k, batch, how, causal=product.causal, read=product.read / self.samples)
 
 
-def _kept(seen: Pass) -> dict[int, dict[int, float]]:
+def _kept(seen: Seen) -> dict[int, dict[int, float]]:
     """Saved storages of each part with their elements. A storage that several parts need belongs to its maker."""
     makers: dict[int, int] = {}
-    for kernel in seen.watcher.seen.kernels:
+    for kernel in seen.kernels:
         for storage in kernel.writes:
             makers.setdefault(storage, kernel.part)
     found: dict[int, dict[int, float]] = defaultdict(dict)
-    for storage, (numbers, parts) in seen.watcher.seen.kept.items():
+    for storage, (numbers, parts) in seen.kept.items():
         part = next(iter(parts)) if len(parts) == 1 else makers.get(storage, min(parts))
         found[part][storage] = numbers
     return found
 
 
-def _owned(seen: Pass, model_info: ModelInfo) -> tuple[_Owned, int]:
+def _owned(seen: Seen, model_info: ModelInfo) -> tuple[_Owned, int]:
     """Parameters of each part, and the number of elements that are in two. Unused ones belong to the first part."""
     owned: _Owned = defaultdict(list)
     begins = {name: part for part, name in reversed(list(enumerate(seen.parts))) if name}
@@ -236,22 +204,11 @@ def _owned(seen: Pass, model_info: ModelInfo) -> tuple[_Owned, int]:
         if shape.block in begins:
             owned[begins[shape.block]].append(shape)
             continue
-        reading = sorted(part for part in seen.watcher.seen.used.get(shape.name, ()) if not seen.parts[part]) or [0]
+        reading = sorted(part for part in seen.used.get(shape.name, ()) if not seen.parts[part]) or [0]
         tied += shape.numel * (len(reading) - 1)
         for part in reading:
             owned[part].append(shape)
     return owned, tied
-
-
-def _not_linear(model: nn.Module) -> set[str]:
-    """Parameters of torch's own attention, and of layers with products of their own. Nothing is known about dividing their work."""
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        linear = type(module).forward is nn.Linear.forward or type(module).__name__ in ("Conv1D", "Embedding")
-        of_attention = isinstance(module, nn.MultiheadAttention)
-        if of_attention or not linear:
-            found.update(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=of_attention))
-    return found
 
 
 def _kind(part: int, parts: Sequence[str]) -> str:
@@ -274,8 +231,8 @@ def _kinds(blocks: Sequence[Block]) -> list[Block]:
     return [named[id(block)] for block in blocks]
 
 
-def _notes(seen: Pass) -> tuple[str, ...]:
-    asked = sorted(seen.watcher.seen.asked)
+def _notes(seen: Seen) -> tuple[str, ...]:
+    asked = sorted(seen.asked)
     if not asked:
         return ()
     return (f"{', '.join(asked)}: looks at the values of tensors while it computes; the trace takes one way",)

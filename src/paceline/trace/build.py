@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.trace.forward_pass import Pass
+    from paceline.trace.seen import Seen
+    from paceline.trace.tensor.degrees import DividedWeights, TensorDegrees
 
 # samples of a trace without values; work that does not grow with the samples counts a fourth for each
 SAMPLES = 4
@@ -25,17 +28,19 @@ SAMPLES = 4
 REAL_SAMPLES = 2
 # parameters of a model that may be built and run to be traced; of its products with tokens, 200 times as many
 MOST_REAL = 100_000_000
-_TRACES: dict[tuple[str, bool], Trace] = {}
+# by what the model depends on, as JSON
+_MODELS: dict[str, TracedModel] = {}
 
 
-def trace(job: Job, precision: str | None = None) -> Trace:
+def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Trace:
     """The trace of a job's model with the job's loss, cached per process.
 
-    The cache key is the model, the shape of the data and the kind of precision.
+    The cache key is the model, the shape of the data, the kind of precision, and the weights that `tp` divides.
 
     Args:
         precision: `bf16` traces the casts of autocast as well, and counts in two-byte elements: four-byte results count twice. The others
             count alike, in elements of their own size. None: as `fp32`.
+        tp: the degree of tensor parallelism that the blocks' division is for; None: the smallest that works.
 
     Raises:
         JobError: the model cannot be built, or its code fails on the job's samples; names the module.
@@ -45,32 +50,68 @@ def trace(job: Job, precision: str | None = None) -> Trace:
         from paceline.trace.transformer import transformer
 
         return transformer(job.model.transformer)
-    autocast = precision == "bf16"
-    key = job.model_dump_json(include={"model", "data", "loss"}), autocast
-    if key not in _TRACES:
-        _TRACES[key] = _traced(job, autocast)
-    return _TRACES[key]
+    key = job.model_dump_json(include={"model", "data", "loss"})
+    return _MODELS.setdefault(key, TracedModel(job)).trace(precision == "bf16", tp)
 
 
-def _traced(job: Job, autocast: bool) -> Trace:
+class TracedModel:
+    """Traces of one job's model, by precision and degree of tensor parallelism. Each pass is made once, and equal traces are one."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._passes: dict[bool, Seen | Trace] = {}
+        self._traces: dict[tuple[bool, DividedWeights], Trace] = {}
+
+    def trace(self, autocast: bool, tp: int | None) -> Trace:
+        """The trace as tensor parallelism over `tp` ranks divides it. Raises as the function `trace` does."""
+        if autocast not in self._passes:
+            self._passes[autocast] = _observed(self._job, autocast)
+        seen = self._passes[autocast]
+        # estimated from the parameters alone
+        if isinstance(seen, Trace):
+            return seen
+        key = autocast, self._degrees.at(self._degrees.least if tp is None else tp)
+        if key not in self._traces:
+            from paceline.trace.block_graphs import assembled
+
+            self._traces[key] = assembled(seen, model_info(self._job.model), self._job.loss.name, key[1])
+        return self._traces[key]
+
+    @cached_property
+    def _degrees(self) -> TensorDegrees:
+        """What tensor parallelism divides: the split's own search, on a model without memory."""
+        import torch
+
+        from paceline.job.model_call import call
+        from paceline.trace.sample import batch_of
+        from paceline.trace.tensor.degrees import TensorDegrees
+
+        loss = self._job.loss.build()
+        with torch.random.fork_rng(devices=[]):
+            model = without_memory(self._job.model)
+            return TensorDegrees(model, batch_of(self._job, SAMPLES), lambda model, batch: call(model, batch, loss=loss))
+
+
+def _observed(job: Job, autocast: bool) -> Seen | Trace:
+    """Observations of the model's forward pass; a trace estimated from its parameters if it cannot be run."""
     import torch
 
-    from paceline.trace.block_graphs import assembled, estimated
+    from paceline.trace.block_graphs import estimated
     from paceline.trace.sample import tokens_of
 
     found = model_info(job.model)
     with torch.random.fork_rng(devices=[]):
-        seen = _forward(job, autocast)
-        tokens = tokens_of(seen.batch)
-        if seen.error is not None and found.numel <= MOST_REAL / max(1.0, tokens / 200):
-            seen = _forward_with_values(job, autocast)
-            if seen.error is not None:
-                raise JobError(_described(seen.error, seen)) from seen.error
-    if seen.error is None:
-        return assembled(seen, found, job.loss.name)
-    if not _needs_values(seen.error, seen):
-        raise JobError(_described(seen.error, seen)) from seen.error
-    why = f"{seen.module_of(seen.error)} cannot be followed without the values of tensors ({type(seen.error).__name__})"
+        forward = _forward(job, autocast)
+        tokens = tokens_of(forward.batch)
+        if forward.error is not None and found.numel <= MOST_REAL / max(1.0, tokens / 200):
+            forward = _forward_with_values(job, autocast)
+            if forward.error is not None:
+                raise JobError(_described(forward.error, forward)) from forward.error
+    if forward.error is None:
+        return forward.seen
+    if not _needs_values(forward.error, forward):
+        raise JobError(_described(forward.error, forward)) from forward.error
+    why = f"{forward.module_of(forward.error)} cannot be followed without the values of tensors ({type(forward.error).__name__})"
     return estimated(found, tokens, why)
 
 
@@ -119,11 +160,11 @@ def _forward_with_values(job: Job, autocast: bool) -> Pass:
     return go_forward(Pass(job.model.build(), with_values(batch_of(job, REAL_SAMPLES)), REAL_SAMPLES, autocast), job)
 
 
-def _needs_values(error: Exception, seen: Pass) -> bool:
+def _needs_values(error: Exception, forward: Pass) -> bool:
     """True if the lack of values, and not the model's code, is likely at fault."""
-    return isinstance(error, NotImplementedError) or bool(seen.watcher.seen.asked) or "meta" in str(error).lower()
+    return isinstance(error, NotImplementedError) or bool(forward.seen.asked) or "meta" in str(error).lower()
 
 
-def _described(error: Exception, seen: Pass) -> str:
+def _described(error: Exception, forward: Pass) -> str:
     first = next(iter(str(error).splitlines()), "")
-    return f"{seen.module_of(error)} fails on the job's samples: {type(error).__name__}: {first}"
+    return f"{forward.module_of(error)} fails on the job's samples: {type(error).__name__}: {first}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import PacelineError
 from paceline.job.batch import Batch, target_of
 from paceline.job.job import Job
+from paceline.job.model_call import call
 from paceline.trace.blocks import find_blocks
 from paceline.trace.operations import Watcher
+from paceline.trace.sample import tokens_of
 
 
 @dataclass
@@ -31,9 +33,6 @@ class Pass:
     Attributes:
         samples: samples in the batch.
         autocast: True for a pass in bf16.
-        parts: the name of each part of the model in the order of the pass; `""` outside of repeated blocks.
-        entered: elements that each repeated block received.
-        left: elements that each repeated block passed on.
         error: the exception that the model's code raised.
     """
 
@@ -41,13 +40,12 @@ class Pass:
     batch: Batch
     samples: int
     autocast: bool = False
-    parts: list[str] = field(default_factory=lambda: [""])
-    entered: dict[int, float] = field(default_factory=dict)
-    left: dict[int, float] = field(default_factory=dict)
     error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.watcher = Watcher(self.model, 2 if self.autocast else None)
+        self.seen = self.watcher.seen
+        self.seen.samples, self.seen.tokens = self.samples, tokens_of(self.batch)
 
     def module_of(self, error: Exception) -> str:
         """The innermost module in the traceback, by its name in the model."""
@@ -71,36 +69,32 @@ class Pass:
         return True
 
 
-def go_forward(seen: Pass, job: Job) -> Pass:
+def go_forward(forward: Pass, job: Job) -> Pass:
     """Run the model and the job's loss forward as the engine does.
 
     Raises:
         JobError, DataError: the loss finds a fault in the job.
     """
-    model, batch = seen.model.train(), seen.batch
+    model, batch = forward.model.train(), forward.batch
     loss = job.loss.build()
-    _route_evenly(seen)
-    with seen, ExitStack() as stack:
-        stack.enter_context(_following(seen))
-        stack.enter_context(seen.watcher.watching(batch))
-        if seen.autocast:
+    _route_evenly(forward)
+    with forward, ExitStack() as stack:
+        stack.enter_context(_following(forward))
+        stack.enter_context(forward.watcher.watching(batch))
+        if forward.autocast:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-        if isinstance(batch, (tuple, list)):
-            output = model(*batch[:-1])
-        else:
-            output = model(**{name: part for name, part in batch.items() if name != "labels" or job.loss.name == "model"})
-        loss(output, target_of(batch))
-    return seen
+        loss(call(model, batch, loss=loss), target_of(batch))
+    return forward
 
 
 @contextmanager
-def _following(seen: Pass) -> Iterator[None]:
+def _following(forward: Pass) -> Iterator[None]:
     """Tell the watcher when a repeated block begins and ends; each end begins another part."""
     hooks = []
-    for name in find_blocks(seen.model):
-        module = seen.model.get_submodule(name)
-        hooks.append(module.register_forward_pre_hook(partial(_enter, seen, name), with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(_leave, seen)))
+    for name in find_blocks(forward.model):
+        module = forward.model.get_submodule(name)
+        hooks.append(module.register_forward_pre_hook(partial(_enter, forward, name), with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(_leave, forward)))
     try:
         yield
     finally:
@@ -108,37 +102,37 @@ def _following(seen: Pass) -> Iterator[None]:
             hook.remove()
 
 
-def _enter(seen: Pass, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    seen.parts.append(name)
-    seen.watcher.part = len(seen.parts) - 1
-    seen.entered[seen.watcher.part] = _numbers(seen, (args, kwargs))
+def _enter(forward: Pass, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    forward.seen.parts.append(name)
+    forward.watcher.part = len(forward.seen.parts) - 1
+    forward.seen.entered[forward.watcher.part] = _numbers(forward, (args, kwargs))
 
 
-def _leave(seen: Pass, module: nn.Module, args: Any, output: Any) -> None:
-    seen.left[seen.watcher.part] = _numbers(seen, output)
-    seen.parts.append("")
-    seen.watcher.part = len(seen.parts) - 1
+def _leave(forward: Pass, module: nn.Module, args: Any, output: Any) -> None:
+    forward.seen.left[forward.watcher.part] = _numbers(forward, output)
+    forward.seen.parts.append("")
+    forward.watcher.part = len(forward.seen.parts) - 1
 
 
-def _numbers(seen: Pass, tree: Any) -> float:
+def _numbers(forward: Pass, tree: Any) -> float:
     """Elements of the first floating-point tensor, which is passed from block to block."""
     passed = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return next((seen.watcher.numbers(tensor) for tensor in passed), 0.0)
+    return next((forward.watcher.numbers(tensor) for tensor in passed), 0.0)
 
 
-def _route_evenly(seen: Pass) -> None:
+def _route_evenly(forward: Pass) -> None:
     """Route the tokens to all experts in turn, since the real routing is unknown. Experts of transformers are set to compute one by one."""
-    if hasattr(seen.model, "set_experts_implementation"):
+    if hasattr(forward.model, "set_experts_implementation"):
         # the kernel of the faster implementation needs values
-        seen.model.set_experts_implementation("eager")  # type: ignore[operator]
-    for module in seen.model.modules():
+        forward.model.set_experts_implementation("eager")  # type: ignore[operator]
+    for module in forward.model.modules():
         total, inputs = getattr(module, "num_experts", None), inspect.signature(module.forward).parameters
         own = list(module.parameters(recurse=False))
         if isinstance(total, int) and total > 1 and len(inputs) == 3 and any(p.dim() == 3 and len(p) == total for p in own):
-            module.forward = partial(_in_turn, seen, module.forward, total)
+            module.forward = partial(_in_turn, forward, module.forward, total)
 
 
-def _in_turn(seen: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _in_turn(watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Run the experts on even indices.
 
     The indices are real, so that the experts' code can read them, outside of the mode of tensors without values.
@@ -146,9 +140,9 @@ def _in_turn(seen: Pass, forward: Callable[..., Tensor], total: int, hidden: Ten
     # another convention than that of transformers and the zoo
     if index.is_floating_point():
         return forward(hidden, index, weights)
-    routed, part = seen.watcher.seen.routed, seen.watcher.part
+    routed, part = watched.seen.routed, watched.watcher.part
     routed[part] = routed.get(part, 0.0) + index.numel() * hidden.shape[-1]
     with _disable_current_modes():
         even = (torch.arange(index.numel(), device="cpu") % total).view(index.shape)
-        with seen.watcher.operations:
+        with watched.watcher.operations:
             return forward(hidden, even, weights)

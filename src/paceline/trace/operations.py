@@ -45,13 +45,10 @@ class Watcher:
         self.seen = Seen()
         self.operations = _Operations(self)
         self.part = 0
-        self.parameters = {_storage(p): name for name, p in model.named_parameters()}
+        self._parameters = {_storage(p) for p in model.parameters()}
+        self.seen.names.update({_storage(p): name for name, p in model.named_parameters()})
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._buffers = set(map(_storage, model.buffers()))
-        # storages made of parameters alone, with the parameter that they stand for
-        self._derived: dict[int, str] = {}
-        # storages made of the batch
-        self._active: set[int] = set()
         # keeps storages alive, so that no address is used twice
         self._all: list[Tensor] = []
         self.unit = unit or next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
@@ -60,7 +57,7 @@ class Watcher:
     def watching(self, batch: Any) -> Iterator[None]:
         """Watch the operations on a batch in this context, and the tensors saved of it."""
         for tensor in _tensors(batch):
-            self._active.add(_storage(tensor))
+            self.seen.of_samples.add(_storage(tensor))
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
             stack.enter_context(_Attention(self))
@@ -84,11 +81,9 @@ class Watcher:
             return
         products = tuple(self._products(func, args, kwargs, made))
         numbers = 0.0 if products else self._touched(name, given, results)
-        width = given[0].shape[-1] if given and given[0].dim() and _reduces(func, given[0], results) else 0
-        fixed = not any(map(self.is_of_samples, writes))
-        picks = name == "index" and any(map(self.name_of, reads))
+        fixed = self.seen.of_samples.isdisjoint(writes)
         written = sum(map(self.numbers, results))
-        self.seen.kernels.append(Kernel(name, self.part, reads, writes, numbers, fixed, products, written, width, picks))
+        self.seen.kernels.append(Kernel(name, self.part, reads, writes, numbers, fixed, products, written))
 
     def note_attention(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], *, causal: bool, dropout: bool) -> None:
         """Record attention as one kernel: its products, and the traffic of unfused scores."""
@@ -110,22 +105,14 @@ class Watcher:
 
     def _follow(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
         """Propagate the parameters and the samples that results are made of."""
-        named = [name for storage in reads if (name := self.name_of(storage))]
+        named = [name for storage in reads if (name := self.seen.name_of(storage))]
         for name in named:
             self.seen.used.setdefault(name, set()).add(self.part)
-        if any(storage in self._active for storage in reads):
-            self._active.update(writes)
+        if not self.seen.of_samples.isdisjoint(reads):
+            self.seen.of_samples.update(writes)
         elif named:
             largest = max(named, key=lambda name: prod(self.shapes[name]))
-            self._derived.update(dict.fromkeys((w for w in writes if w not in self.parameters), largest))
-
-    def is_of_samples(self, storage: int) -> bool:
-        """True if a storage's content was made of the batch."""
-        return storage in self._active
-
-    def name_of(self, storage: int) -> str:
-        """Name of the parameter that a storage holds or was computed from, or ""."""
-        return self.parameters.get(storage) or self._derived.get(storage, "")
+            self.seen.names.update(dict.fromkeys((w for w in writes if w not in self._parameters), largest))
 
     def _products(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Iterator[Product]:
         count = flop_registry.get(func.overloadpacket)
@@ -143,7 +130,7 @@ class Watcher:
             yield Product(rows, n, max(1, round(flops / (2.0 * max(rows * n, 1)))), flops=flops)
 
     def _of_matrices(self, left: Tensor, right: Tensor, flops: float) -> Product:
-        first, second = self.name_of(_storage(left)), self.name_of(_storage(right))
+        first, second = self.seen.name_of(_storage(left)), self.seen.name_of(_storage(right))
         rows, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 else 0
         if first and not second:  # W · x
@@ -159,7 +146,7 @@ class Watcher:
 
     def _of_images(self, image: Tensor, weight: Tensor, result: Tensor, flops: float) -> Product:
         """A convolution as a matrix product of all positions of the result with the kernel."""
-        k, name = prod(weight.shape[1:]), self.name_of(_storage(weight))
+        k, name = prod(weight.shape[1:]), self.seen.name_of(_storage(weight))
         rows = result.numel() / max(result.shape[1], 1)
         n = max(1, round(flops / (2.0 * max(rows * k, 1))))
         return Product(rows, n, k, weight=name, flops=flops, read=float(image.numel()))
@@ -171,7 +158,7 @@ class Watcher:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = _storage(tensor)
-        if storage not in self._buffers and storage not in self.parameters:
+        if storage not in self._buffers and storage not in self._parameters:
             self._all.append(tensor)
             self.seen.kept.setdefault(storage, (tensor.untyped_storage().nbytes() / self.unit, set()))[1].add(self.part)
         return tensor
@@ -307,11 +294,3 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _storage(tensor: Tensor) -> int:
     number: int = tensor.untyped_storage()._cdata
     return number
-
-
-def _reduces(func: Any, given: Tensor, results: list[Tensor]) -> bool:
-    """True if elements along the last dimension are combined: by norms, softmaxes, sums, sorting."""
-    name = func.overloadpacket.__name__
-    if any(word in name for word in ("norm", "softmax", "sort", "topk", "cumsum")):
-        return True
-    return results[0].numel() < given.numel() and results[0].shape[-1:] != given.shape[-1:]

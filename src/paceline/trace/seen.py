@@ -33,8 +33,6 @@ class Kernel:
         fixed: True if it works on no sample, so that it costs the same for any number of them.
         reads, writes: storages.
         made: elements in its results.
-        width: size of the last dimension if the kernel reduces over it, as norms do; else 0.
-        picks: True if it picks elements out of a parameter, such as biases of attention by distance.
         keys: elements of keys and values, for attention.
         scores: elements of attention scores that it would read and write, and keep, if it were not fused.
     """
@@ -47,8 +45,6 @@ class Kernel:
     fixed: bool = False
     products: tuple[Product, ...] = ()
     made: float = 0.0
-    width: int = 0
-    picks: bool = False
     keys: float = 0.0
     scores: float = 0.0
     kept_scores: float = 0.0
@@ -56,18 +52,36 @@ class Kernel:
 
 @dataclass
 class Seen:
-    """Observations of a whole forward pass.
+    """Observations of a whole forward pass. Parts are the repeated blocks, and what lies before, between and after them.
 
     Attributes:
+        samples: samples in the batch.
+        tokens: length of the batch's sequences; 1 if the model reads none.
+        parts: the name of each part of the model in the order of the pass; `""` outside of repeated blocks.
+        entered: elements that each repeated block received.
+        left: elements that each repeated block passed on.
         kernels: in order.
         kept: for each storage that the backward pass needs, its elements and the parts that saved it.
         routed: for each part, elements sent to experts.
         used: for each parameter, the parts that read it.
         asked: the types of modules whose code read values that do not exist.
+        of_samples: storages whose content was made of the batch.
+        names: for each storage that holds a parameter, or was computed from parameters alone, the parameter's name.
     """
 
+    samples: int = 1
+    tokens: int = 1
+    parts: list[str] = field(default_factory=lambda: [""])
+    entered: dict[int, float] = field(default_factory=dict)
+    left: dict[int, float] = field(default_factory=dict)
     kernels: list[Kernel] = field(default_factory=list)
     kept: dict[int, tuple[float, set[int]]] = field(default_factory=dict)
     routed: dict[int, float] = field(default_factory=dict)
     used: dict[str, set[int]] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
+    of_samples: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def name_of(self, storage: int) -> str:
+        """Name of the parameter that a storage holds or was computed from, or ""."""
+        return self.names.get(storage, "")

@@ -22,7 +22,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.comm.measure.collectives import measure_collectives
-from paceline.engine.calls import call, prepared
+from paceline.engine.calls import prepared
 from paceline.engine.engine import Engine
 from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
 from paceline.engine.status import StatusBoard
@@ -30,6 +30,7 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
 from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
+from paceline.job.model_call import call
 from paceline.job.stop import StopSpec
 from paceline.planner.calibrate import Axis, CalibrationPoint, PassTiming
 from paceline.plans.plan import Plan

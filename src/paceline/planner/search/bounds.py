@@ -7,6 +7,7 @@ Memory: the state and the activations of an average rank, or of the pipeline's f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
@@ -78,12 +79,14 @@ class Bounds:
 
     Args:
         layout: of any plan: everything that plans have in common is taken from it.
+        trace_at: the model's trace as that many ranks of tp divide it.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, trace_at: Callable[[int], Trace]) -> None:
         self.layout = replace(layout, dp=1, fsdp=1, tp=1, pp=1, cp=1, ep=1, microbatches=1, chunks=1, cut=())
         kinds = _kinds(layout.trace)
-        self._each, self._counts = Trace(tuple(kinds)), list(kinds.values())
+        self._kinds, self._counts = list(kinds), list(kinds.values())
+        self._trace_at, self._each = trace_at, dict[int, Trace]()
         self.layers = max(self._counts)
         self._samples: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
         self._rank_costs: dict[ShardConfig, RankCost] = {}
@@ -193,7 +196,8 @@ class Bounds:
 
     def _computed(self, config: ShardConfig) -> RankCost:
         layout = replace(self.layout, **config._asdict())
-        costs = stages(replace(layout, trace=self._each, cut=(1,) * len(self._counts)))
+        each = self._each_at(config.tp)
+        costs = stages(replace(layout, trace=each, cut=(1,) * len(self._counts)))
         total = StageCost(*[sum(map(mul, values, self._counts)) for values in zip(*costs, strict=True)])
         dense = [cost.parameters / seconds for cost in costs if (seconds := cost.forward + cost.backward) > 0]
         kept, hops = self._per_sample(layout)
@@ -207,9 +211,16 @@ class Bounds:
             dense=min(dense, default=0.0),
             kept=sum(map(mul, kept, self._counts)) * config.samples,
             repeated_kept=kept[layer] * self.layers * config.samples,
-            received=self._each.blocks[layer].boundary / (config.tp if config.sequence else 1) * sample,
+            received=each.blocks[layer].boundary / (config.tp if config.sequence else 1) * sample,
             hop_s=max(0.0, hops[0] + (hops[1] - hops[0]) * (config.samples - 1)),
         )
+
+    def _each_at(self, tp: int) -> Trace:
+        """One block of each kind, as `tp` ranks divide it."""
+        if tp not in self._each:
+            blocks, there = self.layout.trace.blocks, self._trace_at(tp).blocks
+            self._each[tp] = Trace(tuple(there[blocks.index(kind)] for kind in self._kinds))
+        return self._each[tp]
 
     def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Bytes per sample that each block kind saves, and seconds of one and two hops. The hops send one and two samples to a stage."""
@@ -217,7 +228,7 @@ class Bounds:
         found = self._samples.get(key)
         if found is None:
             one = replace(layout, samples=1.0, microbatches=2)
-            twice = [Trace((block,) * min(count, 2)) for block, count in zip(self._each.blocks, self._counts, strict=True)]
+            twice = [Trace((block,) * min(count, 2)) for block, count in zip(self._each_at(layout.tp).blocks, self._counts, strict=True)]
             kept = [(1 + FRAGMENTS) * memory(replace(one, trace=trace))["activations"] / len(trace.blocks) for trace in twice]
             found = self._samples[key] = kept, [hop_s(replace(layout, pp=2, samples=samples)) for samples in (1.0, 2.0)]
         return found

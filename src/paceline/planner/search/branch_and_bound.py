@@ -19,6 +19,7 @@ from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import Ints, Space, divisors, numbered
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import REMATS, SCHEDULES, STAGES_PER_RANK
+from paceline.trace.graph import Trace
 
 # rows that are expanded together, most promising first
 _FIRST_BLOCK, _BLOCK = 64, 4096
@@ -84,7 +85,7 @@ class BranchAndBound:
         # what takes as long is of no interest any more
         self.limit = float("inf")
         self.layout = layouts.of(space.base)
-        self.bounds = Bounds(self.layout)
+        self.bounds = Bounds(self.layout, self._trace_at)
         self.considered = int(space.plans_per_row.sum())
         self.rejections = RejectionCounts(self.bounds.capacity)
         # of what was measured there are no bounds: as many are predicted as may be
@@ -270,9 +271,13 @@ class BranchAndBound:
             return
         self._keep(values | knobs, layout)
 
+    def _trace_at(self, tp: int) -> Trace:
+        return self.layouts.trace_at(self.layout.precision, tp)
+
     def _layout(self, values: dict[str, Any], knobs: dict[str, Any], row: int) -> Layout:
         more: dict[str, Any] = {"threads": knobs.get("threads") or int(self.space.rows["threads"][row])}
         more |= {"transport": knobs["transport"]} if "transport" in knobs else {}
+        more["trace"] = self._trace_at(values["tp"])
         chunks = STAGES_PER_RANK[values["schedule"]] if values["pp"] > 1 else 1
         return replace(self.layout, **values, samples=float(self.space.rows["samples"][row]), chunks=chunks, **more)
 

@@ -53,19 +53,38 @@ class Proof:
         return {self.graph.values[v].name for v in self.labels if self.graph.values[v].kind == "parameter"}
 
 
-def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
-    """Find everything that can be divided over `ranks` ranks. `refused` has reasons if attention heads cannot."""
+@dataclass
+class Survey:
+    """Regions of a model for any number of ranks, not yet verified. `graph` is None for a model that cannot be traced."""
+
+    graph: Graph | None
+    regions: list[Region] = field(default_factory=list)
+    why_whole: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def survey(model: nn.Module, example: Batch, call: Call) -> Survey:
+    """Trace a model and find its regions."""
     try:
         graph = record_graph(model, example, call)
         found = find_regions(graph, _hints(model))
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
         text = " ".join(str(error).split())[:200]
-        return Proof(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
-    proof = Proof(graph, hints=_hints(model))
-    proof.why_whole = found.why_whole
-    proof.notes += [f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()]
-    proof.refused = _refusals(found.regions, ranks)
-    if not proof.refused:
+        return Survey(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
+    notes = [f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()]
+    return Survey(graph, found.regions, found.why_whole, notes)
+
+
+def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Survey | None = None) -> Proof:
+    """Find everything that can be divided over `ranks` ranks. `refused` has reasons if attention heads cannot.
+
+    Args:
+        surveyed: the model's survey, if there is one already.
+    """
+    found = survey(model, example, call) if surveyed is None else surveyed
+    proof = Proof(found.graph, why_whole=dict(found.why_whole), notes=list(found.notes), hints=_hints(model))
+    proof.refused = refusals(found.regions, ranks)
+    if found.graph is not None and not proof.refused:
         fitting = [region for region in found.regions if region.divides(ranks)]
         for region in found.regions:
             if not region.divides(ranks):
@@ -75,7 +94,7 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call) -> Proof:
     return proof
 
 
-def _refusals(regions: list[Region], ranks: int) -> list[str]:
+def refusals(regions: list[Region], ranks: int) -> list[str]:
     """Reasons against a degree, one for each number of heads that it does not divide."""
     bad: dict[tuple[int, ...], list[Region]] = {}
     for region in regions:
