@@ -40,5 +40,5 @@ def test_every_group_has_the_ranks_that_differ_along_its_axes_only(ranks: Ranks,
 
 
 def test_degrees_that_do_not_multiply_to_the_ranks_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"dp=2 · tp=2 multiply to 4 ranks, and there are 1"):
+    with pytest.raises(PlanError, match=r"plan dp=2 tp=2 needs 4 ranks .*, but 1 were started"):
         Mesh.of(Plan.parse("dp=2 tp=2"), Group())

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.plans.choices import Compile
+from paceline.plans.limits import no_cuda_graphs
 from paceline.split.compile_cache import keep_compiled_code_private
 
 
@@ -22,7 +23,7 @@ def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[.
     if how == "off":
         return model
     if how == "reduce-overhead" and device.type != "cuda":
-        raise PlanError("compile=reduce-overhead replays CUDA graphs, and this rank has no GPU; use compile=on")
+        raise PlanError(f"compile=reduce-overhead {no_cuda_graphs('this rank')}")
     # heavy
     from torch._inductor.exc import InductorError
 

@@ -32,6 +32,7 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
 from paceline.plans.axes import REPLICA
+from paceline.plans.limits import whole_batch_in_parts
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 from paceline.split.parts import Part
@@ -261,7 +262,7 @@ class Engine:
         if getattr(self.loss, "whole_batch", False):
             self.loader.fill_every_rank("a loss over the whole batch")
             if plan.microbatches > 1:
-                raise PlanError("a loss over the whole batch cannot be accumulated over microbatches; use microbatches=1")
+                raise PlanError(f"plan {plan} {whole_batch_in_parts('the loss', plan.microbatches)}")
         return model
 
     def _compute(self, plan: Plan) -> Compute:

@@ -14,9 +14,10 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.check.plan_context import PlanContext
 from paceline.planner.check.rules import CHECKS, reasons_of
-from paceline.planner.check.split_check import MEANT_FOR, microbatches_fit
+from paceline.planner.check.split_check import MEANT_FOR
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import REMATS, SCHEDULES
+from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
 
 VARIED = (*DEGREES, "zero", "sequence", "schedule")

@@ -13,6 +13,7 @@ from paceline.comm.bucket import Bucket
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.plans.axes import REPLICA
+from paceline.plans.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
 from paceline.plans.plan import Plan
 from paceline.split.context.division import Context, divide_context
 from paceline.split.deferred_init.allocate import allocate
@@ -23,7 +24,7 @@ from paceline.split.fsdp_units import inseparable, refuse_writes, watched
 from paceline.split.mesh import Mesh
 from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
-from paceline.split.pipeline.pipeline import Pipeline, fitting_microbatches
+from paceline.split.pipeline.pipeline import Pipeline
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor.division import TensorReport, shard_tensors
 from paceline.trace.blocks import find_blocks, submodules
@@ -131,7 +132,7 @@ class Split:
         blocks = submodules(model, find_blocks(model)) if self.pipeline is None else self.pipeline.blocks()
         if plan.remat != "none":
             if not blocks and self.pipeline is None:
-                raise PlanError(f"plan {plan}: the model has no repeated blocks whose activations could be recomputed: remat=none.")
+                raise PlanError(f"plan {plan} {NO_BLOCKS_TO_RECOMPUTE}")
             self._undo.append(rematerialise(blocks, plan.remat))
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile))

@@ -19,6 +19,7 @@ from torch.autograd.function import Function
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import by_expert, combined, without_values
+from paceline.plans.limits import undivided_experts
 from paceline.split.parts import Parts, shard_parameter
 
 
@@ -69,12 +70,12 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
         ep: the ranks; with one, nothing is done.
 
     Raises:
-        PlanError: for the reasons that `expert_reasons` lists.
+        PlanError: for the reason that `undivided` gives.
     """
     if ep.size == 1:
         return ExpertReport({}, {}, ())
-    if reasons := expert_reasons(model, ep.size):
-        raise PlanError(f"ep={ep.size}: " + " ".join(reasons))
+    if reason := undivided(model, ep.size):
+        raise PlanError(f"ep={ep.size} {reason}")
     experts, own, divided = {}, {}, []
     for name, module in mixtures(model):
         total = module.num_experts
@@ -93,27 +94,18 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
     return ExpertReport(experts, own, tuple(divided), tuple(_notes(model)))
 
 
-def expert_reasons(model: nn.Module, ep_size: int) -> list[str]:
-    """Reasons why the experts of `model` cannot be divided over `ep_size` ranks. Each names a remedy; empty if they can be divided."""
-    if ep_size == 1:
-        return []
-    found = list(mixtures(model))
-    if not found:
-        others = sorted({type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)})
-        why = (
-            f"the experts of this model ({', '.join(others)}) cannot be divided: that takes a module with the parameters of all experts in "
-            "one tensor, called with tokens, expert indices and weights, as in transformers' Mixtral."
-            if others
-            else "the model has no mixture of experts whose experts could be divided."
-        )
-        return [f"{why} Use ep=1; to divide this model, tp, pp and fsdp."]
-    reasons = []
-    for count in sorted({module.num_experts for _, module in found}):
-        if count % ep_size:
-            degrees = " · ".join(f"ep={n}" for n in range(2, count + 1) if count % n == 0)
-            names = [name for name, module in found if module.num_experts == count]
-            reasons.append(f"{count} experts ({names[0]}) cannot be divided evenly over {ep_size} ranks; degrees that work: {degrees}.")
-    return reasons
+def undivided(model: nn.Module, ep_size: int) -> str | None:
+    """Reason why a model's experts cannot be divided over `ep_size` ranks, with a remedy."""
+    found = {name: module.num_experts for name, module in mixtures(model)}
+    where = next((name for name, number in found.items() if number % ep_size), "")
+    reason = undivided_experts(tuple(dict.fromkeys(found.values())), ep_size, where)
+    apart = sorted({type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)})
+    if found or not apart:
+        return reason
+    return (
+        f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the parameters of all in one tensor, and "
+        "are called with tokens, expert indices and weights, as in transformers' Mixtral."
+    )
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.plans.axes import AXES, DATA_AXES, REPLICA
+from paceline.plans.limits import other_world
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 
@@ -41,9 +42,8 @@ class Mesh:
             PlanError: the plan's degrees do not multiply to the number of ranks.
         """
         sizes = {axis: getattr(plan, axis) for axis in AXES}
-        if prod(sizes.values()) != world.size:
-            degrees = " · ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "dp=1"
-            raise PlanError(f"plan {plan}: {degrees} multiply to {prod(sizes.values())} ranks, and there are {world.size}")
+        if reason := other_world(plan, world.size):
+            raise PlanError(f"plan {plan} {reason}")
         place, rest = {}, world.rank
         for axis in reversed(AXES):
             rest, place[axis] = divmod(rest, sizes[axis])

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import paceline.split.context.ring  # noqa: F401 - registers its operator
 from paceline.errors import PlanError
+from paceline.plans.limits import no_cuda_graphs
 from paceline.split.compile_cache import keep_compiled_code_private
 
 Undo = Callable[[], None]
@@ -63,7 +64,7 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str) -> Undo:
         PlanError: `reduce-overhead` without a GPU; in the first forward pass: torch cannot compile here.
     """
     if mode == "reduce-overhead" and not torch.cuda.is_available():
-        raise PlanError("compile=reduce-overhead replays CUDA graphs, and this rank has no GPU; use compile=on")
+        raise PlanError(f"compile=reduce-overhead {no_cuda_graphs('this rank')}")
     return _replace_forwards(blocks, partial(_compiled, mode=mode))
 
 

@@ -14,8 +14,8 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.rules import reasons_against
-from paceline.planner.check.split_check import microbatches_fit
 from paceline.planner.legal_plans import legal_plans
+from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(8))
@@ -80,7 +80,8 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "pp=3 schedule=interleaved microbatches=3",
             {},
-            "makes 6 stages, but the model has 4 repeated blocks: pp is at most 2, or cut names the modules where stages begin.",
+            "makes 6 stages, but the model has 4 repeated blocks: schedule=1f1b, pp is at most 2, "
+            "or cut names the modules where stages begin.",
         ),
         (
             "pp=2 microbatches=2",
@@ -115,12 +116,12 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
             "cp=5",
             {},
             "divides sequences of 24 tokens among 5 ranks: cp is one of 1, 2, 3, 4, 6, 8, 12, 24, "
-            "or sequences of 25 tokens in the job's data.",
+            "or sequences of 20 or 30 tokens in the job's data.",
         ),
         (
             "tp=4 cp=4 sequence=on",
             {},
-            "divides sequences of 24 tokens among 16 ranks: tp is one of 1, 2, 3, 6, or sequences of 32 tokens in the job's data.",
+            "divides sequences of 24 tokens among 16 ranks: tp is one of 1, 2, 3, 6, or sequences of 16 or 32 tokens in the job's data.",
         ),
         (
             "tp=2 sequence=on",

@@ -254,7 +254,7 @@ def test_batches_that_cannot_be_divided_are_refused(ranks: Ranks) -> None:
     masked, odd, packed = ranks(2, refused_batches)[0]
     assert "attention_mask leaves out 4 of 16 tokens" in masked
     assert "padding stands on the right" in masked
-    assert "7 tokens cannot be divided evenly. Sequences of 4 or 8 tokens can, and for 7 tokens cp=1" in odd
+    assert "cp=2 divides sequences of 7 tokens among 2 ranks: cp is one of 1, 7, or sequences of 4 or 8 tokens in the job's data." in odd
     assert "position_ids" in packed
 
 
@@ -325,10 +325,10 @@ def test_samples_that_are_no_sequences_are_refused() -> None:
     assert "the batch has none: its first part should be tokens" in examine(gpt(), 2, (image, label), without_labels).reasons[0]
     assert "is not one per token" in examine(gpt(), 2, (torch.zeros(2, 16), label), without_labels).reasons[0]
     assert (
-        "16 tokens cannot be divided evenly. Sequences of 12 or 18 tokens can, and for 16 tokens cp=1, 2, 4"
+        "cp=3 divides sequences of 16 tokens among 3 ranks: cp is one of 1, 2, 4, 8, 16, or sequences of 12 or 18 tokens"
         in examine(gpt(), 3, batches()[0], without_labels).reasons[0]
     )
     mask = torch.ones(3, TOKENS, dtype=torch.long)
     assert "have the dataset return dicts" in examine(llama(), 2, (batches()[0][0], mask, mask), without_labels).reasons[0]
-    with pytest.raises(PlanError, match="cp=2: the model has no attention"):
+    with pytest.raises(PlanError, match="cp=2 divides the tokens of a sequence, but the model has no attention"):
         divide_context(NoPositions(), {}, Group(0, 2), batches()[0], without_labels)

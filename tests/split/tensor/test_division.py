@@ -271,21 +271,21 @@ def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None
     model, batch = gpt()
     before = [(name, id(p), p.shape) for name, p in model.named_parameters()]
     (reason,) = prove(model, 3, batch, call).refused
-    assert "the 4 heads of blocks.0.attention (and 1 more) cannot be divided evenly over 3 ranks" in reason
-    assert "tp=1, 2, 4" in reason
+    assert "tp=3 divides the model's heads in blocks.0.attention and 1 more (4) by 3, which leaves a remainder" in reason
+    assert reason.endswith("tp is one of 1, 2, 4.")
     assert before == [(name, id(p), p.shape) for name, p in model.named_parameters()], "asking changes nothing"
     assert not any("forward" in module.__dict__ for module in model.modules())
-    with pytest.raises(PlanError, match="tp=1, 2, 4"):
+    with pytest.raises(PlanError, match="tp is one of 1, 2, 4"):
         shard_tensors(model, whole_parts(model), Group(0, 3), batch, call)
     assert prove(model, 4, batch, call).refused == []
     model, batch = llama()
-    assert "the 2 and 4 heads" in prove(model, 4, batch, call).refused[0]
+    assert " more (2, 4) by 4, which leaves a remainder: tp is one of 1, 2." in prove(model, 4, batch, call).refused[0]
 
 
 def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> None:
     model, _ = gpt()
     batch = (words(7), words(7))
-    with pytest.raises(PlanError, match="7 tokens are no multiple of 2; 8 would be"):
+    with pytest.raises(PlanError, match="it divides sequences of 7 tokens among 2 ranks: tp is one of 1, 7, or sequences of 6 or 8 tokens"):
         shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True)
     model, image = multilayer()
     with pytest.raises(PlanError, match="no repeated blocks that take and return"):
@@ -295,7 +295,7 @@ def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> N
 def test_a_batch_of_another_length_is_never_cut_silently() -> None:
     model, batch = gpt()
     shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True, vocabulary=False)
-    with pytest.raises(PlanError, match="7 tokens cannot be divided evenly over tp=2; pad or cut them to a multiple such as 8"):
+    with pytest.raises(PlanError, match="tp=2 divides sequences of 7 tokens among 2 ranks: tp is one of 1, 7"):
         model(words(7))
 
 

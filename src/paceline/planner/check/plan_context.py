@@ -11,7 +11,6 @@ from paceline.cluster.cluster import Cluster, spread
 from paceline.job.data import Synthetic, Text
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.plans.axes import DEGREES
 from paceline.plans.choices import STAGES_PER_RANK
 
 if TYPE_CHECKING:
@@ -49,6 +48,10 @@ class PlanContext:
         # once per search: counting the devices of a thousand hosts takes longer than all checks
         if not self.per_host:
             object.__setattr__(self, "per_host", self.cluster.devices_per_host)
+
+    def reason(self, rule: str | None) -> str | None:
+        """A rule's reason with the plan as its subject; None without one. The rules are in `plans/limits.py`."""
+        return rule and f"plan {self.plan} {rule}"
 
     @property
     def devices(self) -> int:
@@ -116,8 +119,3 @@ class Check(NamedTuple):
 
     reason: Callable[[PlanContext], str | None]
     keys: tuple[str, ...]
-
-
-def degrees(plan: Plan) -> str:
-    """The degrees that multiply to the plan's ranks, such as `dp=2 · tp=3`."""
-    return " · ".join(f"{key}={getattr(plan, key)}" for key in DEGREES if getattr(plan, key) > 1) or "dp=1"

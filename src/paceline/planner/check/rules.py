@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.check.plan_context import Check, PlanContext, degrees
+from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.planner.check.sync_check import SYNC_CHECKS
 from paceline.plans.axes import DATA_AXES, DEGREES
+from paceline.plans.limits import multiplied, no_cuda_graphs, other_world, whole_batch_in_parts
 from paceline.units import count, size
 
 if TYPE_CHECKING:
@@ -38,12 +39,7 @@ def reasons_of(context: PlanContext) -> list[str]:
 
 
 def _other_world(context: PlanContext) -> str | None:
-    plan, world = context.plan, context.world
-    if world is None or plan.ranks == world:
-        return None
-    others = plan.ranks // plan.dp
-    works = f"dp={world // others} here" if world % others == 0 else f"degrees that multiply to {world}"
-    return f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}, but {world} were started: {works}."
+    return None if context.world is None else context.reason(other_world(context.plan, context.world))
 
 
 def _too_few_devices(context: PlanContext) -> str | None:
@@ -51,7 +47,7 @@ def _too_few_devices(context: PlanContext) -> str | None:
     plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
     if plan.ranks <= context.devices or cluster.kind == "cpu" or context.world is not None:
         return None
-    have = f"plan {plan} needs {count(plan.ranks, 'rank')}{_multiplied(plan)}; {cluster.name} has {count(context.devices, 'device')}"
+    have = f"plan {plan} needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has {count(context.devices, 'device')}"
     if len(weights) > context.devices:
         limit = f"one per data-parallel rank: at most {context.devices} can work here"
         return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
@@ -116,8 +112,7 @@ def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.microbatches == 1 or not context.job.loss.is_over_whole_batch:
         return None
-    why = f"the {context.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other"
-    return f"plan {plan} computes a share in {plan.microbatches} parts, but {why}: microbatches=1."
+    return context.reason(whole_batch_in_parts(f"the {context.job.loss.name.rpartition(':')[2]} loss", plan.microbatches))
 
 
 def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
@@ -151,7 +146,7 @@ def _no_images(context: PlanContext) -> str | None:
 def _no_cuda_graphs(context: PlanContext) -> str | None:
     if context.plan.compile != "reduce-overhead" or context.cluster.kind == "cuda":
         return None
-    return f"plan {context.plan} replays CUDA graphs, and {context.cluster.name} has no GPU: compile=on."
+    return context.reason(no_cuda_graphs(context.cluster.name))
 
 
 def _no_such_transport(context: PlanContext) -> str | None:
@@ -161,11 +156,6 @@ def _no_such_transport(context: PlanContext) -> str | None:
     if plan.transport == "shm" and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
         return f"plan {plan} needs memory that all ranks share, but they are on {hosts} hosts: transport=auto."
     return None
-
-
-def _multiplied(plan: Plan) -> str:
-    """The plan's degrees in parentheses, if there are several."""
-    return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
 
 
 def _data_rank(plan: Plan) -> str:

@@ -5,14 +5,22 @@ The other reasons are in `rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.nearest import nearest
-from paceline.partition import contiguous, starts
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.state import memory_shortage
 from paceline.plans.axes import DEGREES
+from paceline.plans.limits import (
+    NO_ATTENTION,
+    NO_BLOCKS_TO_RECOMPUTE,
+    sharded_twice,
+    too_many_stages,
+    undivided_experts,
+    undivided_heads,
+    undivided_tokens,
+    unfit_microbatches,
+    wrong_cuts,
+)
 from paceline.units import count
 
 # optimizers whose step of an element needs no other element, so that they work on any shard
@@ -36,59 +44,25 @@ def _without_its_degree(key: str) -> Check:
 
 def _schedule_and_microbatches(context: PlanContext) -> str | None:
     plan = context.plan
-    if plan.pp == 1 or microbatches_fit(plan.schedule, plan.pp, plan.microbatches):
-        return None
-    fitting = [n for n in range(1, 2 * plan.microbatches + plan.pp) if microbatches_fit(plan.schedule, plan.pp, n)]
-    nearby = sorted(sorted(fitting, key=lambda n: (abs(n - plan.microbatches), n))[:2])
-    rule = "at least one for each" if plan.schedule == "1f1b" else f"equal rounds of {plan.pp} or a few more"
-    has = f"plan {plan} has {count(plan.microbatches, 'microbatch', 'microbatches')} for {plan.pp} pipeline ranks"
-    return f"{has}; {plan.schedule} needs {rule}: {_one_of('microbatches', nearby)}."
-
-
-def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
-    """True if a schedule can run `microbatches` microbatches over `pp` ranks.
-
-    These are the rules of the classes in `torch.distributed.pipelining`.
-    """
-    if schedule == "1f1b":
-        return microbatches >= pp
-    # in rounds of equal size, at least one microbatch of each rank
-    if schedule == "interleaved":
-        return microbatches >= pp and microbatches % (microbatches // pp) == 0
-    return True
+    return context.reason(unfit_microbatches(plan.schedule, plan.pp, plan.microbatches)) if plan.pp > 1 else None
 
 
 def _too_few_blocks(context: PlanContext) -> str | None:
-    plan, stages = context.plan, context.stages
+    plan = context.plan
     if plan.pp == 1 or plan.cut:
         return None
     blocks = len(context.model_info.blocks)
     pieces = blocks or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
-    if pieces >= stages:
-        return None
     have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
-    most = pieces * plan.pp // stages
-    works = f"pp is at most {most}" if most > 1 else "pp=1"
-    return f"plan {plan} makes {stages} stages, but the model has {have}: {works}, or cut names the modules where stages begin."
+    found = too_many_stages(plan.pp, plan.schedule, pieces, f"the model has {have}")
+    return context.reason(found and f"{found}, or cut names the modules where stages begin.")
 
 
 def _wrong_cuts(context: PlanContext) -> str | None:
-    plan, cuts, wanted = context.plan, context.plan.cut.split(","), context.stages - 1
+    plan = context.plan
     if plan.pp == 1 or not plan.cut:
         return None
-    known = context.model_info.modules
-    wrong = [f'there is no module "{cut}" in the model. {nearest(cut, known)}' for cut in cuts if cut not in known]
-    wrong += [f"a stage begins at {cut} once only." for cut in dict.fromkeys(cuts) if cuts.count(cut) > 1]
-    if len(cuts) != wanted:
-        proposal = f" cut={evenly}" if (evenly := _even_cuts(context)) else ""
-        stages = f"{context.stages} stages (schedule={plan.schedule})" if context.stages > plan.pp else f"{plan.pp} stages"
-        wrong.append(f"{stages} have {count(wanted, 'cut')} between them, and there are {len(cuts)}:{proposal or f' name {wanted}'}.")
-    return f"plan {plan} cuts at {', '.join(cuts)}: {' '.join(wrong)}" if wrong else None
-
-
-def _even_cuts(context: PlanContext) -> str:
-    blocks, stages = context.model_info.blocks, context.stages
-    return ",".join(blocks[start] for start in starts(contiguous([1] * len(blocks), stages))) if len(blocks) >= stages else ""
+    return context.reason(wrong_cuts(plan.cut, plan.schedule, plan.pp, context.model_info.modules, context.model_info.blocks))
 
 
 def _heads_do_not_divide(context: PlanContext) -> str | None:
@@ -96,26 +70,15 @@ def _heads_do_not_divide(context: PlanContext) -> str | None:
 
     A vocabulary that cannot be divided stays replicated, which is slower but works: see `warnings.py`.
     """
-    tp = context.plan.tp
-    if tp == 1:
+    if context.plan.tp == 1:
         return None
-    numbers = {"attention heads": context.model_info.heads, "heads of keys and values": context.model_info.key_value_heads}
-    wrong = [f"{what} ({_numbers(found)})" for what, found in numbers.items() if any(n % tp for n in found)]
-    if not wrong:
-        return None
-    working = _common_divisors([n for found in numbers.values() for n in found])
-    return f"plan {context.plan} divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
+    heads = {"attention heads": context.model_info.heads, "heads of keys and values": context.model_info.key_value_heads}
+    return context.reason(undivided_heads(heads, context.plan.tp))
 
 
 def _experts_do_not_divide(context: PlanContext) -> str | None:
-    plan = context.plan
-    experts = context.model_info.experts if plan.ep > 1 else ()
-    if plan.ep == 1 or (experts and not any(n % plan.ep for n in experts)):
-        return None
-    if not experts:
-        instead = f"ep=1 (fsdp={plan.ep} shards any model)"
-        return f"plan {plan} divides experts, but the model has no mixture of experts in one tensor: {instead}."
-    return f"plan {plan} divides {_numbers(experts)} experts over {plan.ep} ranks: {_one_of('ep', _common_divisors(experts))}."
+    ep = context.plan.ep
+    return context.reason(undivided_experts(context.model_info.experts, ep)) if ep > 1 else None
 
 
 def _tokens_do_not_divide(context: PlanContext) -> str | None:
@@ -123,9 +86,10 @@ def _tokens_do_not_divide(context: PlanContext) -> str | None:
     if plan.cp == 1:
         return None
     if not context.model_info.heads and not context.model_info.vocabulary:
-        return f"plan {plan} divides the tokens of a sequence, but the model has no attention over tokens: cp=1."
+        return f"plan {plan} {NO_ATTENTION}"
     # other models have all tokens on every rank
-    return _remainder_of_tokens(context, "cp", plan.cp) if context.model_info.takes_parts_of_sequences else None
+    tokens = context.tokens if context.model_info.takes_parts_of_sequences else None
+    return context.reason(undivided_tokens(tokens, "cp", plan.cp)) if tokens else None
 
 
 def _no_sequence_to_divide(context: PlanContext) -> str | None:
@@ -135,20 +99,7 @@ def _no_sequence_to_divide(context: PlanContext) -> str | None:
         return None
     if not context.model_info.heads or not context.model_info.blocks:
         return f"plan {plan} divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
-    return _remainder_of_tokens(context, "tp", plan.tp * plan.cp)
-
-
-def _remainder_of_tokens(context: PlanContext, key: str, parts: int) -> str | None:
-    tokens, others = context.tokens, parts // getattr(context.plan, key)
-    if tokens is None or tokens % parts == 0:
-        return None
-    working = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
-    alone = "cp=1" if key == "cp" else "sequence=off"
-    degree = _one_of(key, working) if working else alone
-    return (
-        f"plan {context.plan} divides sequences of {tokens} tokens among {parts} ranks: {degree}, "
-        f"or sequences of {max(1, round(tokens / parts)) * parts} tokens in the job's data."
-    )
+    return context.reason(undivided_tokens(context.tokens, "tp", plan.tp, plan.cp)) if context.tokens else None
 
 
 def _loss_over_stages(context: PlanContext) -> str | None:
@@ -190,7 +141,7 @@ def _nothing_to_compute_again(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.remat == "none" or plan.pp > 1 or context.model_info.blocks:
         return None
-    return f"plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
+    return f"plan {plan} {NO_BLOCKS_TO_RECOMPUTE}"
 
 
 def _compiled_zero_bubble(context: PlanContext) -> str | None:
@@ -211,8 +162,7 @@ def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None
-    tied = " and ".join(context.model_info.tied[0][:2])
-    return f"plan {plan} would shard {tied} twice, which are one weight, on two stages of a rank: schedule=1f1b, or fsdp=1."
+    return context.reason(sharded_twice(" = ".join(context.model_info.tied[0][:2]), plan.schedule))
 
 
 def _state_beyond_memory(context: PlanContext) -> str | None:
@@ -232,19 +182,6 @@ def _enough_fsdp(context: PlanContext) -> str:
             if fsdp > 1 and memory_shortage(replace(context, plan=bigger)) is None:
                 return f"fsdp={fsdp}" + (f" zero={zero}" if zero != plan.zero else "") + " is enough"
     return f"more memory, or a smaller model (this one has {context.model_info.numel:,} parameters)"
-
-
-def _one_of(key: str, values: Sequence[int]) -> str:
-    return f"{key}={values[0]}" if len(values) == 1 else f"{key} is one of {_numbers(values)}"
-
-
-def _numbers(values: Sequence[int]) -> str:
-    """Numbers as text, of many only the first ones."""
-    return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
-
-
-def _common_divisors(numbers: Sequence[int]) -> list[int]:
-    return [n for n in range(1, min(numbers) + 1) if not any(number % n for number in numbers)] if numbers else [1]
 
 
 MEMORY = ("zero", "offload", *DEGREES)

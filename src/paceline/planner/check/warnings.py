@@ -13,6 +13,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.planner.check.plan_context import PlanContext
+from paceline.plans.limits import fitting_microbatches
 from paceline.plans.sync_info import SyncSpec
 from paceline.units import count
 
@@ -114,7 +115,7 @@ def _idle_stages(plan: Plan) -> list[str]:
 def _fewer_microbatches(context: PlanContext) -> list[str]:
     """Warning that fewer microbatches will be used. A pipeline's stages need equal ones."""
     plan, shares = context.plan, context.shares
-    fitting = next(n for n in range(plan.microbatches, 0, -1) if not any(share % n for share in shares))
+    fitting = fitting_microbatches(shares, plan.microbatches)
     if plan.pp == 1 or fitting == plan.microbatches:
         return []
     per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
-from paceline.planner.check.split_check import microbatches_fit
 from paceline.planner.search.legal import LegalPlans, Refusal
 from paceline.plans.choices import REMATS, SCHEDULES
+from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
 from paceline.trace.graph import Trace
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.job.batch import Batch, target_of
+from paceline.plans.limits import undivided_tokens
 from paceline.split.context.attention_calls import AttentionCall, attention_calls, other_meetings, shape_of
 from paceline.trace.recording.graph import Graph
 from paceline.trace.recording.record import Call, record_graph
@@ -40,9 +41,13 @@ def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examine
         problems = [NO_TOKENS]
     else:
         parameters = list(inspect.signature(model.forward).parameters)
-        known = (undivided(tokens, ranks), _unfit_forward(model, parameters, example), masked(example), _unfit_target(example, tokens))
-        problems = [p for p in known if p] or _run_shapes(model, example, call, tokens, found)
-    found.reasons = [f"cp={ranks}: {problem}" for problem in problems]
+        known = (_unfit_forward(model, parameters, example), masked(example), _unfit_target(example, tokens))
+        problems = [p for p in known if p]
+        if reason := undivided_tokens(tokens, "cp", ranks):
+            found.reasons.append(f"cp={ranks} {reason}")
+        elif not problems:
+            problems = _run_shapes(model, example, call, tokens, found)
+    found.reasons += [f"cp={ranks}: {problem}" for problem in problems]
     return found
 
 
@@ -75,16 +80,6 @@ def tokens_of(batch: Batch) -> int | None:
     parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
     first = batch.get("input_ids", parts[0]) if isinstance(batch, Mapping) and parts else parts[0]
     return first.shape[1] if isinstance(first, Tensor) and first.dim() in (2, 3) else None
-
-
-def undivided(tokens: int, ranks: int) -> str | None:
-    """Reason why sequences of `tokens` cannot be divided, with lengths that can; or None."""
-    if tokens % ranks == 0:
-        return None
-    degrees = [str(n) for n in range(1, tokens + 1) if tokens % n == 0 and n <= 2 * ranks]
-    lower, upper = tokens // (2 * ranks) * 2 * ranks, -(-tokens // (2 * ranks)) * 2 * ranks
-    lengths = f"{lower} or {upper}" if lower else f"{upper}"
-    return f"{tokens} tokens cannot be divided evenly. Sequences of {lengths} tokens can, and for {tokens} tokens cp={', '.join(degrees)}"
 
 
 def _unfit_forward(model: nn.Module, parameters: list[str], example: Batch) -> str | None:

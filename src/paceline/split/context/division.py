@@ -18,8 +18,9 @@ from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.zoo.losses import IGNORED
 from paceline.job.zoo.models.moe import Router
+from paceline.plans.limits import NO_ATTENTION, undivided_tokens
 from paceline.split.context.attention_calls import attends
-from paceline.split.context.check import NO_TOKENS, examine, masked, tokens_of, undivided
+from paceline.split.context.check import NO_TOKENS, examine, masked, tokens_of
 from paceline.split.context.own_attention import OwnAttention
 from paceline.split.context.ring import held, join_ring, ring_attention
 from paceline.split.context.rows import divide_rows
@@ -72,7 +73,7 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
     except Exception as error:  # whatever the user's model raises
         raise PlanError("\n".join(reasons)) from error
     if not attends(graph):
-        raise PlanError(f"cp={cp.size}: the model has no attention, whose tokens could be divided: cp=1")
+        raise PlanError(f"cp={cp.size} {NO_ATTENTION}")
     try:
         context.undo, line = divide_rows(model, parts, cp, graph)
     except PlanError as error:
@@ -107,9 +108,12 @@ class Context:
         if self.whole:
             return batch
         tokens = tokens_of(batch)
-        if problem := NO_TOKENS if tokens is None else undivided(tokens, self.group.size) or masked(batch):
-            raise DataError(f"cp={self.group.size}: {problem}")
+        ranks = self.group.size
+        if problem := NO_TOKENS if tokens is None else masked(batch):
+            raise DataError(f"cp={ranks}: {problem}")
         assert tokens is not None
+        if reason := undivided_tokens(tokens, "cp", ranks):
+            raise DataError(f"cp={ranks} {reason}")
         if isinstance(batch, Mapping):
             extra = _shifted(batch["labels"]) if self.own_loss else {}
             return {name: self._own(t, tokens) for name, t in {**extra, **batch}.items()}  # the labels stay last

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from paceline.errors import PlanError
-from paceline.nearest import nearest
 from paceline.split.pipeline.forward_trace import Cut, Trace
-from paceline.split.pipeline.rules import reasons_against_cut
-
-
-def wrong_names(model: nn.Module, names: Sequence[str], stages: int) -> list[str]:
-    """Problems with the cut points of a plan, as sentences."""
-    known = [name for name, _ in model.named_modules() if name]
-    problems = [f'there is no module "{name}". {nearest(name, known)}' for name in names if name not in known]
-    return problems + (reasons_against_cut(names, stages, f"there are {stages} stages") if names else [])
 
 
 def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
@@ -64,14 +53,3 @@ def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[
     if found and not trace.used(found[-1].time, Trace.END):
         found.pop()
     return found, reasons
-
-
-def too_few(cuts: int, stages: int, ranks: int, schedule: str, reasons: Sequence[str]) -> str:
-    """Message that the model has fewer possible cuts than needed, with plans that fit."""
-    per_rank = stages // ranks
-    fits = (cuts + 1) // per_rank
-    help_ = f"pp={fits} or less" if fits > 1 else "train without pp (fsdp and tp divide any model)"
-    if per_rank > 1 and cuts + 1 >= ranks:
-        help_ = f"schedule=1f1b, or {help_}"
-    why = f" {reasons[0]}." if reasons else ""
-    return f"pp={ranks} with schedule={schedule} needs {stages} stages, and the model can be cut into {cuts + 1} at most: {help_}.{why}"

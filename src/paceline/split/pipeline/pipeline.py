@@ -21,20 +21,19 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.partition import contiguous, starts
 from paceline.plans.choices import STAGES_PER_RANK
+from paceline.plans.limits import even_cuts, microbatches_fit, sharded_twice, too_many_stages, wrong_cuts
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, local
 from paceline.split.pipeline.balance import costs
-from paceline.split.pipeline.cuts import named_cuts, possible_cuts, too_few, wrong_names
+from paceline.split.pipeline.cuts import named_cuts, possible_cuts
 from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
 from paceline.split.pipeline.forward_trace import Call, Cut, Shape, Trace
 from paceline.split.pipeline.observed import Observed
-from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, fitting_microbatches, interleaves, refuse_unsupported_code
+from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, refuse_unsupported_code
 from paceline.split.pipeline.stages import Stage, StageBounds, identity
 from paceline.split.pipeline.timer import PipelineTimer, TimedStage
 from paceline.split.pipeline.weight_gradients import DeferredWeights
 from paceline.trace.blocks import find_blocks
-
-__all__ = ["Loss", "Pipeline", "fitting_microbatches"]
 
 # (output, microbatch, its index) -> the scaled scalar to run the backward pass from
 Loss = Callable[[Any, Batch, int], Tensor]
@@ -201,8 +200,9 @@ class Pipeline:
     def _choose(self, example: Batch, plan: Plan) -> tuple[bool, list[str]]:
         """Choose the modules before which the model is cut. The first value is True if `torch.export` has to trace it."""
         names = plan.cut.split(",") if plan.cut else []
-        if problems := wrong_names(self._model, names, self._count):
-            raise PlanError("\n".join(f"cut={plan.cut}: {problem}" for problem in problems))
+        modules = [name for name, _ in self._model.named_modules() if name]
+        if names and (reason := wrong_cuts(plan.cut, plan.schedule, plan.pp, modules, self._block_names)):
+            raise PlanError(f"plan {plan} {reason}")
         trace: Trace | None = None
         try:
             trace = self._trace(example)
@@ -211,12 +211,11 @@ class Pipeline:
         refuse_unsupported_code(self._observed)
         if trace is not None:
             cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self._block_names)
-            if len(cuts) + 1 < self._count:
-                reasons = [too_few(len(cuts), self._count, self._pp.size, plan.schedule, reasons)]
+            if reason := too_many_stages(plan.pp, plan.schedule, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"):
+                reasons = [f"plan {plan} {reason} (fsdp and tp divide any model).{f' {reasons[0]}.' if reasons else ''}"]
         # the model cannot be cut between all blocks
         if reasons:
-            if not names and len(self._block_names) >= self._count:
-                names = [self._block_names[i] for i in starts(contiguous([1] * len(self._block_names), self._count))]
+            names = names or even_cuts(self._block_names, self._count)
             problem = ""
             if names and can_be_exported(self._model, self._observed):
                 try:
@@ -259,11 +258,7 @@ class Pipeline:
     def _refuse_shards_of_shared(self, owners: dict[str, set[int]], plan: Plan) -> None:
         for name, stages in owners.items():
             if plan.fsdp > 1 and len({self._rank_of(i) for i in stages}) < len(stages):
-                other = "1f1b or gpipe" if plan.schedule == "interleaved" else "1f1b, gpipe or interleaved"
-                raise PlanError(
-                    f"plan {plan}: {name} is shared by two stages of one rank, and FSDP2 would shard it twice and so part them: "
-                    f"schedule={other}, or fsdp=1"
-                )
+                raise PlanError(f"plan {plan} {sharded_twice(name, plan.schedule)}")
 
     def _stage(self, i: int, bounds: StageBounds | StageGraph, example: Batch, owners: dict[str, set[int]]) -> Stage | ExportedStage:
         own = {name for name, stages in owners.items() if i in stages}
@@ -381,10 +376,10 @@ class Pipeline:
 def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
     """torch's schedule class. If there are too few microbatches for it, one with the same stages that takes any number."""
     if name == "interleaved":
-        return ScheduleInterleaved1F1B if microbatches >= ranks and interleaves(ranks, microbatches) else ScheduleLoopedBFS
+        return ScheduleInterleaved1F1B if microbatches_fit(name, ranks, microbatches) else ScheduleLoopedBFS
     if name == "zero-bubble":
         return ScheduleZBVZeroBubble
-    return Schedule1F1B if name == "1f1b" and microbatches >= ranks else ScheduleGPipe
+    return Schedule1F1B if name == "1f1b" and microbatches_fit(name, ranks, microbatches) else ScheduleGPipe
 
 
 def _cuts(trace: Trace, names: Sequence[str]) -> list[Cut]:

@@ -1,8 +1,6 @@
-"""Rules of pipelines: allowed numbers of microbatches, cut points, and unsupported model code."""
+"""Model code that no pipeline supports. Limits on numbers and names are in `plans/limits.py`."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import nn
 
@@ -13,27 +11,6 @@ IN_TRANSFORM = (
     "pp: the model calls its modules within a transform of torch.func (vmap, grad), whose tensors cannot be sent from stage to stage: "
     "pp=1 (fsdp divides such a model)."
 )
-
-
-def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
-    """The largest number of microbatches up to `wanted` that divides every data-parallel rank's share evenly."""
-    some = [n for n in shares if n] or [1]
-    return next(m for m in range(wanted, 0, -1) if not any(n % m for n in some))
-
-
-def reasons_against_cut(names: Sequence[str], stages: int, each: str) -> list[str]:
-    """Problems with the number of cut points. `each` is a phrase that tells the number of stages."""
-    found = []
-    if len(names) != stages - 1:
-        found.append(f"{each}, so cut names the {stages - 1} modules that begin the second and later ones; it names {len(names)}")
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        found.append(f"cut names {', '.join(twice)} twice; every stage begins elsewhere")
-    return found
-
-
-def interleaves(ranks: int, microbatches: int) -> bool:
-    """True if interleaved 1F1B can run this number of microbatches. They must form equal rounds of at least one per rank, or one round."""
-    return microbatches % max(1, microbatches // ranks) == 0
 
 
 def refuse_unsupported_code(observed: Observed) -> None:

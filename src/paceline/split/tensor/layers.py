@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import without_values
+from paceline.plans.limits import undivided_tokens
 from paceline.trace.recording.layers import is_transposed, weighted
 
 # the dimension of (samples, tokens, features) that sequence parallelism divides
@@ -196,12 +197,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def _own(x: Tensor, group: Group, dim: int) -> Tensor:
-    size, remainder = divmod(x.shape[dim], group.size)
-    if remainder:
-        wanted = (size + 1) * group.size
-        raise PlanError(
-            f"sequence: {x.shape[dim]} tokens cannot be divided evenly over tp={group.size}; pad or cut them to a multiple such as {wanted}"
-        )
+    size = x.shape[dim] // group.size
+    if reason := undivided_tokens(x.shape[dim], "tp", group.size):
+        raise PlanError(f"sequence=on tp={group.size} {reason}")
     return x.narrow(dim, group.rank * size, size).contiguous()
 
 

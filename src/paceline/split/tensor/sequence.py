@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.plans.limits import undivided_tokens
 from paceline.split.tensor.layers import TOKENS
 from paceline.trace.blocks import find_blocks
 from paceline.trace.recording.graph import Entry, Graph, Node, Unfollowable, Value
@@ -107,8 +108,8 @@ def find_sequence_region(model: nn.Module, graph: Graph, labels: dict[int, Label
     spans = _spans(blocks, graph)
     for span in spans:
         tokens = graph.values[span.enters].shape[TOKENS]
-        if tokens % ranks:
-            raise Unfollowable(f"{tokens} tokens are no multiple of {ranks}; {-(-tokens // ranks) * ranks} would be")
+        if reason := undivided_tokens(tokens, "tp", ranks):
+            raise Unfollowable(f"it {reason}")
     # modules in the blocks, by their names there, that need all tokens
     whole: set[str] = set()
     while True:

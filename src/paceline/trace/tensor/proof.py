@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.job.batch import Batch
+from paceline.plans.limits import undivided_heads
 from paceline.trace.recording.graph import Graph, Node, Shapes, Unfollowable
 from paceline.trace.recording.record import Call, record_graph
 from paceline.trace.tensor.regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
@@ -99,13 +100,10 @@ def refusals(regions: list[Region], ranks: int) -> list[str]:
     bad: dict[tuple[int, ...], list[Region]] = {}
     for region in regions:
         if region.attention and not region.divides(ranks):
-            bad.setdefault(tuple(sorted(region.heads or region.sizes)), []).append(region)
-    return [
-        f"tp={ranks}: the {' and '.join(map(str, heads))} heads of {_common(of[0].columns)}"
-        f"{f' (and {len(of) - 1} more)' if len(of) > 1 else ''} cannot be divided evenly over {ranks} ranks. "
-        f"Degrees that work: tp={_listed(of[0].degrees)}"
-        for heads, of in bad.items()
-    ]
+            heads = region.heads if any(n % ranks for n in region.heads) else region.sizes
+            bad.setdefault(tuple(sorted(heads)), []).append(region)
+    where = {heads: _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "") for heads, of in bad.items()}
+    return [f"tp={ranks} {undivided_heads({f'heads in {where[heads]}': heads}, ranks)}" for heads in bad]
 
 
 def _listed(degrees: list[int]) -> str:

@@ -1,0 +1,188 @@
+"""Limits of plans: rules by which plans are refused, on numbers and names alone.
+
+The check before the start applies them to what is known of a model without a forward pass, the split at run time to the traced model.
+Each rule returns a sentence without its subject (`plan tp=3`, or `tp=3`), with the values that would work, or None if the plan passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import TYPE_CHECKING
+
+from paceline.nearest import nearest
+from paceline.partition import contiguous, starts
+from paceline.plans.axes import DEGREES
+from paceline.plans.choices import STAGES_PER_RANK
+from paceline.units import count
+
+if TYPE_CHECKING:
+    from paceline.plans.plan import Plan
+
+NO_ATTENTION = "divides the tokens of a sequence, but the model has no attention over tokens: cp=1."
+NO_BLOCKS_TO_RECOMPUTE = "recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
+
+
+def other_world(plan: Plan, world: int) -> str | None:
+    """Reason why a plan cannot run on the number of ranks that were started."""
+    if plan.ranks == world:
+        return None
+    others = plan.ranks // plan.dp
+    works = f"dp={world // others} here" if world % others == 0 else f"degrees that multiply to {world}"
+    return f"needs {count(plan.ranks, 'rank')}{multiplied(plan)}, but {world} were started: {works}."
+
+
+def undivided_heads(heads: Mapping[str, Sequence[int]], tp: int) -> str | None:
+    """Reason why heads cannot be divided over `tp` ranks.
+
+    Args:
+        heads: the model's numbers of heads, by what they are, such as `attention heads`.
+    """
+    wrong = [f"{what} ({_numbers(found)})" for what, found in heads.items() if any(n % tp for n in found)]
+    if not wrong:
+        return None
+    working = _common_divisors([n for found in heads.values() for n in found])
+    return f"divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
+
+
+def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> str | None:
+    """Reason why mixtures of experts cannot be divided over `ep` ranks.
+
+    Args:
+        experts: the mixtures' numbers of experts.
+        where: the name of one that cannot be divided.
+    """
+    if not experts:
+        return f"divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp={ep} shards any model)."
+    if not any(n % ep for n in experts):
+        return None
+    named = f"{_numbers(experts)} experts" + (f" ({where})" if where else "")
+    return f"divides {named} over {ep} ranks: {_one_of('ep', _common_divisors(experts))}."
+
+
+def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> str | None:
+    """Reason why `degree` ranks along an axis cannot divide sequences of `tokens`.
+
+    Args:
+        key: `cp`, or `tp` for sequence parallelism.
+        others: the number of ranks of another axis that divides them as well.
+    """
+    parts = degree * others
+    if tokens % parts == 0:
+        return None
+    working = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
+    works = _one_of(key, working) if working else "cp=1" if key == "cp" else "sequence=off"
+    # with causal attention, ranks of cp have equal work if each holds two equal parts
+    step = 2 * parts if key == "cp" else parts
+    lengths = " or ".join(str(n) for n in (tokens // step * step, -(-tokens // step) * step) if n)
+    return f"divides sequences of {tokens} tokens among {parts} ranks: {works}, or sequences of {lengths} tokens in the job's data."
+
+
+def wrong_cuts(cut: str, schedule: str, pp: int, modules: Sequence[str], blocks: Sequence[str]) -> str | None:
+    """Reason why a plan's cuts do not name the stages of a model.
+
+    Args:
+        modules: the names of all its modules.
+        blocks: those of its repeated blocks.
+    """
+    cuts, stages = cut.split(","), pp * STAGES_PER_RANK[schedule]
+    wrong = [f'there is no module "{name}" in the model. {nearest(name, modules)}' for name in cuts if name not in modules]
+    wrong += [f"a stage begins at {name} once only." for name in dict.fromkeys(cuts) if cuts.count(name) > 1]
+    if len(cuts) != stages - 1:
+        proposal = f" cut={','.join(evenly)}" if (evenly := even_cuts(blocks, stages)) else f" name {stages - 1}"
+        made = f"{stages} stages (schedule={schedule})" if stages > pp else f"{pp} stages"
+        wrong.append(f"{made} have {count(stages - 1, 'cut')} between them, and there are {len(cuts)}:{proposal}.")
+    return f"cuts at {', '.join(cuts)}: {' '.join(wrong)}" if wrong else None
+
+
+def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
+    """Names of the blocks that begin even stages; [] if there are too few."""
+    return [blocks[start] for start in starts(contiguous([1] * len(blocks), stages))] if len(blocks) >= stages else []
+
+
+def too_many_stages(pp: int, schedule: str, places: int, have: str) -> str | None:
+    """Reason why a model has too few parts for a pipeline, without a full stop.
+
+    Args:
+        places: the number of stages that the model could be cut into.
+        have: why there are no more, such as `the model has 4 repeated blocks`.
+    """
+    stages = pp * STAGES_PER_RANK[schedule]
+    if places >= stages:
+        return None
+    most = places * pp // stages
+    works = f"pp is at most {most}" if most > 1 else "pp=1"
+    works = f"schedule=1f1b, {works}" if places >= pp else works
+    return f"makes {stages} stages, but {have}: {works}"
+
+
+def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
+    """True if a schedule can run `microbatches` microbatches over `pp` ranks.
+
+    These are the rules of the classes in `torch.distributed.pipelining`.
+    """
+    if schedule == "1f1b":
+        return microbatches >= pp
+    # in rounds of equal size, at least one microbatch of each rank
+    if schedule == "interleaved":
+        return microbatches >= pp and microbatches % (microbatches // pp) == 0
+    return True
+
+
+def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> str | None:
+    """Reason why a schedule cannot run a number of microbatches."""
+    if microbatches_fit(schedule, pp, microbatches):
+        return None
+    fitting = [n for n in range(1, 2 * microbatches + pp) if microbatches_fit(schedule, pp, n)]
+    nearby = sorted(sorted(fitting, key=lambda n: (abs(n - microbatches), n))[:2])
+    rule = "at least one for each" if schedule == "1f1b" else f"equal rounds of {pp} or a few more"
+    has = f"has {count(microbatches, 'microbatch', 'microbatches')} for {pp} pipeline ranks"
+    return f"{has}; {schedule} needs {rule}: {_one_of('microbatches', nearby)}."
+
+
+def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
+    """The largest number of microbatches up to `wanted` that divides every data-parallel rank's share evenly."""
+    return next(m for m in range(wanted, 0, -1) if not any(n % m for n in shares))
+
+
+def sharded_twice(weight: str, schedule: str) -> str:
+    """Reason why FSDP2 cannot shard a weight that two stages of a rank share.
+
+    Each stage is sharded by itself.
+    """
+    works = "schedule=1f1b or gpipe" if schedule == "interleaved" else "schedule=1f1b, gpipe or interleaved"
+    return f"would shard {weight} twice, which two stages of a rank share: {works}, or fsdp=1."
+
+
+def no_cuda_graphs(where: str) -> str:
+    """Reason against `compile=reduce-overhead` on devices other than GPUs."""
+    return f"replays CUDA graphs, and {where} has no GPU: compile=on."
+
+
+def whole_batch_in_parts(loss: str, microbatches: int) -> str:
+    """Reason against microbatches with a loss that compares the samples of a batch."""
+    return f"computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each other: microbatches=1."
+
+
+def degrees(plan: Plan) -> str:
+    """The degrees that multiply to the plan's ranks, such as `dp=2 · tp=3`."""
+    return " · ".join(f"{key}={getattr(plan, key)}" for key in DEGREES if getattr(plan, key) > 1) or "dp=1"
+
+
+def multiplied(plan: Plan) -> str:
+    """The plan's degrees in parentheses, after a space; empty if only one is above 1."""
+    return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
+
+
+def _one_of(key: str, values: Sequence[int]) -> str:
+    return f"{key}={values[0]}" if len(values) == 1 else f"{key} is one of {_numbers(values)}"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """Numbers as text, of many only the first ones."""
+    return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
+
+
+def _common_divisors(numbers: Sequence[int]) -> list[int]:
+    common = gcd(*numbers)
+    return [n for n in range(1, common + 1) if common % n == 0]
