@@ -9,7 +9,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.planner.cost.prediction import PARTS, Prediction
-from paceline.planner.search.result import Candidate, Excluded, Hint, SearchResult
+from paceline.planner.explain.advice import Advice
+from paceline.planner.search.result import Candidate, Excluded, SearchResult
 from paceline.plans.plan import Plan
 from paceline.trace.graph import Block, Gemm, Trace
 
@@ -18,6 +19,8 @@ TRACE = Trace(
 )
 DEVICE = Accelerator("H100-SXM", "cuda", {"bf16": 989e12, "fp32": 67e12}, 80 * 10**9, 3.35e12, LinkSpec("NVLink", 450e9, 3e-6))
 MACHINES = Machines(DEVICE, 2, 8, LinkSpec("network", 6.25e9, 14e-6), memory_bytes=80 * 10**9)
+
+RARER = Advice("sync=local:8", gain=0.25, but="replicas agree in every eighth step only")
 
 
 def job(**changes: Any) -> Job:
@@ -82,6 +85,5 @@ def found(**changes: Any) -> SearchResult:
         "pruned": 900,
         "gap": 0.0,
         "seconds": 0.21,
-        "hints": (Hint("sync=local:8", 0.2, "replicas agree in every eighth step only"),),
     }
     return SearchResult(**values | changes)

@@ -16,14 +16,14 @@ import yaml
 from rich.console import Console
 
 from commands import paceline
-from found_plans import cluster, found, job
+from found_plans import RARER, cluster, found, job
 from paceline.cli import app
 from paceline.cli import plan as command
 from paceline.cli.plan_screen import fitted, show
 from paceline.cli.where import to_run_on
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.job import Job
-from paceline.planner.explain.changes import Change
+from paceline.planner.explain.advice import Advice
 from paceline.planner.explain.explain import explain
 from paceline.plans.plan import Plan
 from paceline.units import large
@@ -50,9 +50,9 @@ def write_job(folder: Path, **changes: Any) -> Path:
 
 def screen(width: int, *, terminal: bool) -> str:
     told = explain(job(), cluster(price_per_hour=2.5), found(), what_would_help=False)
-    changes = (Change("twice the memory", "149 GiB", 0.001), Change("x", but="not predicted: nobody knows"))
+    changes = (Advice("twice the memory", "149 GiB", 0.001), Advice("x", but="not predicted: nobody knows"))
     out = StringIO()
-    show(replace(told, changes=changes), fitted(Console(file=out, width=width, force_terminal=terminal)), top=10)
+    show(replace(told, changes=changes, trainings=(RARER,)), fitted(Console(file=out, width=width, force_terminal=terminal)), top=10)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from browser import Browser
-from found_plans import candidate, cluster, found, job
+from found_plans import RARER, candidate, cluster, found, job
 from paceline.planner.cost.prediction import PARTS
+from paceline.planner.explain.advice import Advice
 from paceline.planner.explain.batch_advice import BatchAdvice, BatchPoint
-from paceline.planner.explain.changes import Change
 from paceline.planner.explain.explain import PART_NAMES, Explanation, explain
 from paceline.planner.explain.scaling import ScaledPlan
 from paceline.report.plan_charts import SPAN_COLOURS, TIME_COLOURS, Point, front
@@ -24,11 +24,11 @@ STOLEN = "</script><script>window.stolen = 1</script>"
 
 def explained() -> Explanation:
     changes = (
-        Change("twice the devices", "32", 0.8, found().best[1].plan, found().best[1].prediction),
-        Change("twice the memory", "149 GiB", 0.0),
+        Advice("twice the devices", "32", 0.8, found().best[1].plan, found().best[1].prediction),
+        Advice("twice the memory", "149 GiB", 0.0),
     )
     told = explain(job(), cluster(price_per_hour=2.5), found(), what_would_help=False)
-    return replace(told, changes=changes, notes=(*told.notes, STOLEN))
+    return replace(told, changes=changes, trainings=(RARER,), notes=(*told.notes, STOLEN))
 
 
 def scaled() -> list[ScaledPlan]:
@@ -87,7 +87,7 @@ def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(browser: Br
 @pytest.mark.needs_chromium
 def test_on_a_telephone_nothing_is_wider_than_the_screen_also_without_pipeline_prices_and_scaling(browser: Browser, tmp_path: Path) -> None:
     long = candidate("fsdp=8 tp=2 zero=2 sequence=on remat=selective microbatches=4 transport=auto precision=bf16", compute=1.0)
-    plain = explain(job(), cluster(), found(best=(long, found().best[1]), excluded=(), hints=()), what_would_help=False)
+    plain = explain(job(), cluster(), found(best=(long, found().best[1]), excluded=()), what_would_help=False)
     for written in (page(tmp_path), page(tmp_path, plain, whole=False)):
         browser.open(written, width=390)
         assert browser.run("return document.documentElement.scrollWidth") <= 390

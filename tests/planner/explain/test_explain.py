@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from found_plans import candidate, cluster, found, job
+from found_plans import RARER, candidate, cluster, found, job
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.named import cluster_from
 from paceline.errors import PlanError
+from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.prediction import PARTS
-from paceline.planner.explain.changes import Change, changes_of, with_batch, with_devices, with_memory
+from paceline.planner.explain.advice import Advice, other_machines, other_trainings
 from paceline.planner.explain.explain import explain, shares_of_memory, shares_of_time
 from paceline.planner.explain.scaling import scaling
-from paceline.planner.search.result import Excluded, SearchResult
+from paceline.planner.explain.what_if import Case, batch, devices, memory, what_if, with_devices
+from paceline.planner.predict import layout_of, modelled
+from paceline.planner.search.result import Candidate, Excluded, SearchResult
 from paceline.planner.search.search import search
+from paceline.plans.plan import Plan
 
 
 def test_the_parts_of_the_step_and_of_the_memory_are_all_of_it() -> None:
@@ -35,12 +41,13 @@ def test_a_part_that_measurements_made_less_than_nothing_leaves_the_sum_as_it_is
 
 def test_the_json_has_every_plan_reason_and_note_that_was_found() -> None:
     what = found()
-    told = explain(job(), cluster(), what, what_would_help=False)
+    told = replace(explain(job(), cluster(), what, what_would_help=False), trainings=(RARER,))
     values = json.loads(json.dumps(told.to_json()))
     assert [entry["plan"] for entry in values["candidates"]] == [str(c.plan) for c in what.best]
     assert [entry["why"] for entry in values["candidates"]] == [c.why for c in what.best]
     assert values["excluded"] == [{"what": e.what, "reason": e.reason, "plans": e.plans} for e in what.excluded]
     assert values["search"] == {"considered": 1234, "evaluated": 100, "pruned": 900, "gap": 0.0, "seconds": 0.21}
+    assert values["faster_but"][0]["gain"] == pytest.approx(0.2), "of the step, in which a quarter more is trained"
     assert values["faster_but"][0]["but"] == "replicas agree in every eighth step only"
     assert values["candidates"][0]["breakdown_s"]["tp"] == pytest.approx(0.15)
     assert values["tokens_per_sample"] == 1024
@@ -95,7 +102,7 @@ def real() -> SearchResult:
 
 
 def test_changes_come_with_the_most_helpful_first_and_no_machine_that_is_better_hurts(real: SearchResult) -> None:
-    changes = changes_of(LARGE, FOUR, real)
+    changes = other_machines(Case(LARGE, FOUR), real)
     gains = [change.gain for change in changes if change.gain is not None]
     assert gains == sorted(gains, reverse=True)
     by_name = {change.what: change for change in changes}
@@ -119,16 +126,17 @@ def test_changes_come_with_the_most_helpful_first_and_no_machine_that_is_better_
 
 
 def test_where_nothing_helps_that_is_said() -> None:
-    assert not Change("twice the memory", gain=0.001).helps
-    assert not Change("twice the devices", but="no link to another host is known").helps
-    assert Change("twice the devices", gain=0.9).helps
+    assert not Advice("twice the memory", gain=0.001).helps
+    assert not Advice("twice the devices", but="no link to another host is known").helps
+    assert Advice("twice the devices", gain=0.9).helps
 
 
 def test_memory_is_doubled_on_devices_and_hosts_and_a_batch_leaves_the_rest_of_the_job() -> None:
-    grown = with_memory(cluster(), 2)
+    case = Case(job(), cluster())
+    grown = memory(2)(case).cluster
     assert {gpu.memory_bytes for host in grown.hosts for gpu in host.gpus} == {160 * 10**9}
     assert {host.memory_bytes for host in grown.hosts} == {2**41}
-    assert with_batch(job(), 128) == job(global_batch=128)
+    assert batch(128)(case) == Case(job(global_batch=128), cluster())
 
 
 @given(hosts=st.integers(1, 6), per_host=st.sampled_from([1, 2, 4, 8]), times=st.sampled_from([0.125, 0.25, 0.5, 1, 2, 4, 8]))
@@ -164,12 +172,40 @@ def test_emulated_hosts_keep_their_limits_and_are_not_doubled_where_they_differ(
 
 
 def test_what_the_search_noticed_by_itself_stands_among_what_would_help() -> None:
-    told = explain(job(), cluster(), found(weights=(1.0, 0.5), weights_gain=0.5), what_would_help=False)
+    told = explain(job(), cluster(), found(), what_would_help=False)
+    told = replace(told, trainings=(RARER,), weights=(1.0, 0.5), weights_gain=0.5)
     assert [(row.what, row.words) for row in told.helps] == [
         ("shares of the batch by speed", "+100 %"),
         ("sync=local:8", "+25 %"),
     ]
     assert "weights: [1, 0.5]" in told.helps[0].about
+
+
+def test_one_thing_is_changed_at_a_time_and_a_change_that_cannot_be_says_why(real: SearchResult) -> None:
+    case, best = Case(LARGE, FOUR, plans=tuple((one.plan, one.layout) for one in real.best)), real.best[0]
+    same = what_if(case, lambda case: case).best
+    assert same is not None
+    assert (same.plan, same.prediction.step_time_s) == (best.plan, best.prediction.step_time_s)
+    doubled = what_if(case, batch(512)).best
+    assert doubled is not None
+    assert doubled.prediction == search(batch(512)(case).job, FOUR, top=1).best[0].prediction
+    here = Cluster.model_validate({"hosts": [{"name": "here", "cores": 4, "memory_bytes": 2**34}]})
+    none = what_if(Case(LARGE, here), devices(2))
+    assert none.best is None
+    assert "no link to another host" in none.why
+
+
+def test_rules_that_change_the_training_are_told_with_what_they_save_and_change() -> None:
+    small = job(model={"transformer": {"layers": 2, "hidden": 2048, "heads": 8, "seq": 64, "vocab": 8192}}, global_batch=8)
+    slow, plan = cluster_from("2x1xH100-SXM, 1gbit"), Plan(dp=2)
+    layout = layout_of(small, slow, plan)
+    told = other_trainings(Case(small, slow), Candidate(plan, layout, modelled(small, slow, plan)))
+    assert {one.what for one in told} >= {"compress=int8", "sync=local:8"}
+    assert [one.saved for one in told] == sorted((one.saved for one in told), reverse=True)
+    assert all(0.02 <= one.saved < 1 and one.but for one in told)
+    rarer = next(one for one in told if one.what == "sync=local:8")
+    assert rarer.prediction is not None
+    assert rarer.prediction.step_time_s == pytest.approx((1 - rarer.saved) * estimate(layout).step_time_s)
 
 
 # More and fewer devices

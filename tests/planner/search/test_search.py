@@ -209,13 +209,10 @@ def test_more_weights_than_devices_are_told() -> None:
     assert search(job, gpus(1, 4)).best[0].plan.data_ranks == 3
 
 
-def test_rules_that_change_the_training_are_told_and_not_chosen() -> None:
+def test_rules_that_change_the_training_are_not_chosen() -> None:
     found = search(gpt(batch=8, layers=2, hidden=2048, heads=8, seq=64), gpus(4, 1, gbps=1), base=Plan())
     assert found.best[0].plan.sync == "allreduce"
     assert found.best[0].plan.compress == "none"
-    if found.best[0].plan.dp > 1:
-        gains = {hint.change: hint.gain for hint in found.hints}
-        assert any(change.startswith(("sync=", "compress=")) for change in gains)
 
 
 def test_on_cores_fewer_ranks_with_more_threads_are_looked_at() -> None:

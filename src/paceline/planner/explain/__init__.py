@@ -1,4 +1,4 @@
 """Explanations of a plan: where its time goes, what would change it, how it scales.
 
-Read `explain.py` first; `changes.py` and `scaling.py` search again for other hardware or choices.
+Read `explain.py` first, then `what_if.py`, which all advice asks: the best plan with one thing changed.
 """

@@ -15,7 +15,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.planner.cost.prediction import Prediction
-from paceline.planner.explain.changes import with_batch
+from paceline.planner.explain.what_if import Case, batch, what_if
 from paceline.plans.plan import Plan
 from paceline.units import percent
 
@@ -160,10 +160,11 @@ def advise(job: Job, cluster: Cluster, calibration: Calibration | None = None) -
     Raises:
         PlanError: no plan can run the job's own batch.
     """
-    now, samples = _point(job, cluster, calibration, job.global_batch), _samples(job)
-    larger, stopped = _larger(job, cluster, calibration, now, samples)
+    case = Case(job, cluster, calibration)
+    now, samples = _point(case, job.global_batch), _samples(job)
+    larger, stopped = _larger(case, now, samples)
     best = max(point.throughput for point in (now, *larger))
-    smaller = _smaller(job, cluster, calibration, now, enough=USEFUL * best)
+    smaller = _smaller(case, now, enough=USEFUL * best)
     points = (*smaller, now, *larger)
     useful = next(point for point in points if point.throughput >= USEFUL * best)
     factor = useful.global_batch / now.global_batch
@@ -184,26 +185,30 @@ def _samples(job: Job) -> int | None:
     return job.data.limit
 
 
-def _point(job: Job, cluster: Cluster, calibration: Calibration | None, global_batch: int) -> BatchPoint:
-    from paceline.planner.search.search import search
+def _point(case: Case, global_batch: int) -> BatchPoint:
+    """Best plan for a batch.
 
-    best = search(with_batch(job, global_batch), cluster, top=1, calibration=calibration).best[0]
+    Raises:
+        PlanError: no plan can run it.
+    """
+    best, error = what_if(case, batch(global_batch))
+    if error is not None:
+        raise error
+    assert best is not None
     return BatchPoint(global_batch, best.plan, best.prediction)
 
 
-def _larger(
-    job: Job, cluster: Cluster, calibration: Calibration | None, now: BatchPoint, samples: int | None
-) -> tuple[list[BatchPoint], str]:
+def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[BatchPoint], str]:
     """Doubles of the batch, until two gained next to nothing, and the end's reason."""
     found, idle, best = [now], 0, now.throughput
     for doubling in range(1, _MOST_DOUBLINGS + 1):
-        batch = job.global_batch * 2**doubling
-        if samples is not None and batch * _FEWEST_STEPS > samples:
+        larger = case.job.global_batch * 2**doubling
+        if samples is not None and larger * _FEWEST_STEPS > samples:
             return found[1:], f"an epoch of {samples:,} samples would have fewer than {_FEWEST_STEPS} steps"
         try:
-            point = _point(job, cluster, calibration, batch)
+            point = _point(case, larger)
         except PlanError as error:
-            return found[1:], f"no plan can run {batch:,}: {str(error).splitlines()[0]}"
+            return found[1:], f"no plan can run {larger:,}: {str(error).splitlines()[0]}"
         found.append(point)
         idle = 0 if point.throughput > _LEAST_GAIN * best else idle + 1
         best = max(best, point.throughput)
@@ -212,14 +217,14 @@ def _larger(
     return found[1:], f"{2**_MOST_DOUBLINGS:,} times the job's batch is as far as one looks"
 
 
-def _smaller(job: Job, cluster: Cluster, calibration: Calibration | None, now: BatchPoint, enough: float) -> list[BatchPoint]:
+def _smaller(case: Case, now: BatchPoint, enough: float) -> list[BatchPoint]:
     """Halves of the batch with enough throughput, and the first one without."""
     found: list[BatchPoint] = []
-    batch = job.global_batch
-    while (found[-1] if found else now).throughput >= enough and batch % 2 == 0:
-        batch //= 2
+    smaller = case.job.global_batch
+    while (found[-1] if found else now).throughput >= enough and smaller % 2 == 0:
+        smaller //= 2
         try:
-            found.append(_point(job, cluster, calibration, batch))
+            found.append(_point(case, smaller))
         # too few samples for the devices
         except PlanError:
             break

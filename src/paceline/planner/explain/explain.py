@@ -11,8 +11,10 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.cost.memory import capacity_bytes
 from paceline.planner.cost.prediction import PARTS
-from paceline.planner.explain.changes import WORTH, Change, changes_of
-from paceline.planner.search.result import Candidate, Hint, SearchResult
+from paceline.planner.explain.advice import WORTH, Advice, other_machines, other_trainings
+from paceline.planner.explain.uneven import cut_by_speed, weights_by_speed
+from paceline.planner.explain.what_if import Case
+from paceline.planner.search.result import Candidate, SearchResult
 from paceline.units import percent, size
 
 if TYPE_CHECKING:
@@ -85,7 +87,12 @@ class Explanation:
         found: the search's result; `found.best[0]` is the winner.
         time: parts of the winner's step, in the order of `PARTS`.
         memory: holders of the memory of its fullest rank, largest first.
-        changes: possible changes, the most helpful first.
+        changes: other machines and batches, the most helpful first.
+        trainings: faster choices at a price that the user decides on.
+        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None: equal parts.
+        weights_gain: the fraction of the step's time that they save.
+        cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
+        cut_gain: the fraction of the step's time that it saves.
         notes: sentences on what the prediction does not know.
         measured: True if the machines were measured; else their figures are those of the catalogue.
     """
@@ -95,7 +102,12 @@ class Explanation:
     found: SearchResult
     time: tuple[Portion, ...]
     memory: tuple[Portion, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Advice, ...] = ()
+    trainings: tuple[Advice, ...] = ()
+    weights: tuple[float, ...] | None = None
+    weights_gain: float = 0.0
+    cut: tuple[str, ...] = ()
+    cut_gain: float = 0.0
     notes: tuple[str, ...] = ()
     measured: bool = False
 
@@ -151,20 +163,20 @@ class Explanation:
     @property
     def helps(self) -> list[Suggestion]:
         """Suggestions, the most helpful first: other machines and batches, and the search's own hints."""
-        found, rows = self.found, []
+        rows = []
         for change in self.changes:
             then = f"then {change.plan}" if change.plan and change.helps else ""
             about = change.but if change.helps or change.gain is None else ""
             what = f"{change.what}: {change.value}" if change.value else change.what
             rows.append(Suggestion(change.gain, what, "; ".join(text for text in (about, then) if text)))
-        rows += [Suggestion(_grown(hint.gain), hint.change, hint.but) for hint in found.hints]
-        if found.weights:
-            weights = ", ".join(f"{weight:.3g}" for weight in found.weights)
+        rows += [Suggestion(one.gain, one.what, one.but) for one in self.trainings]
+        if self.weights:
+            weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
             rows.append(
-                Suggestion(_grown(found.weights_gain), "shares of the batch by speed", f"in the job: partition: {{weights: [{weights}]}}")
+                Suggestion(_grown(self.weights_gain), "shares of the batch by speed", f"in the job: partition: {{weights: [{weights}]}}")
             )
-        if found.cut:
-            rows.append(Suggestion(_grown(found.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(found.cut)}"))
+        if self.cut:
+            rows.append(Suggestion(_grown(self.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(self.cut)}"))
         return sorted(rows, key=lambda row: -2.0 if row.gain is None else row.gain, reverse=True)
 
     @property
@@ -202,12 +214,12 @@ class Explanation:
                 "gap": found.gap,
                 "seconds": found.seconds,
             },
-            "partition_weights": list(found.weights) if found.weights else None,
-            "partition_weights_gain": found.weights_gain,
-            "cut": ",".join(found.cut) or None,
-            "cut_gain": found.cut_gain,
+            "partition_weights": list(self.weights) if self.weights else None,
+            "partition_weights_gain": self.weights_gain,
+            "cut": ",".join(self.cut) or None,
+            "cut_gain": self.cut_gain,
             "what_would_help": [change.to_json() for change in self.changes],
-            "faster_but": [_hint(hint) for hint in found.hints],
+            "faster_but": [{"change": one.what, "gain": one.saved, "but": one.but} for one in self.trainings],
             "notes": list(self.notes),
         }
 
@@ -236,8 +248,8 @@ def explain(
     """Explain a search's result.
 
     Args:
-        what_would_help: search again with more memory, faster links, a larger batch and more devices, which takes a few times as long
-            as the search did.
+        what_would_help: predict what other machines, batches and trainings would gain, which takes a few times as long as the search
+            did.
 
     Raises:
         PlanError: no plan was found.
@@ -245,14 +257,21 @@ def explain(
     if not found.best:
         reasons = "\n".join(f"{excluded.what}: {excluded.reason}" for excluded in found.excluded)
         raise PlanError(f"no plan can run {job.name} on {cluster.name}" + (f":\n{reasons}" if reasons else ""))
-    best = found.best[0]
+    best, case = found.best[0], Case(job, cluster, calibration)
+    weights, weights_gain = weights_by_speed(case, best) if what_would_help else (None, 0.0)
+    cut, cut_gain = cut_by_speed(case, best) if what_would_help else ((), 0.0)
     return Explanation(
         job=job,
         cluster=cluster,
         found=found,
         time=shares_of_time(best),
         memory=shares_of_memory(best),
-        changes=changes_of(job, cluster, found, calibration) if what_would_help else (),
+        changes=other_machines(case, found) if what_would_help else (),
+        trainings=other_trainings(case, best) if what_would_help else (),
+        weights=weights,
+        weights_gain=weights_gain,
+        cut=cut,
+        cut_gain=cut_gain,
         notes=_notes(best, calibration),
         measured=calibration is not None,
     )
@@ -289,7 +308,3 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
 def _grown(saved: float) -> float:
     """Relative gain of throughput if the fraction `saved` of the step's time is saved."""
     return saved / (1 - saved)
-
-
-def _hint(hint: Hint) -> dict[str, Any]:
-    return {"change": hint.change, "gain": hint.gain, "but": hint.but}

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
-from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.planner.cost.prediction import Prediction
-from paceline.planner.explain.changes import with_devices
+from paceline.planner.explain.what_if import Case, Outcome, devices, what_if, with_devices
 from paceline.planner.search.result import SearchResult
 from paceline.plans.plan import Plan
 
@@ -51,21 +50,16 @@ class ScaledPlan:
 
 def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None) -> tuple[ScaledPlan, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
-    from paceline.planner.search.search import search
-
+    case = Case(job, cluster, calibration)
     points: list[ScaledPlan] = []
     for factor in _FACTORS:
-        best = found.best[0]
-        resized = cluster if factor == 1 else with_devices(cluster, factor)
-        if resized is None:
+        resized = with_devices(cluster, factor)
+        if resized is None and factor != 1:
             continue
-        if factor != 1:
-            try:
-                best = search(job, resized, top=1, calibration=calibration).best[0]
-            except PacelineError as error:
-                points.append(ScaledPlan(resized.devices, why=str(error).splitlines()[0]))
-                continue
-        points.append(_compared(points, resized.devices, best.plan, best.prediction))
+        count = resized.devices if resized and factor != 1 else cluster.devices
+        outcome = Outcome(found.best[0]) if factor == 1 else what_if(case, devices(factor))
+        best = outcome.best
+        points.append(_compared(points, count, best.plan, best.prediction) if best else ScaledPlan(count, why=outcome.why))
     return tuple(points)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import PlanError
 from paceline.planner.cost.layout import Layout
-from paceline.planner.explain.capacity import smallest_that_works
+from paceline.planner.search.capacity import smallest_that_works
 from paceline.planner.search.result import Candidate, Excluded
 from paceline.planner.search.space import Space
 from paceline.plans.axes import DEGREES

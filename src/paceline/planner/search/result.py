@@ -61,23 +61,6 @@ class Excluded:
 
 
 @dataclass(frozen=True)
-class Hint:
-    """A faster choice that is not taken. It changes the result, or is not the plan's to choose.
-
-    Attributes:
-        change: in the words of a plan or of a job, such as `sync=local:8`, `precision=bf16`.
-        gain: the predicted fraction of the step's time that it saves: 0.25 is a quarter.
-        but: what it changes.
-        prediction: with it.
-    """
-
-    change: str
-    gain: float
-    but: str
-    prediction: Prediction | None = None
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """Result of a search.
 
@@ -90,11 +73,6 @@ class SearchResult:
         seconds: duration of the search.
         evaluated: number of plans predicted in full.
         pruned: number of plans that a lower bound, or dominance, excluded without a prediction.
-        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the best plan); None: equal parts.
-        weights_gain: the fraction of the step's time that they save.
-        cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
-        cut_gain: the fraction of the step's time that it saves.
-        hints: faster choices at a price that the user decides on.
     """
 
     best: tuple[Candidate, ...]
@@ -104,11 +82,6 @@ class SearchResult:
     seconds: float = 0.0
     evaluated: int = 0
     pruned: int = 0
-    weights: tuple[float, ...] | None = None
-    weights_gain: float = 0.0
-    cut: tuple[str, ...] = ()
-    cut_gain: float = 0.0
-    hints: tuple[Hint, ...] = ()
 
 
 def error_of(candidate: Candidate) -> float:

@@ -16,11 +16,9 @@ from paceline.job.job import Job
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts, priced
 from paceline.planner.search.branch_and_bound import BranchAndBound
-from paceline.planner.search.hints import hints
 from paceline.planner.search.rejected import nothing_fits, why_it_loses, why_it_wins
 from paceline.planner.search.result import SearchResult
 from paceline.planner.search.space import Space
-from paceline.planner.search.uneven import cut_by_speed, weights_by_speed
 from paceline.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -63,8 +61,6 @@ def search(
         raise nothing_fits(space, solver.rejections, solver.layout)
     ordered = sorted(solver.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
     winner = ordered[0]
-    weights, weights_gain = weights_by_speed(job, winner)
-    cut, cut_gain = cut_by_speed(winner, space.legal)
     best = [replace(c, prediction=priced(c.prediction, job, cluster, c.plan), why=why_it_loses(c, winner)) for c in ordered[1:]]
     best.insert(0, replace(winner, prediction=priced(winner.prediction, job, cluster, winner.plan), why=why_it_wins(winner)))
     found = SearchResult(
@@ -74,10 +70,5 @@ def search(
         gap=gap,
         evaluated=solver.evaluated,
         pruned=solver.considered - solver.evaluated - solver.rejections.plans,
-        weights=weights,
-        weights_gain=weights_gain,
-        cut=cut,
-        cut_gain=cut_gain,
-        hints=hints(job, cluster, layouts, winner),
     )
     return replace(found, seconds=time.perf_counter() - started)

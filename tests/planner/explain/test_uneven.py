@@ -10,12 +10,13 @@ from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.cost.estimate import estimate
+from paceline.planner.explain.explain import explain
+from paceline.planner.explain.uneven import cut_by_speed, weights_by_speed
+from paceline.planner.explain.what_if import Case
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts
-from paceline.planner.search.legal import LegalPlans
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.search import search
-from paceline.planner.search.uneven import cut_by_speed, weights_by_speed
 from paceline.plans.plan import Plan
 
 
@@ -33,35 +34,35 @@ def job(**changes: Any) -> Job:
     return Job(**({"model": {"transformer": dimensions}, "data": "synthetic"} | common | changes))
 
 
-def candidate(job: Job, cluster: Cluster, plan: Plan) -> Candidate:
+def asked(job: Job, cluster: Cluster, plan: Plan) -> tuple[Case, Candidate]:
     layout = Layouts(job, machines(cluster)).of(plan)
-    return Candidate(plan, layout, estimate(layout))
+    return Case(job, cluster), Candidate(plan, layout, estimate(layout))
 
 
 def test_readers_get_shares_by_the_speed_of_their_devices() -> None:
-    weights, gain = weights_by_speed(job(), candidate(job(), mixed("A100-80", "H100-SXM"), Plan(dp=2)))
+    weights, gain = weights_by_speed(*asked(job(), mixed("A100-80", "H100-SXM"), Plan(dp=2)))
     assert weights is not None
     assert weights[1] / weights[0] == pytest.approx(989 / 312, rel=0.02)
     assert 0.05 < gain < 1
 
 
 def test_equal_devices_get_no_advice() -> None:
-    found = search(job(), mixed("H100-SXM", "H100-SXM"))
-    assert found.weights is None
-    assert found.cut == ()
+    alike = mixed("H100-SXM", "H100-SXM")
+    told = explain(job(), alike, search(job(), alike))
+    assert told.weights is None
+    assert told.cut == ()
 
 
 def test_a_job_with_weights_keeps_them() -> None:
     weighed = job(partition={"weights": [1.0, 3.0]})
-    assert weights_by_speed(weighed, candidate(weighed, mixed("A100-80", "H100-SXM"), Plan(dp=2))) == (None, 0.0)
+    assert weights_by_speed(*asked(weighed, mixed("A100-80", "H100-SXM"), Plan(dp=2))) == (None, 0.0)
 
 
 def test_a_slow_host_gets_fewer_layers() -> None:
     model = {"zoo": "gpt", "args": {"layers": 8, "hidden": 512, "heads": 8, "context": 256, "vocab": 1000}}
     named = job(model=model, data={"kind": "synthetic", "vocab": 1000, "shape": [256]})
     cluster, plan = mixed("A100-80", "H100-SXM"), Plan(pp=2, microbatches=16)
-    tried = candidate(named, cluster, plan)
-    cut, gain = cut_by_speed(tried, LegalPlans(named, cluster, Plan(), len(tried.layout.trace.blocks)))
+    cut, gain = cut_by_speed(*asked(named, cluster, plan))
     assert len(cut) == 1
     assert gain > 0.05
     assert check_plan(Plan(pp=2, microbatches=16, cut=",".join(cut)), named, cluster) == []
@@ -69,6 +70,6 @@ def test_a_slow_host_gets_fewer_layers() -> None:
 
 def test_shares_follow_the_slowest_rank_of_a_reader() -> None:
     cluster = mixed("A100-80", "H100-SXM", "H100-SXM", "H100-SXM")
-    weights, _ = weights_by_speed(job(), candidate(job(), cluster, Plan(dp=2, tp=2)))
+    weights, _ = weights_by_speed(*asked(job(), cluster, Plan(dp=2, tp=2)))
     assert weights is not None
     assert weights[1] > weights[0]

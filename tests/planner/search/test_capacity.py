@@ -9,8 +9,8 @@ import pytest
 from paceline.cluster import named_cluster
 from paceline.job.read.dimensions import Dimensions
 from paceline.planner.cost.layout import Layout
-from paceline.planner.explain.capacity import least, smallest_that_works
 from paceline.planner.machines import machines
+from paceline.planner.search.capacity import least, smallest_that_works
 from paceline.trace.transformer import transformer
 
 LLAMA_70B = transformer(

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.partition import contiguous
-from paceline.planner.cost.estimate import estimate
+from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
-from paceline.planner.search.legal import LegalPlans
+from paceline.planner.explain.what_if import Case, layouts, what_if
 from paceline.planner.search.result import Candidate
 from paceline.plans.axes import AXES, DATA_AXES
 
@@ -23,28 +23,28 @@ _LEAST_GAIN = 0.01
 Floats = NDArray[np.float64]
 
 
-def weights_by_speed(job: Job, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
+def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
     """Weights of a plan's data-parallel ranks by their slowest rank's speed, and the saved fraction.
 
     None if all are equally fast, if the job has weights already, if stages of a pipeline need equal parts, or if the batch
     is too small for other parts.
     """
     layout = best.layout
-    if not layout.machines.speeds or job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
+    if not layout.machines.speeds or case.job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
         return None, 0.0
     speeds = _speeds(layout, DATA_AXES)
     weights = tuple(float(round(speed / speeds.mean(), 3)) for speed in speeds)
-    shares = _shares(job, weights)
+    shares = _shares(case.job, weights)
     if shares.min() < layout.microbatches:
         return None, 0.0
     # samples that take the slowest device as long as the last data-parallel rank
     slowest = float((shares / speeds).max())
-    then = estimate(replace(layout, samples=slowest / layout.microbatches)).step_time_s
-    gain = 1 - then / best.prediction.step_time_s
+    then, _ = what_if(_of(case, best), layouts(lambda layout: replace(layout, samples=slowest / layout.microbatches)))
+    gain = 1 - then.prediction.step_time_s / best.prediction.step_time_s if then else 0.0
     return (weights, gain) if gain >= _LEAST_GAIN else (None, 0.0)
 
 
-def cut_by_speed(best: Candidate, legal: LegalPlans) -> tuple[tuple[str, ...], float]:
+def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
     """Blocks that begin later pipeline stages, with fewer for slow hosts, and the saved fraction.
 
     () if the usual cut, which makes all stages equal, is as good.
@@ -64,9 +64,14 @@ def cut_by_speed(best: Candidate, legal: LegalPlans) -> tuple[tuple[str, ...], f
     gain = saved / (best.prediction.step_time_s * _slowest(before, speeds) / max(before))
     names = tuple(layout.trace.blocks[end].name for end in ends[:-1])
     named = len(set(names)) == len(names) and all(names)
-    works = named and legal.refusal({**_values(best), "cut": ",".join(names)}) is None
-    fits = works and estimate(replace(layout, cut=cut)).fits
-    return (names, gain) if fits and gain >= _LEAST_GAIN else ((), 0.0)
+    if gain < _LEAST_GAIN or not named or reasons_against(replace(best.plan, cut=",".join(names)), case.job, case.cluster):
+        return (), 0.0
+    then, _ = what_if(_of(case, best), layouts(lambda layout: replace(layout, cut=cut)))
+    return (names, gain) if then and then.prediction.fits else ((), 0.0)
+
+
+def _of(case: Case, best: Candidate) -> Case:
+    return case._replace(plans=((best.plan, best.layout),))
 
 
 def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
@@ -85,7 +90,3 @@ def _shares(job: Job, weights: tuple[float, ...]) -> NDArray[np.int64]:
 
 def _slowest(seconds: list[float], speeds: Floats) -> float:
     return float((np.asarray(seconds) / speeds).max())
-
-
-def _values(best: Candidate) -> dict[str, object]:
-    return {name: getattr(best.plan, name) for name in best.plan.__dataclass_fields__}
