@@ -1,4 +1,6 @@
-"""The plan that `--plan auto` chooses, beside every legal plan of up to two ranks measured by hand, for the digits and a small GPT.
+"""The plan that `--plan auto` chooses, beside all legal plans of up to two ranks.
+
+All are measured by hand, for the digits and a small GPT.
 
     python benchmarks/auto_choice.py [--json]
 

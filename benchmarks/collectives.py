@@ -1,4 +1,6 @@
-"""How fast the ranks of one host exchange data through paceline's shared memory, beside gloo, PyTorch's transport for CPUs.
+"""Speed of collectives through paceline's shared memory, beside gloo.
+
+gloo is PyTorch's transport for CPUs; all ranks are on one host.
 
     python benchmarks/collectives.py [--json]
 
@@ -131,7 +133,10 @@ def ratios(times_s: Times, form: str) -> Interval:
 
 
 def share_of_bandwidth(ranks: int, size: int, times_s: Times) -> Interval:
-    """The least time for `ranks * size` bytes to be read and written at the speed of the neighbouring copies / ours, in place."""
+    """The least time to read and write `ranks * size` bytes at the copies' speed / ours.
+
+    The copies are those measured beside it; in place.
+    """
     bytes_moved, bytes_copied = 2 * ranks * size, 2 * copying(ranks) * COPY_BYTES
     return median_interval([bytes_moved / bytes_copied * a / b for a, b in zip(times_s[COPY], times_s[SHARED], strict=True)])
 
@@ -250,7 +255,10 @@ def prepared(case: Case, form: str, ours: Group, gloo: dist.ProcessGroup) -> Cal
 
 
 def through_a_copy(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The all-reduce of a tensor with gaps on gloo, which takes such a tensor but leaves a wrong result (torch 2.13)."""
+    """The all-reduce of a tensor with gaps on gloo.
+
+    It takes such a tensor, but leaves a wrong result (torch 2.13).
+    """
     whole = tensor.contiguous()
     dist.all_reduce(whole, group=group)
     tensor.copy_(whole)

@@ -47,7 +47,10 @@ def wide() -> nn.Module:
 
 
 class GivenOrder(DistributedSampler[int]):
-    """A distributed sampler whose shuffled order is given, so that both sides of the comparison train on the same batches."""
+    """A distributed sampler with a given order.
+
+    Both sides of the comparison train on the same batches so.
+    """
 
     def __init__(self, dataset: TensorDataset, orders: list[list[list[int]]]) -> None:
         super().__init__(dataset)

@@ -1,4 +1,6 @@
-"""The plan and the knobs that `--plan auto` tries and chooses for four models on this machine, and the time that each choice takes.
+"""Choices of `--plan auto` for four models on this machine, and the time they take.
+
+Plans and knobs, those tried and those chosen.
 
     python benchmarks/knobs.py [--json]
 

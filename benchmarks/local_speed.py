@@ -1,4 +1,4 @@
-"""How fast paceline trains on the cores of one machine, beside PyTorch's DistributedDataParallel (DDP) over gloo, and its memory.
+"""Speed and memory of training on one machine's cores, beside PyTorch's DDP over gloo.
 
     python benchmarks/local_speed.py [--json]
 
@@ -158,7 +158,10 @@ class Work:
 
 
 def step_times(folder: Path, tuned: Plan) -> tuple[Times, dict[str, float]]:
-    """Seconds a step of every block of every side, and the median seconds that DDP and paceline spend on the data of a step."""
+    """Seconds per step of every block of every side, and the median time spent on data.
+
+    The latter of DDP and of paceline.
+    """
     times_s: Times = {}
     data_s: Times = {}
     work = Work.lay_out(folder / "cnn", CNN)
@@ -188,7 +191,9 @@ def all_sides(work: Work, tuned: Plan) -> dict[str, Ranks]:
 
 
 def prove_same_work(sides: dict[str, Ranks]) -> None:
-    """Let all sides take their first steps and compare the losses of those that exchange gradients, in the mean over the ranks.
+    """Take every side's first steps and compare their losses.
+
+    Compared are the sides that exchange gradients, in the mean over the ranks.
 
     Raises:
         SystemExit: a side does other work than DDP.

@@ -1,4 +1,6 @@
-"""How many models each way to divide them works for, and whether what it computes is what one process computes.
+"""Number of models that each way of dividing works for, with the right results.
+
+Right is what one process computes.
 
     python benchmarks/models.py [--only PATTERN] [--axes dp,tp,…] [--json]
 

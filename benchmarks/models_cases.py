@@ -1,4 +1,4 @@
-"""The models that `benchmarks/models.py` tries, each as a small job, and the axes that can mean anything for it."""
+"""The models of `benchmarks/models.py`, each as a small job with its meaningful axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What paceline costs beside a hand-written PyTorch loop, and what an asynchronous checkpoint costs while it is written.
+"""Overhead of paceline beside a hand-written PyTorch loop, and of checkpoints.
+
+The checkpoints are asynchronous; the cost is that while one is written.
 
     python benchmarks/overhead.py [--json]
 

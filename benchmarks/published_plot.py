@@ -1,4 +1,7 @@
-"""The picture of predicted against measured step times, one point a row, as one HTML page that works offline."""
+"""Plot of predicted against measured step times, one point a row.
+
+One HTML page that works offline.
+"""
 
 from __future__ import annotations
 

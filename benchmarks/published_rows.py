@@ -309,7 +309,10 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, ep: int, stack: Stac
 
 
 def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
-    """Megatron's: as many layers in every stage, the embedding with the first and the head with the last; () where layers do not divide."""
+    """Megatron's cut: equal numbers of layers per stage; () where they do not divide.
+
+    The embedding is with the first stage, the head with the last.
+    """
     stages = layout.pp * layout.chunks
     each, rest = divmod(layers, stages)
     if rest:

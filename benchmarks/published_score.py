@@ -91,7 +91,10 @@ def score(predicted: Sequence[Predicted]) -> Score:
 
 
 def regret(group: Sequence[Predicted], seconds: Sequence[float]) -> float:
-    """How much slower than the group's best the one is that these predictions choose, of those predicted to fit if there are any."""
+    """Slowdown of the plan that the predictions choose, against the group's best.
+
+    Chosen among those predicted to fit, if there are any.
+    """
     able = [pair for pair in zip(group, seconds, strict=True) if pair[0].fits] or list(zip(group, seconds, strict=True))
     chosen = min(able, key=lambda pair: pair[1])[0]
     best = min(each.row.seconds or math.inf for each in group)

@@ -1,4 +1,7 @@
-"""Processes of a benchmark that live long and work only when they are asked to, so that several ways to do the same can take turns."""
+"""Long-lived processes of a benchmark that work on request.
+
+So several ways to do the same can take turns.
+"""
 
 from __future__ import annotations
 

@@ -378,7 +378,10 @@ class Course:
 
 @contextmanager
 def _ranks(rate: str, transport: str) -> Iterator[tuple[Ranks, Carried | None]]:
-    """Ranks that wait for questions, on hosts of their own or on loopback, and what counts the bytes of each host's link."""
+    """Ranks that wait for questions, and the counters of each host's link.
+
+    On hosts of their own or on loopback.
+    """
     start = partial(Ranks, [*_RANKS, transport], ranks=HOSTS, environment={**ALLOCATOR}, deadline_s=900)
     if rate == LOOPBACK:
         with start() as ranks:

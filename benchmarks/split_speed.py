@@ -1,4 +1,6 @@
-"""paceline's splits beside the same parallelism written by hand on PyTorch's own API, on the same ranks, weights and batches.
+"""paceline's splits beside the same parallelism by hand on PyTorch's own API.
+
+On the same ranks, weights and batches.
 
     python benchmarks/split_speed.py [--json]
 
@@ -419,7 +421,10 @@ def held_under_fsdp(folder: Path, group: Group) -> dict[str, int]:
 
 
 def peak_while_applied(folder: Path, group: Group) -> dict[str, int]:
-    """Bytes of resident memory before, and at most while, a model of 1.1 billion parameters is divided and its weights are drawn."""
+    """Resident bytes before, and at most during, the division of a model.
+
+    The model has 1.1 billion parameters, whose weights are drawn meanwhile.
+    """
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32_000, "num_attention_heads": 32}
     job = llama(folder, **sizes)
     small = _engine(llama(folder, num_hidden_layers=1), f"fsdp={group.size}", group)  # loads all libraries

@@ -89,7 +89,10 @@ class Browser:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Browser]:
-    """A browser that keeps its profile and temporary files in `folder`, and is gone afterwards with every process of its own."""
+    """A browser with profile and temporary files in `folder`; gone afterwards.
+
+    Every process of its own ends with it.
+    """
     options = ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for argument in (*_ARGUMENTS, f"--user-data-dir={folder / 'profile'}"):

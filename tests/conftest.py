@@ -29,7 +29,7 @@ MUST_RUN_ALL = os.environ.get("CI") == "true"
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
-    """Fail a test that leaves a process, thread, port, file in memory, temporary file or changed setting behind."""
+    """Fail a test that leaves a process, thread, port, file or changed setting behind."""
     before = Snapshot()
     yield
     if found := before.left_over():

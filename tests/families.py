@@ -107,7 +107,7 @@ FAMILIES = (*CONFIGS, *ZOO)
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
-    """Sequences of random tokens and the sequences that they should become, as Hugging Face models take them."""
+    """Random token sequences and their targets, as Hugging Face models take them."""
 
     def __init__(self, samples: int = 64) -> None:
         draw = torch.Generator().manual_seed(5)

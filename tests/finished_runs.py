@@ -29,7 +29,10 @@ def setting(devices: int = 1, scaling: str = "strong", **changes: Any) -> Settin
 
 
 def runs_of(what: Setting, *step_ms: float, parts_ms: dict[str, float] | None = None, **changes: Any) -> list[FinishedRun]:
-    """One run for each step time, of a rank per device that spends it all on compute unless `parts_ms` tells how."""
+    """One run per step time, with one rank per device.
+
+    All of a step is compute unless `parts_ms` tells otherwise.
+    """
     return [_run(what, round_, ms / 1e3, parts_ms or {"compute": ms}, changes) for round_, ms in enumerate(step_ms)]
 
 

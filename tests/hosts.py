@@ -52,7 +52,10 @@ class EmulatedHosts:
 
 
 def cut_of(launcher: int, host: int) -> None:
-    """Cut the link of a host that another process keeps, such as a `paceline train` under way (without delay on its links)."""
+    """Cut the link of a host that another process keeps.
+
+    Such as a `paceline train` under way (without delay on its links).
+    """
     unplug(*_link_of(launcher, host))
 
 

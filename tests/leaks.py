@@ -162,7 +162,7 @@ def _transport_threads() -> set[str]:
 
 
 def _memory_files() -> set[str]:
-    """Mapped memory that has no name in the file system (memfd), and open descriptors of such and of processes."""
+    """Mapped anonymous memory (memfd), and open descriptors of it and of processes."""
     mapped = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:paceline" in line}
     return mapped | {link for link in _open_files() if link.startswith(("/memfd:", "anon_inode:[pidfd]", "pidfd:"))}
 
@@ -202,7 +202,10 @@ def _not_of_others(names: set[str]) -> set[str]:
 
 
 def _temporary_files() -> set[str]:
-    """Entries of this session's own temporary folder, without torch.compile's cache, which the first optimizer makes."""
+    """Entries of this session's temporary folder, without torch.compile's cache.
+
+    The first optimizer makes that.
+    """
     return {name for name in _entries(Path(tempfile.gettempdir())) if not name.startswith("torchinductor_")}
 
 

@@ -159,7 +159,7 @@ class AsideBlock(nn.Module):
 
 
 class Masked(nn.Module):
-    """A module makes a mask, and the code after it leaves that away where nothing is masked, as ViLT's does."""
+    """A model whose code drops a mask if nothing is masked, as ViLT's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,10 @@ class MaskedTokens(nn.Embedding):
 
 
 class AsideTwice(Aside):
-    """Its blocks call one layer twice in a forward pass, with inputs of different shapes (DeBERTa does so with its projections)."""
+    """A model whose blocks call one layer twice, with different shapes.
+
+    DeBERTa does so with its projections.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reports of benchmarks with values made by hand, as `paceline bench` would find them on a machine of two or four cores."""
+"""Hand-made benchmark reports, as from a machine of two or four cores."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def report(**changes: Any) -> Report:
 
 
 def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes: Any) -> MeasuredSetting:
-    """What was measured of a number of devices whose median step takes `step_ms`, give or take the share `spread`."""
+    """A measured setting of some devices with a median step of `step_ms`.
+
+    Its repeats spread by the share `spread`.
+    """
     batch = 64 if scaling == "strong" or devices == 1 else 64 * devices
     step_s = around(step_ms / 1e3, spread)
     gain = around((batch / 64) * 19.2 / step_ms, spread)

@@ -33,7 +33,10 @@ def output_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def seeded(make: Callable[[], Made]) -> Made:
-    """The same model in float64 on every rank, none of its parameters zero, so that biases and norms take part."""
+    """The same float64 model on every rank, with no zero parameters.
+
+    So biases and norms take part.
+    """
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     model, batch = make()
@@ -60,7 +63,10 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def gradients_agree(
     make: Callable[[], Made], loss: Callable[[nn.Module, Batch], Tensor] = loss_of, *, sequence: bool = False, large: int = 1 << 40
 ) -> TensorReport:
-    """Hold the loss, gradients and buffers of the divided model, over two steps, against the whole one's; what was divided."""
+    """Compare a divided model's loss, gradients and buffers with the whole one's.
+
+    Over two steps; returns what was divided.
+    """
     unpaired.LARGE = large
     group = own_group()
     full, batch = seeded(make)
@@ -86,7 +92,10 @@ def gradients_agree(
 
 
 def compare_gradients(own: nn.Module, full: nn.Module, parts: dict[str, Part], group: Group) -> None:
-    """Every gradient of the divided model is its part of the whole model's, after the sums that the engine makes."""
+    """Check that every gradient is its part of the whole model's.
+
+    After the sums that the engine makes.
+    """
     expected = dict(full.named_parameters())
     for name, p in own.named_parameters():
         wanted = expected[name].grad

@@ -1,4 +1,4 @@
-"""What the pages tell people to write is read by what it is written for, and what they name or link to is there."""
+"""Samples in the pages work, and what pages name or link to exists."""
 
 from __future__ import annotations
 

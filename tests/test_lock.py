@@ -1,4 +1,4 @@
-"""Everything that is installed for the package and its tests has a hash, and the file that has them fits pyproject.toml."""
+"""Every installed package has a hash, and the lock file fits pyproject.toml."""
 
 from __future__ import annotations
 

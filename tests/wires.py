@@ -1,4 +1,4 @@
-"""Ranks as threads that pass tensors through queues, for algorithms that need nothing of a group but messages."""
+"""Ranks as threads that pass tensors through queues, for algorithms on messages alone."""
 
 from __future__ import annotations
 

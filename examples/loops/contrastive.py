@@ -18,7 +18,7 @@ import paceline
 
 
 class ContrastiveLoss(nn.Module):
-    """The two views of an image are to be nearer to each other than to those of all other images of the batch."""
+    """Contrastive loss: an image's two views are to be nearer than all others of the batch."""
 
     def __init__(self) -> None:
         super().__init__()

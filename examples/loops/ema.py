@@ -1,4 +1,6 @@
-"""An exponential moving average of the weights, a schedule, an evaluation of both, and a checkpoint from which all of it goes on.
+"""A moving average of the weights, a schedule, evaluations, and resuming.
+
+Both the model and its average are evaluated; a checkpoint holds all of it.
 
 python ema.py checkpoints
 torchrun --nproc-per-node 2 ema.py checkpoints

@@ -54,7 +54,7 @@ def starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]:
-    """The cost of the most expensive part of the best cut, by bisection, and between which elements that lets every part end."""
+    """Bounds of the best cut's largest cost, by bisection."""
     count = len(until) - 1
     low, high = max(largest, -(-until[-1] // parts)), until[-1]
     while low < high:

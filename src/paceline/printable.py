@@ -9,5 +9,8 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character as its escape, e.g. `\x1b[2J`, so that no input can steer a terminal."""
+    r"""The text with control characters escaped, e.g. `\x1b[2J`.
+
+    No input can steer a terminal then.
+    """
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -32,7 +32,9 @@ class Interval:
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The median of positive `values`, and an interval that holds the true median in at least 95 of 100 cases.
+    """The median of positive `values`, and its confidence interval.
+
+    The interval holds the true median in at least 95 of 100 cases.
 
     From 6 values on, between two of them by their order, whatever the distribution is (Thompson, 1936): P(Binomial(n, 1/2) < k) is at most
     2.5 % on each side. Of 2 to 5 values no two are far enough apart for that: Student's t of their logarithms, which is right where ratios

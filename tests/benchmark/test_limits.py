@@ -1,4 +1,4 @@
-"""The sentences about what limits scaling follow from the numbers, and where nothing can be said none is made up."""
+"""The sentences about limits of scaling follow from the numbers, or are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of training compares loops that do the same work, and its figures are what it says they are."""
+"""The training benchmark compares equal work, and its figures are what they claim."""
 
 from __future__ import annotations
 

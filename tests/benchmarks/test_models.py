@@ -1,4 +1,7 @@
-"""The survey of models tries each on real ranks, calls what came of it by the right name, and counts it where it means something."""
+"""The survey of models tries each on real ranks and classifies the outcome rightly.
+
+A model counts where the axis means something for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline bench`: real runs from the command to the report, interrupted and resumed, and what a failure leaves."""
+"""`paceline bench`: real runs from command to report, interruptions, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline export`: the file holds the model that the run measured, and a file or run that cannot be used is an error."""
+"""`paceline export`: the file holds the measured model; unusable input is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline report`: a page about a run or a benchmark, and an error that helps where the directory is neither."""
+"""`paceline report`: a page about a run or a benchmark, and helpful errors otherwise."""
 
 from __future__ import annotations
 

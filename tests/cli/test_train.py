@@ -102,7 +102,7 @@ def test_a_port_in_use_is_named_with_who_uses_it(job: Path, tmp_path: Path) -> N
 
 
 def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_step_more(job: Path, tmp_path: Path) -> None:
-    """Also: piped output is plain lines, and a start that failed does not hide the run that is to be resumed."""
+    """Piped output is plain lines; a failed start does not hide the run to be resumed."""
     first = paceline("train", job, "--plan", "dp=1", folder=tmp_path)
     assert first.code == 0
     assert first.says(

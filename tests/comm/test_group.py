@@ -1,4 +1,4 @@
-"""Collectives give what their names promise on every rank, and a rank that does not come is named within the deadline."""
+"""Collectives give what their names promise, and name a rank that does not come."""
 
 from __future__ import annotations
 
@@ -275,7 +275,10 @@ def test_groups_made_side_by_side_do_not_meet_each_other(ranks: Ranks, backend: 
 
 
 def beside_the_main_thread() -> tuple[list[float], list[float]]:
-    """Sums of a worker over a copy, and of the main thread over the group, at the same time and in another order on each rank."""
+    """Concurrent sums over a group and its copy, in another order on each rank.
+
+    The copy's on a worker thread, the group's on the main one.
+    """
     from paceline.comm.comm_thread import CommThread
 
     with joined(deadline_s=30) as group:

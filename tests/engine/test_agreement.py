@@ -192,7 +192,10 @@ def test_what_joins_replicas_in_every_step_is_refused(ranks: Ranks) -> None:
 
 
 def by_step(folder: Path, text: str, steps: int) -> list[tuple[str, str, float, int]]:
-    """Of each step the parameters of this rank as a digest, those of the whole replica, the norm, and the loss as this rank knows it."""
+    """Digests of parameters, norm and loss of each step, as this rank knows them.
+
+    The parameters of this rank and those of the whole replica.
+    """
     job, plan = family_job("gpt", folder), Plan.parse(text)
     with joined(deadline_s=60) as group:
         seed_all(0)

@@ -1,4 +1,4 @@
-"""Losses are those of one process however a batch is computed in parts, or what cannot be weighed is refused before the first update."""
+"""Losses in parts of a batch are those of one process, or the loss is refused."""
 
 from __future__ import annotations
 

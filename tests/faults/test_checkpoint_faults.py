@@ -1,4 +1,4 @@
-"""Whatever happens while a checkpoint is written or lies on the disk, what was saved before can be loaded, and the reason is named.
+"""Faults while a checkpoint is written or stored: older ones stay loadable.
 
 Run as a script, this file is the process that a test kills, limits or lets crash.
 """
@@ -83,7 +83,7 @@ def test_a_kill_at_any_line_of_the_writing_leaves_a_whole_checkpoint(tmp_path: P
 
 
 def kill_at_every_line(folder: Path, step: int) -> None:
-    """Save `step` beside step 1 in a forked child that dies at the n-th line of the writing, for every n, until one survives."""
+    """Save `step` in a forked child that dies at the n-th line, for every n."""
     kills = old = new = 0
     before = folder / "before"
     save(before, 1, value=-1.0)

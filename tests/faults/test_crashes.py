@@ -208,7 +208,7 @@ def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_
 
 
 def whole(names: list[str]) -> list[str]:
-    """The checkpoints among what lies in the folder, without the beginning of one that the next start removes."""
+    """The checkpoints in the folder, without one that the next start removes."""
     return [name for name in names if not name.startswith(".")]
 
 

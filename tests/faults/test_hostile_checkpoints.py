@@ -1,4 +1,4 @@
-"""A checkpoint that contradicts itself is refused, however well its checksums fit, and the one before is taken."""
+"""A checkpoint that contradicts itself is refused, whatever its checksums."""
 
 from __future__ import annotations
 

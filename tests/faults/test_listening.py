@@ -109,7 +109,10 @@ def test_on_one_host_everything_listens_on_loopback(transport: str, tmp_path: Pa
 @pytest.mark.needs_root
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_the_ranks_of_a_torchrun_listen_where_its_master_is_whatever_the_hosts_name_stands_for(transport: str, tmp_path: Path) -> None:
-    """The store of torchrun's agent is torch's own and listens on every interface (docs/network.md says so); the ranks are ours."""
+    """The store of torchrun's agent listens on every interface; the ranks are ours.
+
+    It is torch's own (docs/network.md says so).
+    """
     run, hosts = tmp_path / "run", tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{outer_address()} {socket.gethostname()}\n")
     torchrun = [BIN / "torchrun", "--nnodes", 1, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]

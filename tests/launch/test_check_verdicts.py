@@ -140,7 +140,10 @@ class Normed(nn.Module):
 
 
 def job(folder: Path, factory: str, loss: str = "cross_entropy", args: dict[str, Any] | None = None, **changes: Any) -> Job:
-    """A small job whose model, and loss if it is none of paceline's own, stand in the file that is written into `folder`."""
+    """A small job whose model and loss stand in a file written into `folder`.
+
+    The loss only if it is none of paceline's own.
+    """
     file = folder / "own.py"
     file.write_text(CODE)
     data = {"kind": "synthetic", "samples": 64, "shape": [6], "classes": 3, "held_out": 0}

@@ -1,4 +1,4 @@
-"""Data parallel training computes what one process computes, in float64, whatever the model does and however the batch is dealt."""
+"""Data-parallel training computes what one process computes, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Validation metrics are the same for any number of replicas, also where a loss compares the samples of a batch with each other."""
+"""Validation metrics are the same for any number of replicas.
+
+Also where a loss compares the samples of a batch with each other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ SIMCLR = {"model": {"zoo": "simclr", "args": {"dim": 8}}, "loss": "contrastive",
 
 
 def test_a_contrastive_held_out_metric_does_not_depend_on_the_plan(ranks: Ranks, tmp_path: Path) -> None:
-    """Else more replicas would have smaller validation batches, which are an easier task, and other random views."""
+    """A batch-wise loss is measured on batches of the same size under every plan.
+
+    Smaller ones would be an easier task, with other random views.
+    """
     data = {"kind": "digits", "limit": 90, "held_out": 0.4}  # 36 held out: batches of 16, 16 and 4
     job = small_job(**SIMCLR, data=data, optimizer={"name": "sgd", "lr": 1e-12}, global_batch=16, stop={"steps": 1})
     alone = train_here(tmp_path / "alone", job).metrics

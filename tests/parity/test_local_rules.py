@@ -28,7 +28,7 @@ ROUNDING = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def trained(replicas: int, sync: str) -> tuple[list[float], list[Tensor]]:
-    """Losses and weights after 9 steps of SGD in float64, on batches that all replicas have an equal share of."""
+    """Losses and weights after 9 steps of SGD in float64, with equal shares of every batch."""
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
     inputs = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""PyTorch's own ways to train in parallel run over shared memory unchanged, and learn what one process learns, in float64."""
+"""PyTorch's own parallel training runs over shared memory unchanged."""
 
 from __future__ import annotations
 

@@ -180,7 +180,10 @@ def slow(*case: Any) -> Any:
 
 @pytest.mark.parametrize(("make", "size"), [(mixtral, 2), slow(mixtral, 4), slow(mixtral_batched, 2), slow(qwen2_moe, 2), slow(gpt_oss, 2)])
 def test_mixtures_of_transformers_learn_what_they_learn_in_one_process(ranks: Ranks, make: Any, size: int) -> None:
-    """Their routers compute in float32 whatever the model's dtype, so the last bits of a float32 may differ."""
+    """Routers compute in float32 whatever the model's dtype.
+
+    So the last bits of a float32 may differ.
+    """
     one = trained(make, (8,))
     assert_equal(one, ranks(size, trained, make, (8 // size,) * size, backend="shm"), tolerance=1e-5)
 

@@ -1,4 +1,4 @@
-"""Fully sharded training learns what one process learns, in float64, and keeps its share of the memory only."""
+"""Fully sharded training computes what one process computes, with its share of memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """A language model with a tied head, a number, a frozen matrix, a buffer, a vector shorter than the ranks and a layer that rests."""
+    """A language model with every unusual kind of parameter.
+
+    A tied head, a number, a frozen matrix, a buffer, a vector shorter than the ranks and an unused layer.
+    """
 
     middle: Tensor
 
@@ -189,7 +192,10 @@ def test_a_layer_that_one_rank_uses_and_another_does_not_gets_the_gradient_of_th
 
 
 def closed_early() -> list[str]:
-    """What kind of parameters are there after an end before the first step, and after a forward pass that no backward pass followed."""
+    """Kinds of parameters after `close`: before the first step, and after a forward pass.
+
+    The forward pass had no backward pass after it.
+    """
     found = []
     for forwards in range(2):
         model, _, fully = sharded(2, 2)

@@ -1,4 +1,7 @@
-"""Layouts: whatever splits compose, the ranks' parts make up the full tensor, each element once, and boxes say where each lies."""
+"""Layouts of composed splits: the ranks' parts cover a tensor exactly once.
+
+Boxes say where each part lies.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def remember(model: nn.Module, how: How) -> Callable[[], None]:
 
 
 def gradients(how: How) -> tuple[Gradients, int]:
-    """Of a small transformer with dropout, and the bytes that its forward pass leaves for the backward pass."""
+    """Results of a small transformer with dropout, and the bytes kept for the backward pass."""
     torch.manual_seed(0)
     model = GPT(layers=3, hidden=32, heads=4, vocab=17, context=16, dropout=0.3).double()
     remember(model, how)

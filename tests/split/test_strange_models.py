@@ -1,4 +1,4 @@
-"""Models as people write them learn under a plan that divides them what they learn in one process, or are refused before they start."""
+"""Models as people write them compute the same under a plan, or are refused."""
 
 from __future__ import annotations
 
@@ -618,7 +618,10 @@ def test_shards_of_stages_are_gathered_where_they_are_used(ranks: Ranks) -> None
 
 
 def normed_alike() -> list[str]:
-    """Where fsdp's shards of two blocks that share a batch norm differ from one process, whose batch is one rank's."""
+    """Batch norm shared by two fsdp blocks differs from one process.
+
+    Its batch there is one rank's.
+    """
     whole, model = built("a_batch_norm_of_two_blocks"), built("a_batch_norm_of_two_blocks")
     x, y = (torch.cat([t[:2]] * 2) for t in batches())  # both ranks have the same samples, so the same statistics
     data = DataLoader(TensorDataset(x, y), batch_size=ROWS)

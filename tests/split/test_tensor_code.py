@@ -26,7 +26,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 class Layers(nn.Module):
-    """Two layers that can be divided, whose work between them a subclass says, and two more behind them that always can."""
+    """Two divisible layers with a subclass's code between them, and two more behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def in_inner(model: nn.Module, of: Batch) -> Tensor:
 
 
 def with_penalty(model: nn.Module, of: Batch) -> Tensor:
-    """The loss and the square of its gradient by the input, as gradient penalties and physics-informed losses have it."""
+    """The loss with a gradient penalty, as physics-informed losses have it."""
     x = of[0].detach().requires_grad_()  # type: ignore[index]
     out = output_of(model, (x, x))
     (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)

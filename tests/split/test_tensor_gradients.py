@@ -118,7 +118,10 @@ def all_agree(cases: list[Callable[[], Made]]) -> list[dict[str, str]]:
 
 
 def test_what_is_made_of_a_constant_and_read_by_divided_heads_learns_as_in_one_process(ranks: Ranks) -> None:
-    """The gradient of a bias that all heads read is an addend on each rank, also where its own layers are divided."""
+    """The gradient of a bias that all heads read is a partial sum on each rank.
+
+    Also where its own layers are divided.
+    """
     for divided in ranks(2, all_agree, [bias_for_each_head, bias_for_all_heads, cosine])[0]:
         assert divided["inner.0.qkv"] == "column"
 

@@ -160,7 +160,10 @@ def test_the_count_of_users_starts_anew_at_every_step(ranks: Ranks, bucket_bytes
 
 
 def with_sparse_gradients() -> list[float]:
-    """The sum over each row of the agreed gradient, where every rank looks up a row of its own and one that both look up."""
+    """Row sums of the agreed gradient of an embedding.
+
+    Every rank looks up a row of its own and one that both look up.
+    """
     with joined(deadline_s=30) as group:
         model, rule = nn.Embedding(4, 2, sparse=True), AllReduce()
         rule.attach(Replica(model, group, SCALARS))

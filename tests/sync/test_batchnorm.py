@@ -36,7 +36,10 @@ def layer(dimensions: int, **settings: Any) -> BatchNorm:
 
 
 def whole_batch(dimensions: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs far from 0, where a variance by squares would lose digits, and what the output is weighed with."""
+    """Inputs far from 0, and weights of the output.
+
+    A variance by squares would lose digits there.
+    """
     shape = (sum(SHARES), CHANNELS, *(2, 3, 2)[: dimensions if dimensions > 1 else 0])
     generator = torch.Generator().manual_seed(step)
     return 100 + torch.randn(shape, generator=generator, dtype=torch.float64), torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,7 @@
-"""DiLoCo: what it computes is what the paper says, in whole or in fragments, at once or some steps late; and its state is all there is."""
+"""DiLoCo computes what the paper says, whole or in fragments, at once or delayed.
+
+Its state is complete.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local SGD: replicas are one again, bit for bit, after every period, differ between, and agree for a moment when they are asked to."""
+"""Local SGD: replicas are equal bit for bit after every period, and on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ranks import Ranks
 
 
 class Mixed(nn.Module):
-    """Parameters of two dtypes, one in another order of memory, one frozen, one that nothing uses, and a buffer."""
+    """A model with every kind of parameter that a rule meets.
+
+    Two dtypes, one in another order of memory, one frozen, one unused, and a buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batch norm over the global batch under plans that divide the model, cut it into microbatches, or compile it."""
+"""Batch norm over the global batch under plans that divide, cut or compile the model."""
 
 from __future__ import annotations
 

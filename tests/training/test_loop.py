@@ -1,4 +1,4 @@
-"""The loop: a run resumes exactly, ends for the reason that it names, and evaluates and saves when it is asked to."""
+"""The loop resumes exactly, ends for the named reason, and evaluates and saves on time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--plan auto`: what is predicted and measured on real ranks, what is kept of it, and what becomes of a trial that fails or costs more."""
+"""`--plan auto`: predictions, trials on real ranks, caching, and failing trials."""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
 def measured(
     setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], *, cores: int, tokens_per_sample: float | None = None
 ) -> MeasuredSetting:
-    """All repeats of a setting, against those of one device (`one`; empty where there is none to compare with).
+    """All repeats of a setting, compared with those of one device.
+
+    `one` is empty where there is none to compare with.
 
     Args:
         cores: those that we may use: what others compute on the rest costs nothing.

@@ -35,7 +35,9 @@ class Device(_Part):
 
 
 class Link(_Part):
-    """A way for bytes between hosts (`loopback`, or `ethernet` for any other interface) or between devices (`nvlink`, `pcie`).
+    """A link between hosts or between devices.
+
+    Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
 
     Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into (`cuda:0-switch`).
     """
@@ -54,7 +56,7 @@ class Host(_Part):
     cpu: str = "CPU"
     cpu_bf16: bool | None = None  # arithmetic in hardware; None where unknown
     affinity: _Tuple[_Tuple[int]] = ()
-    """The ids of the logical cores that we may run on, those of one physical core together. Empty where unknown."""
+    """Ids of the usable logical cores, grouped by physical core; empty where unknown."""
     gpus: _Tuple[Device] = ()
     links: _Tuple[Link] = ()
 

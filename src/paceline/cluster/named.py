@@ -135,7 +135,11 @@ def _has_bf16(device: Accelerator) -> bool:
 
 
 def described(named: NamedCluster) -> str:
-    """For people: `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour for each`."""
+    """The cluster in words.
+
+    For example `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour
+    for each`.
+    """
     memory = size(named.device.memory_bytes)
     cores = "cores of " if named.device.kind == "cpu" else ""
     hosts = "1 host" if named.hosts == 1 else f"{named.hosts:,} hosts"

@@ -20,7 +20,9 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary() 
 def make_process_group(
     parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, *, share_memory: bool
 ) -> tuple[dist.ProcessGroup, Store]:
-    """A process group of some ranks of `parent` (numbers in `parent`, ascending), and the store that they met in.
+    """A process group of some ranks of `parent`, and the store that they met in.
+
+    `ranks` are numbers in `parent`, ascending.
 
     Only these ranks call it, all of them. With `share_memory` they are on one host, and talk over its memory where that is allowed;
     else the group has the parent's backend.

@@ -35,7 +35,11 @@ class RequestedSamples(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False) -> None:
-        """`bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and `batch_size=None`)."""
+        """Reader of a dataset's batches.
+
+        `bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and
+        `batch_size=None`).
+        """
         if collate_fn is None and isinstance(dataset, Collated):
             collate_fn = dataset.collate_fn
         self.dataset, self.replica, self.seed, self.bulk = dataset, replica, seed, bulk

@@ -98,7 +98,10 @@ def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
 
 @contextmanager
 def all_in_float64() -> Iterator[None]:
-    """Within, modules that ask for float32 or less (`x.float()`, a new tensor, a softmax in float32) get float64."""
+    """Context in which modules that ask for float32 or less get float64.
+
+    They ask by `x.float()`, a new tensor, or a softmax in float32.
+    """
     call, depth = nn.Module.__call__, 0
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

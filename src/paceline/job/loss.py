@@ -45,7 +45,10 @@ class Metric(Protocol):
 
 
 class LossSpec(Spec):
-    """`loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args: {label_smoothing: 0.1}}`.
+    """The loss of a job: a name, an import path, or either with arguments.
+
+    For example `loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args:
+    {label_smoothing: 0.1}}`.
 
     Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive` (NT-Xent),
     `model` (the model computes its loss itself, as Hugging Face models do when they are given labels).

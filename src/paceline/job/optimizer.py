@@ -51,7 +51,7 @@ class OptimizerSpec(Spec):
 
 
 class ScheduleSpec(Spec):
-    """Learning-rate schedule: `warmup_steps` of linear rise, then `constant`, `linear`, `cosine` or `step` decay.
+    """Learning-rate schedule: linear warm-up, then `constant`, `linear`, `cosine` or `step` decay.
 
     `decay_steps` is the step at which the decay ends; without it, the job's stop rule must name steps or epochs.
     """

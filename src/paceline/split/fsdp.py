@@ -3,17 +3,18 @@
 `zero` chooses the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). Between steps every rank keeps 1 / ranks of the state at
 all stages, parameters included; the stages differ in the memory within a step and in the bytes sent:
 
-====  ==============================================  ==============================================  =======================
-zero  parameters                                      gradients                                       sent per step
-====  ==============================================  ==============================================  =======================
-3     gathered for each block's forward and again     reduce-scattered in every microbatch            2 all-gathers and 1
-      for its backward pass (those outside of blocks                                                  reduce-scatter for each
-      stay between the two)                                                                           microbatch
-2     gathered once a step                            reduce-scattered in every microbatch            1 all-gather, and a
-                                                                                                      reduce-scatter for each
-                                                                                                      microbatch
-1     gathered once a step                            whole until the last microbatch                 1 of each
-====  ==============================================  ==============================================  =======================
+====  ==================================  =================================  ============================
+zero  parameters                          gradients                          sent per step
+====  ==================================  =================================  ============================
+3     gathered for each block's forward   reduce-scattered in every          2 all-gathers and 1
+      and again for its backward pass     microbatch                         reduce-scatter for each
+      (those outside of blocks stay                                          microbatch
+      between the two)
+2     gathered once a step                reduce-scattered in every          1 all-gather, and a
+                                          microbatch                         reduce-scatter for each
+                                                                             microbatch
+1     gathered once a step                whole until the last microbatch    1 of each
+====  ==================================  =================================  ============================
 
 In a pipeline, PyTorch's `PipelineStage` reduces gradients once a step and keeps parameters gathered meanwhile, whatever `zero` says: with
 zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules need the weights once more.

@@ -1,4 +1,4 @@
-"""Local SGD: replicas train alone and average their parameters every `period` steps (Stich, 2019, arXiv:1805.09767)."""
+"""Local SGD: replicas average their parameters every `period` steps (Stich, 2019, arXiv:1805.09767)."""
 
 from __future__ import annotations
 

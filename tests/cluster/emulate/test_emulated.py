@@ -1,4 +1,4 @@
-"""A cluster file that only says `emulate` is a cluster like any other, so plans can be made for it and runs recorded."""
+"""A cluster file with `emulate` is a cluster like any other, for plans and runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Emulated hosts are a network of their own while they are up, and nothing at all afterwards, however their launcher ended."""
+"""Emulated hosts are a network while they are up, and leave nothing afterwards."""
 
 import json
 import os

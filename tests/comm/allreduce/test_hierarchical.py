@@ -1,4 +1,4 @@
-"""Adding up by host first gives every rank the same exact result, and has links between hosts carry no more than they must."""
+"""Hierarchical all-reduce is exact, and sends no more between hosts than it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ring adds up what the ranks bring, exactly, with the least that has to be sent, and shows its steps in a trace."""
+"""Ring all-reduce is exact, sends the least possible, and shows its steps in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree adds up exactly, with the same bits everywhere, in as many steps as the number of ranks has binary digits."""
+"""Tree all-reduce is exact, with equal bits on all ranks, in log2(ranks) steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every collective over shared memory gives what a plain computation gives, on all ranks the same bits: any type, size, layout, group."""
+"""Collectives over shared memory give what a plain computation gives.
+
+On all ranks the same bits: any type, size, layout, group.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages arrive whole, in order within a tag, whatever their size, and whoever asks first or for whichever tag."""
+"""Messages arrive whole and in order within a tag, whoever asks first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def content(sender: int, receiver: int, number: int, size: int) -> Tensor:
 
 
 def exchange(sizes: list[int], tags: list[int], order: int) -> None:
-    """Every rank sends all of these to every other at once, and asks for them in an order of its own (within a tag, in theirs)."""
+    """Every rank sends all of these to every other, and receives them in another order.
+
+    Within a tag the order is that of the sender.
+    """
     rank, others = dist.get_rank(), [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     messages = list(enumerate(zip(sizes, tags, strict=True)))
     chance = random.Random(order + rank)

@@ -57,7 +57,7 @@ def in_the_background(group: Group) -> None:
 
 
 def killed_while(call: Callable[[Group], None], asleep: bool, folder: Path) -> None:
-    """Rank 1 is killed at some moment while all ranks make the call again and again, or while the others sleep in it."""
+    """Rank 1 is killed while all ranks make the call repeatedly, or while the others sleep."""
     group = world()
     call(group)
     if group.rank == 1 and asleep:
@@ -89,7 +89,7 @@ def test_a_killed_rank_is_named_by_all_others(ranks: Ranks, call: Callable[[Grou
 
 
 def lost_messages(direction: str, folder: Path) -> None:
-    """Rank 1 is killed before it sends what rank 0 waits for, in the middle of it, or before it takes what rank 0 sends."""
+    """Rank 1 is killed before or while it sends, or before it receives."""
     if dist.get_rank() == 1:
         if direction == "middle":
             dist.isend(torch.zeros(5 * MAIL_BYTES), 0)

@@ -33,14 +33,15 @@ os.environ.update(BACKEND="gloo", INIT_METHOD="file://", DISTRIBUTED_TESTS_DEFAU
 os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
 os.environ.setdefault("WORLD_SIZE", "4")
 
-import torch.distributed as dist  # noqa: E402 - after what the suite reads
-from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]  # noqa: E402 - after what the suite reads
-from torch.testing._internal import common_distributed  # noqa: E402
-from torch.testing._internal.distributed import distributed_test  # noqa: E402
-from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend, get_profiling_event  # noqa: E402
+# ruff: noqa: E402 - imported after what the suite reads
+import torch.distributed as dist
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed import distributed_test
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend, get_profiling_event
 
-from paceline.comm.shm import ShmProcessGroup  # noqa: E402
-from paceline.comm.tcp import TcpProcessGroup  # noqa: E402
+from paceline.comm.shm import ShmProcessGroup
+from paceline.comm.tcp import TcpProcessGroup
 
 _GLOO_ONLY = "dist.monitored_barrier refuses every backend but gloo; here every collective names the ranks that did not come"
 CANNOT_PASS = {  # what passes on gloo only, and why

@@ -1,4 +1,7 @@
-"""Collectives over TCP give what gloo gives, for tensors small and large, and every rank has the same bits."""
+"""Collectives over TCP give what gloo gives, with the same bits on every rank.
+
+Small and large tensors.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def work(rounds: int, numel: int) -> list[int]:
 
 @contextmanager
 def connections_that_break(every_s: float) -> Iterator[None]:
-    """Meanwhile this rank's connections are shut down, one after the other, in the middle of whatever they carry."""
+    """Context in which this rank's connections are shut down one after the other."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     stop = threading.Event()

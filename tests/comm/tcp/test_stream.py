@@ -1,4 +1,4 @@
-"""A stream loses nothing, doubles nothing and mixes nothing up, wherever and however often its connection is lost."""
+"""A stream survives lost connections: nothing is lost, doubled or mixed up."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_byte_arrives_once_and_in_order(sizes: list[int], cuts: list[int],
 
 
 def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn ends after so many bytes, and what was read from the socket by then would be waited for in vain."""
+    """A turn ends after so many bytes; what was read before is not waited for again."""
     monkeypatch.setattr(stream_module, "_TURN_BYTES", 10_000)
     tape = Tape(1000)
     streams = ByteStream(Tape(1)), ByteStream(tape)

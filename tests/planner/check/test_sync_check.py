@@ -1,4 +1,4 @@
-"""What keeps replicas from agreeing as a plan says is told before a rank starts, with the value that would work."""
+"""Problems of a plan's sync rule are reported before a rank starts, with a fix."""
 
 from __future__ import annotations
 

@@ -119,7 +119,10 @@ def test_offloaded_state_is_not_on_the_device() -> None:
     ("schedule", "chunks", "flight"), [("gpipe", 1, 16), ("1f1b", 1, 4), ("interleaved", 2, 11), ("zero-bubble", 2, 9)]
 )
 def test_microbatches_in_flight_are_those_of_the_schedule(schedule: Any, chunks: int, flight: int) -> None:
-    """Of blocks that are alike, on the first of 4 stages, in chunks (half a stage each where there are two)."""
+    """Memory of equal blocks on the first of 4 stages, in chunks.
+
+    Half a stage each where there are two.
+    """
     block = Block("layer", kept_outside=1000.0, boundary=10.0, vectors=1)
     trace = Trace((block,) * 8)
     layout = Layout(

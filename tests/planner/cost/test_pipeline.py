@@ -1,4 +1,4 @@
-"""Pipelines: every schedule does all of its work in an order that can be done, and the formula agrees with the simulated events."""
+"""Pipeline schedules do all of their work in a possible order, as the formula says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans whose predicted times differ by less than predictions are wrong are called equal, and the simplest of them is preferred."""
+"""Plans within the prediction error are equal, and the simplest one is preferred."""
 
 from __future__ import annotations
 

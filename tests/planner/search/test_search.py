@@ -49,7 +49,7 @@ def gpt(batch: int = 8, **dimensions: Any) -> Job:
 
 
 def every_plan(job: Job, cluster: Cluster) -> list[Plan]:
-    """All plans that may run, but for an uneven deal of samples that fewer data-parallel ranks or microbatches match."""
+    """All plans that may run, without uneven deals that fewer ranks or microbatches match."""
     devices, batch = cluster.devices, job.global_batch
     plans = []
     for dp, fsdp, tp, pp, cp, ep in product(range(1, devices + 1), repeat=6):

@@ -182,7 +182,10 @@ def test_ranks_with_parts_of_the_tokens_learn_what_one_process_learns(
 
 
 def trained_with_blocks(kind: str) -> dict[str, Any]:
-    """A step with every block recomputed, or compiled without a break, after the model was divided, as `apply` does it."""
+    """A step with blocks recomputed or compiled after the model was divided.
+
+    Compiled without a graph break; in the order of `apply`.
+    """
     torch.manual_seed(3)
     model = gpt().double()
     group = Group(dist.get_rank(), 2, dist.group.WORLD)
@@ -211,7 +214,7 @@ def test_blocks_may_be_recomputed_or_compiled_whole(ranks: Ranks, kind: str) -> 
 
 
 def shapes_only(case: str) -> tuple[int, ...]:
-    """Divided on the meta device as `apply` does, run there by other splits, and whole again after `close`."""
+    """A model divided on the meta device, run by other splits, and whole after `close`."""
     make, form, call = CASES[case]
     with torch.device("meta"):
         model = make()

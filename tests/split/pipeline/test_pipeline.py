@@ -58,7 +58,10 @@ def test_four_stages_of_uneven_size(ranks: Ranks) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "resnet", "mixtral", "t5"])
 def test_model_families(ranks: Ranks, name: str, schedule: str) -> None:
-    """ResNet: batch norm against one process that accumulates over the same microbatches, running statistics included."""
+    """ResNet: batch norm as in one process that accumulates over the same microbatches.
+
+    Running statistics included.
+    """
     assert_same(ranks(2, piped, name, f"pp=2 microbatches=2 schedule={schedule}", backend="shm"), alone(CASES[name], 2))
 
 
@@ -88,7 +91,7 @@ def test_an_exported_model_may_call_a_layer_twice(ranks: Ranks) -> None:
 
 
 def test_an_exported_model_may_use_no_grad(ranks: Ranks) -> None:
-    """Gradients stop where the model stops them and nowhere else, and what it changes in place there is changed."""
+    """Gradients stop only where the model stops them; in-place changes stay."""
     found = ranks(2, piped, "aside_constant", "pp=2 microbatches=2")
     assert "torch.export" in found[0]["lines"][0]
     assert_same(found, alone(CASES["aside_constant"], 2))
@@ -133,7 +136,10 @@ def shared_everywhere() -> list[Any]:
 
 
 def test_parameters_that_stages_share_and_those_nobody_uses(ranks: Ranks) -> None:
-    """Else a shared parameter would drift apart between the stages, or an unused one be lost from checkpoints."""
+    """Shared and unused parameters survive a cut.
+
+    Otherwise one would drift between the stages, the other be lost from checkpoints.
+    """
     found = ranks(3, shared_everywhere)
     assert all(
         stages == {"blocks.0.0.weight": 3, "blocks.0.0.bias": 3} | ({"scale": 2} if rank != 1 else {})

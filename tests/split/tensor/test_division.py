@@ -1,4 +1,4 @@
-"""Tensor parallelism computes what one process computes, in float64, for models it has never been told about."""
+"""Tensor parallelism computes what one process computes, in float64, for unknown models."""
 
 from __future__ import annotations
 
@@ -134,7 +134,10 @@ class NanoAttention(nn.Module):
 
 
 class Nano(nn.Module):
-    """Parallel attention and MLP on one norm, a gated MLP by slices, a learned temperature, and a norm whose output is read twice."""
+    """A model with parallel attention and MLP, a sliced gated MLP and a learned temperature.
+
+    The output of one norm is read twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()

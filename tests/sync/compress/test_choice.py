@@ -1,4 +1,4 @@
-"""`compress=auto`: a codec is tried only where it promises to pay, taken only where it does, and all ranks take the same."""
+"""`compress=auto`: a codec is used only where it pays, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -108,15 +108,22 @@ def buckets(dtype: torch.dtype = torch.float32) -> list[Any]:
 
 
 def reckoned(dtype: torch.dtype, slow: bool) -> dict[str, Any]:
-    """The reckoning, on one host or between two with a link of 1 MB/s, and whether it left random numbers and tensors alone."""
+    """The estimate on one host, or over a link of 1 MB/s, and its side effects.
+
+    It must leave random numbers and tensors alone.
+    """
     with joined(deadline_s=30) as group:
         of, links = buckets(dtype), None
         if slow:
             group.hosts = (0, 1)
             fast, link = LinkSpeed(1e-5, 1e10), LinkSpeed(1e-3, 1e6)
             links = GroupLinks(hosts=group.hosts, between=link, inside=fast, memory=fast, step_s=1e-3, flat_step_s=1e-3)
-            setattr(choice_module, "measure_links", lambda group: links)  # noqa: B010 - in this process only
-            setattr(choice_module, "measure_codec", lambda *of: CodecCost(0.01, measure_codec(*of).sent_bytes))  # noqa: B010
+            # in this process only
+            for name, measured in (
+                ("measure_links", lambda group: links),
+                ("measure_codec", lambda *of: CodecCost(0.01, measure_codec(*of).sent_bytes)),
+            ):
+                setattr(choice_module, name, measured)
         before = torch.random.get_rng_state()
         plain_s, coded_s = predict(BackendAllReduce(group, "flat", "", links), of)
         untouched = torch.equal(before, torch.random.get_rng_state()) and not of[0][0].any()

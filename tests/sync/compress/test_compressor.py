@@ -88,7 +88,10 @@ def test_a_sum_is_as_near_as_the_codec_allows_and_its_bytes_are_counted(ranks: R
 
 
 def flushed(steps: int) -> dict[str, list[float]]:
-    """By codec: how far the sum of all results is from the sum of one gradient, after it and after `steps` times nothing more."""
+    """Error of the sum of all results by codec, after one gradient and after more steps.
+
+    The later steps send nothing more.
+    """
     with joined(deadline_s=30) as group:
         flat, views = tensors(tail=0)
         exact = exact_sum(group.size, 0, flat.numel())
@@ -113,7 +116,10 @@ def test_what_a_sum_leaves_out_comes_with_the_next_ones(ranks: Ranks) -> None:
 
 
 def resumed() -> dict[str, Any]:
-    """By codec: the fourth sum of a run, that of one that started anew from the state after the second, and what was kept."""
+    """The fourth sum of a run by codec, of a resumed one, and the kept state.
+
+    The resumed one started from the state after the second.
+    """
     with joined(deadline_s=30) as group:
         flat, views = tensors()
 
@@ -145,7 +151,10 @@ def test_a_resumed_compressor_goes_on_bit_for_bit(ranks: Ranks) -> None:
 
 
 def with_a_bad_number(bad: float) -> dict[str, Any]:
-    """By codec: what comes out where one rank has one bad number, whether all that is kept stayed, and what comes out next."""
+    """Results by codec where one rank has a non-finite number, and in the next step.
+
+    And whether the kept state stayed as it was.
+    """
     with joined(deadline_s=30) as group:
         flat, views = tensors()
         coded = flat.numel() - len(TAIL)

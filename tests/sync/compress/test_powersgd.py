@@ -32,7 +32,7 @@ def test_what_is_factored_at_least_halves(shape: tuple[int, ...], rank: int, exp
 
 
 def of_low_rank(differ: bool) -> dict[str, Any]:
-    """A few sums of matrices of rank 3 over the ranks together, by factors of rank 4, beside the exact ones."""
+    """Sums of rank-3 matrices by factors of rank 4, beside the exact ones."""
     if differ:
         setattr(compressor_module, "alike", lambda group: False)  # noqa: B010 - a name that the module only imports
     with joined(deadline_s=30) as group:
@@ -79,7 +79,7 @@ def test_a_gradient_of_zeros_does_not_silence_the_next_ones(ranks: Ranks) -> Non
 
 
 def given_and_applied(codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What this rank gave over a few sums, what came out of them, and what this rank remembers for the next one."""
+    """This rank's inputs to a few sums, the results, and its kept error."""
     with joined(deadline_s=30) as group:
         random = torch.Generator().manual_seed(group.rank)
         compressor = Compressor(codec, group, Traffic(), seed=3)

@@ -57,7 +57,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Random bits (NaNs, denormals and all) of any dtype, 0 to 4 dimensions, some empty, in any memory layout."""
+    """Random bits of any dtype, shape and memory layout.
+
+    NaNs and denormals included; 0 to 4 dimensions, some empty.
+    """
     dtype = draw(st.sampled_from(list(CODES)))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     count = math.prod(shape) * dtype.itemsize

@@ -104,7 +104,10 @@ def test_code_that_needs_values_is_left_to_the_ranks(plan: str) -> None:
 
 
 class WithANumber(Recurrent):
-    """Has a parameter of no dimensions on the model itself, which torch cannot swap for one without values."""
+    """A model with a 0-d parameter of its own.
+
+    torch cannot swap such a one for one without values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +149,10 @@ def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, m
 
 
 class TablesAndMeasures(nn.Module):
-    """Begins with the first of its repeated modules, so that one stage cannot begin where half of them begin."""
+    """A model that begins with the first of its repeated modules.
+
+    So one stage cannot begin where half of them begin.
+    """
 
     def __init__(self) -> None:
         super().__init__()

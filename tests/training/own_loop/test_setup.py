@@ -1,4 +1,4 @@
-"""`paceline.setup`: a loop of one's own does the same work on any number of ranks, and what cannot work is said at once."""
+"""`paceline.setup`: the same work on any number of ranks, or a clear error."""
 
 from __future__ import annotations
 

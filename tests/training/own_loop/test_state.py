@@ -40,7 +40,11 @@ def network(outputs: int = CLASSES) -> nn.Module:
 
 
 class Gan:
-    """Two models, two optimizers, a schedule with integer keys, an average, a second loader and a learned number, under way."""
+    """A loop with every kind of state, under way.
+
+    Two models, two optimizers, a schedule with integer keys, an average, a second loader and a learned
+    number.
+    """
 
     def __init__(self) -> None:
         g, d = network(FEATURES), network(1)

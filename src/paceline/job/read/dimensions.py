@@ -8,7 +8,9 @@ from paceline.job.spec import Spec
 
 
 class Dimensions(Spec):
-    """`{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}` and what else it is not alike in.
+    """Dimensions of a language model in place of its code.
+
+    For example `{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}`.
 
     `ffn` is 4 × hidden where not given, `kv_heads` as many as heads. `gated`: three matrices in each feed-forward part (SwiGLU) instead of
     two. `tied`: the head is the embedding. `positions`: a table of learned positions. `dropout`:

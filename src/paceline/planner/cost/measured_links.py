@@ -102,11 +102,17 @@ class Links:
         return layout.microbatches * total
 
     def hop_s(self, layout: Layout, boundary: float) -> float:
-        """Seconds of sending one microbatch's activations, `boundary` elements per sample, to the next stage."""
+        """Seconds to send a microbatch's activations to the next stage.
+
+        `boundary` is their number of elements per sample.
+        """
         return self.message_s(boundary * layout.samples * 4, "pp")
 
     def step_s(self, layout: Layout) -> float:
-        """Seconds of a step's small agreement beyond those of shared memory. 0 for a replica of one rank on one host."""
+        """Seconds of a step's small agreement beyond those of shared memory.
+
+        0 for a replica of one rank on one host.
+        """
         if layout.ranks == 1:
             return 0.0
         axis = next((a for a in _REPLICA if a in self.far), next((a for a in _REPLICA if getattr(layout, a) > 1), "dp"))

@@ -149,7 +149,10 @@ def _of_rank(layout: Layout, memory_model: MemoryModel, stage: int, chunks: tupl
 
 
 def _state(layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]) -> tuple[float, float, float, float, float]:
-    """Bytes of parameters, gradients, optimizer state, FSDP's gathered tensors, and an update's temporaries."""
+    """Bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
+
+    Gathered by FSDP, temporary during an update.
+    """
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule == "zero-bubble" and chunks[0].outside and chunks[-1].outside):
         dense -= layout.trace.tied / layout.tp

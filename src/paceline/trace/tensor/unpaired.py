@@ -1,4 +1,4 @@
-"""Unpaired layers: embeddings, output heads and large layers whose weights are divided alone, along their rows."""
+"""Unpaired layers: embeddings, output heads and other large layers, divided along their rows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(run_or_folder: Path, out: Path) -> None:
-    """Write the model of the newest whole checkpoint as one safetensors file for `model.load_state_dict(load_file(out))`.
+    """Write the model of the newest whole checkpoint as one safetensors file.
+
+    For `model.load_state_dict(load_file(out))`.
 
     It is the model that the run evaluates: floating-point buffers (statistics of batch norms) are averaged over the ranks.
     `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under each of their names. No more
@@ -46,7 +48,9 @@ def export(run_or_folder: Path, out: Path) -> None:
 
 
 def export_hf(run: Path, out: Path) -> None:
-    """Write the model of the newest whole checkpoint as a folder for transformers' `AutoModel….from_pretrained(out)`.
+    """Write the model of the newest whole checkpoint as a Hugging Face folder.
+
+    For transformers' `AutoModel….from_pretrained(out)`.
 
     The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files with an index; tied
     weights once, all under the names of published checkpoints of the architecture. Needs room for the weights twice, but no memory for

@@ -2,7 +2,8 @@
 
     checkpoints/step-00000100/rank-0.safetensors
                               rank-1.safetensors
-                              manifest.json       format, step, mesh, values; of every shard bytes and SHA-256; of every tensor its pieces
+                              manifest.json       format, step, mesh, values; each shard's size and SHA-256;
+                                                  each tensor's pieces
 
 A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file
 of one rank. So nothing in a checkpoint depends on the plan that wrote it but the number and size of the

@@ -290,7 +290,10 @@ class OwnLoop(Engine):
         return own_state.load(self, Path(folder), objects)
 
     def export(self, path: str | Path) -> None:
-        """Write the model that `evaluate` measures as one safetensors file, for `model.load_state_dict(load_file(path))`."""
+        """Write the model that `evaluate` measures as one safetensors file.
+
+        For `model.load_state_dict(load_file(path))`.
+        """
         own_state.export(self, Path(path))
 
     def clear(self) -> None:

@@ -43,7 +43,11 @@ class RecentSteps:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     def sentence(self) -> str:
-        """`epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · 0:12 left · 71 % compute, 18 % comm, 6 % data`."""
+        """Summary of the newest steps.
+
+        For example `epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · 0:12 left · 71 % compute, 18 %
+        comm, 6 % data`.
+        """
         if not self.steps:
             return "starting"
         newest = self.steps[-1]

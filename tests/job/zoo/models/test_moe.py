@@ -127,7 +127,10 @@ def test_nothing_is_dropped_without_a_capacity() -> None:
 
 
 def test_a_token_is_dropped_for_no_later_token_and_no_other_sequence() -> None:
-    """Or the model would see the future in training, and what it computes would depend on how a batch is divided."""
+    """Attention is causal.
+
+    Otherwise the model would see the future, and a batch's division would change the result.
+    """
     model, x = small(capacity=0.6), tokens(4)
     output = model(x)
     assert moe_counts(model)["dropped"] > 0

@@ -1,4 +1,7 @@
-"""SimCLR: representations learned without labels, from two random views of each image (Chen et al., 2020, arXiv:2002.05709)."""
+"""SimCLR: representations learned without labels (Chen et al., 2020, arXiv:2002.05709).
+
+Every image gives two random views, whose representations are to be near.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ class SimCLR(nn.Module):
 
 @torch.no_grad()
 def random_view(images: Tensor) -> Tensor:
-    """A random crop (40 to 100 % of each side), flip, contrast and brightness of each image (n, c, h, w); the same shape."""
+    """Random crop, flip, contrast and brightness of images (n, c, h, w).
+
+    The crop keeps 40 to 100 % of each side; the shape stays.
+    """
     n, device = len(images), images.device
     scale = torch.empty(n, device=device).uniform_(0.4, 1.0)
     shift = torch.empty(n, 2, device=device).uniform_(-1, 1) * (1 - scale)[:, None]  # the crop stays within the image

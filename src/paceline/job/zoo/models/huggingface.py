@@ -60,7 +60,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
 
 
 def image_shape(file: Path, args: dict[str, Any]) -> tuple[int, ...] | None:
-    """The images that a configuration asks for (channels, height, width), or None where it leaves their size open."""
+    """Image shape (channels, height, width) of a configuration; None where it is open."""
     config = _config(file, args)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if isinstance(size, int):

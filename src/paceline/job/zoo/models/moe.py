@@ -1,4 +1,6 @@
-"""A GPT whose MLPs are mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961).
+"""A GPT whose MLPs are mixtures of experts.
+
+Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961.
 
 What a sequence's tokens are given never depends on the other sequences of a batch: capacity and balance are those of a sequence, so every
 division of a batch over microbatches and ranks computes the same.
@@ -250,7 +252,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden, inner), std=0.02 / math.sqrt(2 * layers)))
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Tokens (tokens, hidden) to the sums of what their experts (tokens, k) make of them, weighted by (tokens, k).
+        """Weighted sums of the experts' outputs for every token.
+
+        Takes tokens (tokens, hidden), and for each its experts and weights (tokens, k).
 
         An index of `num_experts` stands for none.
         """
