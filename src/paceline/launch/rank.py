@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.emulate.hosts import enter_host
+from paceline.deferred_compiler import defer_compiler
 from paceline.errors import ClusterError, on_failure
 from paceline.job.read.imports import load_object
 from paceline.launch.failure import ErrorRecord
@@ -62,6 +63,7 @@ def run(
         enter_host(environment.host)  # before torch, or anything of the user's, starts a thread
         _pin(environment)
         prepare()
+        defer_compiler()
         target, *arguments = module_args
         load_object(target)(arguments)
     except SystemExit as error:

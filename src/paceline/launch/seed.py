@@ -125,6 +125,12 @@ class Seed:
                     self._ready = self._ready or self._answer()
         return self._ready["unfit"] if self._ready else None
 
+    def will_import(self, modules: Sequence[str]) -> None:
+        """Have it import these before the next fork; nothing waits for that here."""
+        with self._lock, suppress(OSError):  # a lost seed is told by the next fork
+            if modules:
+                send(self._socket, {"do": "import", "modules": list(modules)})
+
     def fork(
         self, module_args: Sequence[str], variables: Mapping[str, str], environment: RankEnvironment, listener: socket.socket | None
     ) -> ForkedRank:
@@ -184,10 +190,14 @@ _shared: Seed | None = None
 _sharing = threading.Lock()
 
 
-def warm_up() -> None:
-    """Start the shared seed, so that it imports torch while this process does other things."""
+def warm_up(*modules: str) -> None:
+    """Start the shared seed, if it is not there, so that it imports torch while this process does other things.
+
+    Args:
+        modules: what it is to import besides, for ranks that all need it. They may start no thread.
+    """
     if why_not() is None:
-        seed_for({**DEFAULTS, **os.environ})
+        seed_for({**DEFAULTS, **os.environ}).will_import(modules)
 
 
 def seed_for(variables: Mapping[str, str]) -> Seed:

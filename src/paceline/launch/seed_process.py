@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.deferred_compiler import defer_compiler
 from paceline.launch.rank import PR_SET_PDEATHSIG, run
 from paceline.launch.seed import receive, send
 from paceline.rank_environment import RankEnvironment
 
-# What every rank needs: torch's first optimizer imports _dynamo, which imports most of the others.
-_IMPORTS = ("paceline.training.loop", "torch._dynamo")
+_IMPORTS = ("paceline.training.loop",)  # what every rank needs
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def main() -> None:
 def _imported() -> str | None:
     """Import what ranks need. Returns why no rank may be forked from this process."""
     gc.disable()
+    defer_compiler()
     try:
         for name in _IMPORTS:
             importlib.import_module(name)
@@ -82,6 +83,14 @@ def _imported() -> str | None:
     if any(os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia-uvm") for fd in os.listdir("/proc/self/fd") if _is_open(fd)):
         return "something that is imported has started CUDA, which no fork survives"
     return None
+
+
+def _import_more(modules: list[str]) -> None:
+    """Import what some ranks need. What cannot be imported, the ranks will meet and show."""
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.freeze()
 
 
 def _is_open(descriptor: str) -> bool:
@@ -98,7 +107,11 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
         message, descriptors = receive(channel)
         if message is None:
             return None
-        if message.pop("do") == "wait":
+        do = message.pop("do")
+        if do == "import":
+            _import_more(message["modules"])
+            continue
+        if do == "wait":
             send(channel, {"code": os.waitstatus_to_exitcode(os.waitpid(message["pid"], 0)[1])})
             continue
         try:

@@ -17,6 +17,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate.hosts import LinkBytes
 from paceline.console import Console as SafeConsole
+from paceline.deferred_compiler import COMPILER
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
@@ -89,6 +90,9 @@ def train(
         # From here to the end the directory is this process's; of a new run, once it is known where.
         lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
         choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+        if choice.plan.compile != "off" or choice.plan.splits:
+            # It brings all that the splits need of torch, too.
+            warm_up(COMPILER)
         refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
             lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -69,6 +70,6 @@ def shard_parameter(
 
 def local(parameter: Tensor) -> Tensor:
     """The local memory of a parameter or gradient: a DTensor's shard, or the tensor itself."""
-    from torch.distributed.tensor import DTensor
-
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    # Where nothing has made a DTensor, their import would take most of a short run's time.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return parameter.to_local() if tensors is not None and isinstance(parameter, tensors.DTensor) else parameter

@@ -45,7 +45,9 @@ class StepRecorder(Callback):
         self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
         self.epoch_steps = epoch_steps
         self.use = ResourceUse(engine)
-        self.board = _tensorboard(run) if engine.group.rank == 0 else None
+        self._run = run
+        self._writes_events = engine.group.rank == 0
+        self._board: TensorBoard | None = None
         self._waiting: dict[int, str] = {}
 
     def on_step(self, info: StepInfo) -> None:
@@ -56,7 +58,7 @@ class StepRecorder(Callback):
         self._waiting[result.step] = _STEP % (result.step, epoch, time.time(), loss, result.samples, info.local_samples, lr, norm)
         if result.timing is not None:
             self._write(result.timing)
-        if self.board is not None and self.use.fresh:
+        if self._writes_events and self.use.fresh:
             self._to_tensorboard(result, lr)
 
     def close(self) -> None:
@@ -64,8 +66,8 @@ class StepRecorder(Callback):
         for step in sorted(self._waiting):
             self._write(Timing(step))
         self.lines.close()
-        if self.board is not None:
-            self.board.close()
+        if self._board is not None:
+            self._board.close()
 
     def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Validation metrics for TensorBoard (the run's own record of them is an event)."""
@@ -90,12 +92,16 @@ class StepRecorder(Callback):
 
         Half a record would make everything after it unreadable.
         """
-        if self.board is None:
+        if not self._writes_events:
             return
         try:
-            self.board.scalars(step, values)
+            # Imported and opened for the first values, so that no first step waits for it.
+            self._board = self._board or TensorBoard(self._run / "tensorboard")
+            self._board.scalars(step, values)
+        except ImportError:
+            self._writes_events = False
         except RunError as error:
-            self.board = None
+            self._writes_events = False
             print(f"{error} Training goes on without TensorBoard's file.", file=sys.stderr, flush=True)
 
 
@@ -221,14 +227,6 @@ def _gpu_counters(device: torch.device) -> tuple[Callable[[], dict[str, Any]] | 
         }
 
     return read, [gpu_energy(pynvml, handle)]
-
-
-def _tensorboard(run: Path) -> TensorBoard | None:
-    """A writer of TensorBoard events, or None where TensorBoard is not installed."""
-    try:
-        return TensorBoard(run / "tensorboard")
-    except ImportError:
-        return None
 
 
 def _json(x: float) -> str:

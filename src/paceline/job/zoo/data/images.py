@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,11 +54,25 @@ def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -
     The grey plane is repeated over the channels without a copy.
     """
     channels, height, width = _image_shape("digits", spec.shape or input_shape or (1, 8, 8))
-    digits = optional_package("sklearn.datasets", "scikit-learn").load_digits()
+    images, labels = _digits()
     mean, std = _DIGITS
-    grey = torch.from_numpy(digits.images).float().div_(16).sub_(mean).div_(std).unsqueeze(1)
+    grey = torch.from_numpy(images).float().div_(16).sub_(mean).div_(std).unsqueeze(1)
     inputs = _resize(grey, (height, width)).expand(-1, channels, -1, -1)
-    return split(TensorSamples(inputs, torch.from_numpy(digits.target).long()), spec, seed)
+    return split(TensorSamples(inputs, torch.from_numpy(labels).long()), spec, seed)
+
+
+def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Images (1797, 8, 8) of 0 to 16 and their labels, from the file that scikit-learn brings.
+
+    It is read without importing scikit-learn, which takes longer than the rest of a short run.
+    """
+    package = find_spec("sklearn")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
+    if file is None or not file.is_file():
+        digits = optional_package("sklearn.datasets", "scikit-learn").load_digits()
+        return digits.images, digits.target
+    table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
 def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:

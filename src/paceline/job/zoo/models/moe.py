@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as _not_compiled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, FunctionCtx
 
@@ -194,7 +195,7 @@ class Router(nn.Module):
         weight = 1 / max(n, 1) if given is None else given.to(of_sequence.dtype)
         return self.balance * (weight * of_sequence).sum()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     @torch.no_grad()
     def _count(self, index: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1 or without_values(index):

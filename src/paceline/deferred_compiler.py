@@ -1,0 +1,100 @@
+"""torch's compiler, imported when it is first used instead of by every optimizer.
+
+torch's optimizers import `torch._dynamo` to tell a compiler where not to look (torch/optim/optimizer.py, torch/_compile.py).
+That takes as long as `import torch`, and is for nothing in a rank that compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo.config"  # a module whose import brings the compiler itself
+_NAME = "torch._dynamo"
+
+
+def defer_compiler() -> None:
+    """Have `import torch._dynamo` bring a stand-in, in this process, unless it is imported already.
+
+    The stand-in knows what eager optimizers call. Any other use of it imports the compiler, which takes its place.
+    """
+    if _NAME not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _StandIn(ModuleType):
+    """`torch._dynamo` before the compiler is used.
+
+    Attributes:
+        disabled: functions that the compiler is to leave alone, and whether what they call, too.
+    """
+
+    def __init__(self, name: str, file: str | None) -> None:
+        super().__init__(name)
+        # Asked for by whoever looks through all modules, as `inspect` does.
+        self.__file__ = file
+        self.disabled: list[tuple[Any, bool]] = []
+
+    def graph_break(self, msg: str = "") -> None:
+        """Do nothing while nothing is compiled."""
+        if not self._waits():
+            self._compiler().graph_break(msg)
+
+    def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **more: Any) -> Any:
+        """Return the function to `torch._disable_dynamo`, which keeps it in an attribute that is put right later."""
+        if wrapping or more or fn is None or not self._waits():
+            return self._compiler().disable(fn, recursive, wrapping=wrapping, **more)
+        self.disabled.append((fn, recursive))
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        # The path is asked for by the import of a module of the compiler, and while this one is made.
+        if name.startswith("__") and (name != "__path__" or _NAME not in sys.modules):
+            raise AttributeError(name)
+        return getattr(self._compiler(), name)
+
+    def _waits(self) -> bool:
+        return sys.modules.get(_NAME) is self
+
+    def _compiler(self) -> Any:
+        if self._waits():
+            # The finder steps aside while a stand-in is being replaced.
+            del sys.modules[_NAME]
+            compiler: Any = importlib.import_module(_NAME)
+            for fn, recursive in self.disabled:
+                fn.__dynamo_disable = compiler.disable(fn, recursive, wrapping=False)
+        return sys.modules[_NAME]
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finder of the stand-in, and of modules that came with the compiler while one of them was being imported.
+
+    Python looks for such a module once the package's path is known, and would load it a second time.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        """A specification for the first import of the compiler, and for a module of it that is there."""
+        there = name.startswith(f"{_NAME}.") and name in sys.modules
+        return ModuleSpec(name, self) if there or (name == _NAME and not self.made) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The stand-in, or the module that is there, whose own specification is kept."""
+        if spec.name != _NAME:
+            spec.loader_state = sys.modules[spec.name].__spec__
+            return sys.modules[spec.name]
+        self.made = True
+        real = PathFinder.find_spec(_NAME, sys.modules["torch"].__path__)
+        return _StandIn(_NAME, real.origin if real else None)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module that was there its own specification back."""
+        spec = module.__spec__
+        if spec is not None and spec.loader is self and spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
