@@ -39,7 +39,7 @@ from paceline.planner.knobs import KNOBS
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan, cores_of
 from paceline.stats import Interval, median_interval
-from paceline.tuning.auto import Choice, choose
+from paceline.tuning.auto import AutoChoice, choose
 from paceline.tuning.candidate import TrialCandidate, part_of
 from served import Ranks
 
@@ -76,7 +76,7 @@ def main() -> None:
 class Timed:
     """A choice of auto and the seconds that it took."""
 
-    choice: Choice
+    choice: AutoChoice
     seconds: float
 
     @property

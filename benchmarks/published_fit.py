@@ -24,7 +24,7 @@ from paceline.planner.cost import compute, constants, stages
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.planner.cost.traffic import all_reduce_s, link_path
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 from published import TABLES
 from published_rows import Row, read, set_aside
 
@@ -95,7 +95,7 @@ def collectives() -> Callable[[dict[str, float]], np.ndarray]:
     machines = Machines(CATALOGUE["A100-SXM-80"], 1, 8, CATALOGUE["A100-SXM-80"].network)
 
     def logs(_: dict[str, float]) -> np.ndarray:
-        paths = {size: link_path(Layout(Trace(()), machines, tp=size), "tp") for size in range(2, 9)}
+        paths = {size: link_path(Layout(ModelTrace(()), machines, tp=size), "tp") for size in range(2, 9)}
         pairs = ((all_reduce_s(float(row["bytes"]), paths[int(row["group_size"])]), float(row["time_ms"]) / 1e3) for row in timed)
         return np.array([np.log(ours / measured) for ours, measured in pairs])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finished_runs import STEPS, runs_of, setting
+from handmade_runs import STEPS, runs_of, setting
 from paceline.benchmark.caveats import caveats
 from paceline.benchmark.settings import Setting
 from paceline.benchmark.summary import FinishedRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finished_runs import result, runs_of, setting
+from handmade_runs import result, runs_of, setting
 from paceline.benchmark.limits import excess_s, limits_of
 from paceline.benchmark.result import MeasuredSetting
 from paceline.engine.meter import PARTS

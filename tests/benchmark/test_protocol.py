@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import paceline
 from commands import write_job
-from finished_runs import runs_of, setting
+from handmade_runs import runs_of, setting
 from paceline.benchmark.directory import BenchmarkDirectory
 from paceline.benchmark.protocol import rounds
 from paceline.errors import JobError, LaunchError, PlanError, RunError

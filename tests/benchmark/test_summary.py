@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finished_runs import result, runs_of, setting
+from handmade_runs import result, runs_of, setting
 from paceline.benchmark.result import RankUse
 from paceline.benchmark.summary import FinishedRun, finished
 from paceline.engine.meter import PARTS

@@ -6,10 +6,10 @@ import io
 
 from rich.console import Console
 
+from handmade_reports import alike, report, setting
 from paceline.benchmark.result import Report
 from paceline.benchmark.table import WIDTH, definitions, figures, show
 from paceline.benchmark.words import on_cores
-from reports import alike, report, setting
 
 
 def screen(of: Report) -> str:

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from commands import paceline, write_job
-from grids import save_all
 from paceline.job.job import Job
 from paceline.training.checkpoint.writer import Snapshot
 from paceline.training.record.run import Run
+from single_process_mesh import save_all
 
 
 def trained(job: Path) -> Run:

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from commands import paceline
-from found_plans import RARER, cluster, found, job
+from handmade_search import RARER, cluster, found, job
 from paceline.cli import app
 from paceline.cli import plan as command
 from paceline.cli.plan_screen import fitted, show

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commands import paceline, write_job
-from reports import report
+from handmade_reports import report
 
 
 def test_it_writes_the_page_of_a_run_and_says_where(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline
-from families import family_job
+from model_families import family_job
 from paceline.comm.backend import joined
 from paceline.data.loader import held_out_batches
 from paceline.engine.engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from families import family_job
+from model_families import family_job
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.parity.check import check_all

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from families import family_job
+from model_families import family_job
 from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.plans.plan import Plan

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from families import family_job
+from model_families import family_job
 from paceline.parity.check import TOLERANCES, Parity
 from paceline.parity.ranks import run_plan, run_reference
 from paceline.plans.plan import Plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from found_plans import cluster, job
+from handmade_search import cluster, job
 from paceline.cluster.cluster import Cluster
 from paceline.errors import ClusterError, PlanError
 from paceline.planner.check.check_plan import check_plan

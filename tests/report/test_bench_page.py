@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from browser import Browser
+from handmade_reports import alike, around, rank_use, report, setting
 from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.benchmark.words import on_cores
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.report.definitions import DEFINITIONS
 from paceline.report.page import write_bench_page
-from reports import alike, around, rank_use, report, setting
 
 needs_chromium = pytest.mark.needs_chromium
 CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]

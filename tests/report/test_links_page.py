@@ -8,8 +8,8 @@ import pytest
 
 from browser import Browser
 from paceline.comm.measure.limit import Limit
-from paceline.comm.measure.links import LeftOut, Measured
-from paceline.comm.measure.speed import Speed
+from paceline.comm.measure.links import LeftOut, TransportMeasurement
+from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.report.links_view import write_links_page
 
 pytestmark = pytest.mark.needs_chromium
@@ -17,19 +17,19 @@ SIZES = (2**10, 2**20, 2**24)
 LIMIT = Limit((0, 1), copies={2**24: (8e9, 1e10)}, stream=1e8, latency_s=2e-5)
 
 
-def measured(*, wrong: int = 0) -> list[Measured]:
+def measured(*, wrong: int = 0) -> list[TransportMeasurement]:
     """Two transports between two hosts; one knows a second algorithm, and leaves its largest size out."""
-    gloo = [Speed("gloo", 2, size, 1e-3 + size / 8e7, calls=5, wrong=0) for size in SIZES]
-    ring = [Speed("gloo", 2, size, 2e-3 + size / 9e7, algorithm="ring", wrong=wrong) for size in SIZES[:-1]]
-    messages = [Speed("gloo", 2, size, 5e-4 + size / 9e7, "send_receive", wrong=0) for size in SIZES]
-    tcp = [Speed("tcp", 2, size, 1e-4 + size / 9.5e7, wrong=0) for size in SIZES]
+    gloo = [CollectiveSpeed("gloo", 2, size, 1e-3 + size / 8e7, calls=5, wrong=0) for size in SIZES]
+    ring = [CollectiveSpeed("gloo", 2, size, 2e-3 + size / 9e7, algorithm="ring", wrong=wrong) for size in SIZES[:-1]]
+    messages = [CollectiveSpeed("gloo", 2, size, 5e-4 + size / 9e7, "send_receive", wrong=0) for size in SIZES]
+    tcp = [CollectiveSpeed("tcp", 2, size, 1e-4 + size / 9.5e7, wrong=0) for size in SIZES]
     return [
-        Measured("gloo", LIMIT, [*gloo, *ring, *messages], [LeftOut("all_reduce", "ring", SIZES[-1], 1.7)]),
-        Measured("tcp", LIMIT, tcp, note="</script><script>window.stolen = 1</script>"),
+        TransportMeasurement("gloo", LIMIT, [*gloo, *ring, *messages], [LeftOut("all_reduce", "ring", SIZES[-1], 1.7)]),
+        TransportMeasurement("tcp", LIMIT, tcp, note="</script><script>window.stolen = 1</script>"),
     ]
 
 
-def page(folder: Path, values: list[Measured]) -> Path:
+def page(folder: Path, values: list[TransportMeasurement]) -> Path:
     return write_links_page(values, "two hosts", "paceline links --plot links.html", {"torch": "2.13.0", "cores": 2}, folder / "links.html")
 
 

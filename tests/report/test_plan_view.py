@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from browser import Browser
-from found_plans import RARER, candidate, cluster, found, job
+from handmade_search import RARER, candidate, cluster, found, job
 from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.advice import Advice
 from paceline.planner.explain.batch_advice import BatchAdvice, BatchPoint

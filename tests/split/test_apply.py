@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from families import ZOO, family_job
+from model_families import ZOO, family_job
 from paceline.comm import Group
 from paceline.errors import NonFiniteError, PlanError
 from paceline.job.zoo.models.gpt import GPT

@@ -22,7 +22,7 @@ from paceline.job.model_call import call
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace import build as tracing
 from paceline.trace.build import trace
-from paceline.trace.graph import Block, Trace
+from paceline.trace.graph import BlockTrace, ModelTrace
 from paceline.trace.model_info import model_info, without_memory
 from paceline.trace.sample import batch_of, with_values
 from paceline.trace.tensor.proof import prove
@@ -129,7 +129,7 @@ def test_a_trace_of_hugging_face_models_has_every_parameter_and_every_flop(name:
     assert found.notes == ()
 
 
-def kept(found: Trace, number: int) -> float:
+def kept(found: ModelTrace, number: int) -> float:
     return number * sum(block.kept_inside + block.kept_outside for block in found)
 
 
@@ -202,7 +202,7 @@ def test_work_between_single_layers_is_not_lost() -> None:
     assert found.tokens == 1
 
 
-def divided(block: Block) -> list[str]:
+def divided(block: BlockTrace) -> list[str]:
     return [gemm.divided for gemm in block.gemms for _ in range(gemm.times)]
 
 

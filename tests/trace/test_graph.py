@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.trace.graph import Block, Gemm, Trace
+from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
-LAYER = Block("layer", "layers.0", (Gemm(8, 4, 4, divided="n"), Gemm(8, 8, 2, batch=2, divided="batch")), matrices=16, vectors=4)
-HEAD = Block("head", "", (Gemm(8, 100, 4),), matrices=400)
+LAYER = BlockTrace("layer", "layers.0", (Gemm(8, 4, 4, divided="n"), Gemm(8, 8, 2, batch=2, divided="batch")), matrices=16, vectors=4)
+HEAD = BlockTrace("head", "", (Gemm(8, 100, 4),), matrices=400)
 
 
 def test_flops_are_two_for_each_multiplication_in_every_head_and_repetition() -> None:
@@ -15,15 +15,15 @@ def test_flops_are_two_for_each_multiplication_in_every_head_and_repetition() ->
     assert Gemm(8, 8, 2, batch=3, times=2).flops == 2 * 3 * 2 * 8 * 8 * 2
     assert Gemm(8, 8, 2, batch=3, causal=True).flops == Gemm(8, 8, 2, batch=3).flops
     assert LAYER.flops == 2 * 8 * 4 * 4 + 2 * 2 * 8 * 8 * 2
-    assert Trace((LAYER, LAYER, HEAD)).flops == 2 * LAYER.flops + HEAD.flops
+    assert ModelTrace((LAYER, LAYER, HEAD)).flops == 2 * LAYER.flops + HEAD.flops
 
 
 def test_a_parameter_that_stands_in_two_blocks_counts_once() -> None:
-    tied = Trace((replace(HEAD, kind="embedding"), LAYER, HEAD), tied=400)
+    tied = ModelTrace((replace(HEAD, kind="embedding"), LAYER, HEAD), tied=400)
     assert tied.parameters == 400 + 20
 
 
 def test_neighbours_that_are_equal_are_one_run() -> None:
     other = replace(LAYER, kernels=5)
-    assert Trace((LAYER, LAYER, other, LAYER, HEAD)).runs == ((LAYER, 2), (other, 1), (LAYER, 1), (HEAD, 1))
-    assert list(Trace((LAYER, HEAD))) == [LAYER, HEAD]
+    assert ModelTrace((LAYER, LAYER, other, LAYER, HEAD)).runs == ((LAYER, 2), (other, 1), (LAYER, 1), (HEAD, 1))
+    assert list(ModelTrace((LAYER, HEAD))) == [LAYER, HEAD]

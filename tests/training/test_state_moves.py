@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grids import SHAPES, meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import CheckpointError
 from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
 from paceline.training.checkpoint.reader import Loaded, load, load_latest
 from paceline.training.state import restore, snapshot
+from single_process_mesh import SHAPES, meshes, own_parts, parts_of, random_tensors, save_all
 
 ADAM: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=0.1)  # noqa: E731
 

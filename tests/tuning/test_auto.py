@@ -27,7 +27,7 @@ from paceline.plans.plan import Plan
 from paceline.runner.train import choose_plan
 from paceline.training.record.run import Run
 from paceline.tuning import auto
-from paceline.tuning.auto import Choice, choose, remember_run
+from paceline.tuning.auto import AutoChoice, choose, remember_run
 from paceline.tuning.forecast import predicted
 from paceline.tuning.result import TuningResult
 
@@ -64,7 +64,7 @@ def network(folder: Path, body: str, **changes: Any) -> Job:
     return Job.load(write_job(folder / "job.yaml", **({"model": "net.py:Net", "data": IMAGES, **WITHOUT_BOUND} | changes)))
 
 
-def verdicts(choice: Choice) -> dict[str, str]:
+def verdicts(choice: AutoChoice) -> dict[str, str]:
     """What was said of each plan and knob."""
     rows = [re.split(r" {2,}", line.strip()) for line in choice.lines if line.startswith("  ")]
     return {row[0]: row[-1] for row in rows[1:]}
@@ -259,8 +259,8 @@ def test_the_default_and_one_rank_are_predicted_beside_the_best(tmp_path: Path) 
 def test_a_run_tells_what_its_prediction_was_worth(tmp_path: Path, steps: int, kept_pairs: int) -> None:
     job = Job.load(write_job(tmp_path / "job.yaml"))
     run: Any = SimpleNamespace(steps=lambda: [{}] * steps, throughput=job.global_batch / 0.002)
-    remember_run(Choice(Plan(), forecast=steps_of_1_ms("dp=1")), job, CLUSTER, run)
-    remember_run(Choice(Plan()), job, CLUSTER, run)
+    remember_run(AutoChoice(Plan(), forecast=steps_of_1_ms("dp=1")), job, CLUSTER, run)
+    remember_run(AutoChoice(Plan()), job, CLUSTER, run)
     assert [(pair.plan, pair.predicted_s, pair.measured_s) for pair in pairs(CLUSTER)] == [("dp=1", 0.001, 0.002)] * kept_pairs
 
 

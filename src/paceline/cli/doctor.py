@@ -48,7 +48,7 @@ def command(
             _show_findings(console, title, findings)
         everything = [finding for findings in sections.values() for finding in findings]
         problems = [finding for finding in everything if finding.level == "problem"]
-        measured = Measured() if isinstance(torch, str) else _measured(console, host, process, problems)
+        measured = ProbeResults() if isinstance(torch, str) else _measured(console, host, process, problems)
     _show_measured(console, host, measured, busy=any(f.topic == "load" and f.level == "note" for f in everything))
     console.print(_verdict(everything))
     if as_json:
@@ -59,11 +59,11 @@ def command(
 
 
 @dataclass
-class Measured:
+class ProbeResults:
     """Results of the probe, and reasons for what could not be measured."""
 
     local: list[probe.ProbedSpeed] = field(default_factory=list)
-    collectives: list[list[speed.Speed]] = field(default_factory=list)  # of each launch
+    collectives: list[list[speed.CollectiveSpeed]] = field(default_factory=list)  # of each launch
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -118,14 +118,14 @@ def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> 
     }
 
 
-def _measured(console: Console, host: Host, process: probe.Probe, problems: list[Finding]) -> Measured:
+def _measured(console: Console, host: Host, process: probe.Probe, problems: list[Finding]) -> ProbeResults:
     """Measure everything possible.
 
     No ranks are started if a known problem keeps them from training.
     """
     from paceline.errors import PacelineError
 
-    started, measured = time.monotonic(), Measured()
+    started, measured = time.monotonic(), ProbeResults()
     with console.status("measuring matrix products and memory"):
         try:
             for s in process.speeds():
@@ -142,7 +142,7 @@ def _measured(console: Console, host: Host, process: probe.Probe, problems: list
     return measured
 
 
-def _measure_collectives(console: Console, host: Host, measured: Measured) -> None:
+def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -> None:
     from paceline.errors import PacelineError
 
     least, most = _RANKS
@@ -194,7 +194,7 @@ def _show_findings(console: Console, title: str, findings: list[Finding]) -> Non
     console.print(table)
 
 
-def _show_measured(console: Console, host: Host, measured: Measured, *, busy: bool) -> None:
+def _show_measured(console: Console, host: Host, measured: ProbeResults, *, busy: bool) -> None:
     console.print(f"\n[bold]measured now[/] in {measured.seconds:.1f} s" if measured.seconds else "\n[bold]nothing was measured[/]")
     if measured.local:
         _show_local(console, host, measured.local)
@@ -234,7 +234,7 @@ def _show_local(console: Console, host: Host, speeds: list[probe.ProbedSpeed]) -
     )
 
 
-def _show_collectives(console: Console, speeds: list[speed.Speed]) -> None:
+def _show_collectives(console: Console, speeds: list[speed.CollectiveSpeed]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
@@ -272,5 +272,5 @@ def _rate(s: probe.ProbedSpeed) -> str:
     return str(flops(s.value))
 
 
-def _bandwidths(s: speed.Speed) -> tuple[str, str, str]:
+def _bandwidths(s: speed.CollectiveSpeed) -> tuple[str, str, str]:
     return f"{s.time_s * 1e6:,.0f} µs", f"{s.algorithm_bandwidth / 1e9:.3g}", f"{s.bus_bandwidth / 1e9:.3g}"

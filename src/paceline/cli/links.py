@@ -16,7 +16,7 @@ from paceline.rank_environment import is_rank
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
-    from paceline.runner.links import Found, Wanted
+    from paceline.runner.links import LinkResults, Wanted
 
 EXAMPLE = "Example: paceline links --transports shm,tcp --sizes 1KiB,1MiB"
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -65,7 +65,7 @@ def command(
     _report(found, where, plot, as_json=as_json)
 
 
-def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
+def _launched(where: Cluster, ranks: int, wanted: Wanted) -> LinkResults:
     from paceline.console import Console
     from paceline.runner.links import measure_links
 
@@ -73,12 +73,12 @@ def _launched(where: Cluster, ranks: int, wanted: Wanted) -> Found:
         return measure_links(where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks"))
 
 
-def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
+def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
     """Measure as one of torchrun's ranks, which can join over one transport only.
 
     Returns None except on rank 0.
     """
-    from paceline.runner.links import Found, measure_as_rank
+    from paceline.runner.links import LinkResults, measure_as_rank
     from paceline.runner.torchrun import fail
 
     if named is not None and len(wanted.transports) > 1:
@@ -87,10 +87,10 @@ def _as_rank(wanted: Wanted, named: str | None) -> Found | None:
         measured = measure_as_rank(wanted.transports[0] if named else "auto", wanted)
     except Exception as error:  # noqa: BLE001 - torchrun is told, whatever it was
         fail(error)
-    return Found([measured]) if measured else None
+    return LinkResults([measured]) if measured else None
 
 
-def _report(found: Found, where: Cluster, plot: Path | None, *, as_json: bool) -> None:
+def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: bool) -> None:
     """Report all results on the screen, a page and as JSON; then raise their problems."""
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment

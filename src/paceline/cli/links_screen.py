@@ -19,9 +19,9 @@ from paceline.units import bandwidth, digits, percent, seconds
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.comm.measure.limit import Limit
-    from paceline.comm.measure.links import LeftOut, Measured
-    from paceline.comm.measure.speed import Speed
-    from paceline.runner.links import Found
+    from paceline.comm.measure.links import LeftOut, TransportMeasurement
+    from paceline.comm.measure.speed import CollectiveSpeed
+    from paceline.runner.links import LinkResults
 
 _WIDTH = 116
 _COLUMNS = 8  # sizes beside each other
@@ -40,7 +40,7 @@ _SECTIONS = {
 }
 
 
-def show(found: Found, where: Cluster, console: Console) -> None:
+def show(found: LinkResults, where: Cluster, console: Console) -> None:
     """Everything that was found, then what the figures mean."""
     from paceline.comm.measure.limit import Limit
     from paceline.comm.measure.links import caveats
@@ -83,7 +83,7 @@ def _stated(where: Cluster) -> str:
     return " to ".join(f"{rate * 1e3:g} Mbit/s" if rate < 1 else f"{rate:g} Gbit/s" for rate in {rates[0], rates[-1]}) if rates else ""
 
 
-def _show_collective(console: Console, collective: str, measured: Sequence[Measured], limit: Limit) -> None:
+def _show_collective(console: Console, collective: str, measured: Sequence[TransportMeasurement], limit: Limit) -> None:
     title, about = _SECTIONS[collective]
     console.print()
     console.print(Rule(Text.assemble((title, "bold"), f"  {about}"), align="left", style="dim", characters="─"))
@@ -92,7 +92,7 @@ def _show_collective(console: Console, collective: str, measured: Sequence[Measu
         console.print(_table(collective, sizes[start : start + _COLUMNS], measured, limit))
 
 
-def _table(collective: str, sizes: Sequence[int], measured: Sequence[Measured], limit: Limit) -> Table:
+def _table(collective: str, sizes: Sequence[int], measured: Sequence[TransportMeasurement], limit: Limit) -> Table:
     """A table with blocks of rows: times, both bandwidths, and the share of the limit.
 
     Each block has a row for every transport and algorithm.
@@ -110,7 +110,7 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[Measured], 
     several = len({name for _, name in rows}) > 1
     fastest = max(s.bus_bandwidth for m in measured for s in m.speeds)
     unit, per = ("MB/s", 1e6) if fastest < _MEGABYTES_BELOW else ("GB/s", 1e9)
-    blocks: list[tuple[str, Callable[[Speed], str]]] = [
+    blocks: list[tuple[str, Callable[[CollectiveSpeed], str]]] = [
         ("time", lambda s: str(seconds(s.time_s))),
         (f"algorithm {unit}", lambda s: digits(s.algorithm_bandwidth / per)),
         (f"bus {unit}", lambda s: digits(s.bus_bandwidth / per)),
@@ -125,7 +125,9 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[Measured], 
     return table
 
 
-def _cell(speed: Speed | None, m: Measured, collective: str, name: str, text: Callable[[Speed], str]) -> Text:
+def _cell(
+    speed: CollectiveSpeed | None, m: TransportMeasurement, collective: str, name: str, text: Callable[[CollectiveSpeed], str]
+) -> Text:
     if speed is None:
         return Text("left out" if any(_is(left, collective, name) for left in m.left_out) else "", style="dim")
     return Text(f"{speed.wrong} WRONG", style="bold red") if speed.wrong else Text(text(speed))

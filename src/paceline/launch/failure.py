@@ -66,7 +66,7 @@ _OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
-class Failure:
+class LaunchFailure:
     """Reason why an attempt failed.
 
     `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that the rank raised.
@@ -171,7 +171,7 @@ class RankEnd:
         return self.record.time if self.record else self.alive_at
 
 
-def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> Failure:
+def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
     """Rank to blame: the first that failed by itself, else the one others waited for.
 
     Args:
@@ -187,11 +187,11 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> Failure:
     left = [e for e in ends if e.code == 0]
     if left:
         early = f"{_who(left[0])} ended with exit code 0 in {_where(left[0].status)}, before the others: did the job's code call exit()?\n"
-        return Failure(early + failure.text, left[0].status.rank)
+        return LaunchFailure(early + failure.text, left[0].status.rank)
     return failure
 
 
-def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failure:
+def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchFailure:
     """The failure of ranks that changed nothing for longer than allowed. Stopped ones come first, then those idle longest."""
     hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
     first = hung[0]
@@ -208,21 +208,23 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Failu
     more = "".join(f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:])
     stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{_shortened(e.stack)}" for e in hung if e.stack)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
-    return Failure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
+    return LaunchFailure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
 
 
-def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> Failure:
+def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     rank = end.status.rank
     if end.record:
         record = end.record
         final = record.explained and not record.secondary and not record.may_pass
-        return Failure(record.text(ranks), rank, final, record.type)
+        return LaunchFailure(record.text(ranks), rank, final, record.type)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)
         stack = f"\n\n{_shortened(end.stack)}" if end.stack else ""
-        return Failure(f"{_who(end)} was killed by {name} in {_where(end.status)}{why}; {others}.{stack}", rank)
-    return Failure(f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.", rank)
+        return LaunchFailure(f"{_who(end)} was killed by {name} in {_where(end.status)}{why}; {others}.{stack}", rank)
+    return LaunchFailure(
+        f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.", rank
+    )
 
 
 def _who(end: RankEnd) -> str:

@@ -21,8 +21,8 @@ from typing import Any, Self
 from paceline.engine.status import RankStatus, StatusBoard
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
-from paceline.launch.failure import HOST, ErrorRecord, Failure, RankEnd, hang, root_cause
-from paceline.launch.place import Place, on_this_machine
+from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, root_cause
+from paceline.launch.place import RankPlace, on_this_machine
 from paceline.launch.procfs import is_stopped, oom_kills
 from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
 from paceline.launch.signals import StopSignals
@@ -50,7 +50,7 @@ def launch(
     threads: int,
     pin_cores: list[list[int]] | None,
     deadline_s: float,
-    places: Sequence[Place] | None = None,
+    places: Sequence[RankPlace] | None = None,
     start_deadline_s: float = 300,
     port: int | None = None,
     restarts: int = 0,
@@ -111,7 +111,7 @@ class _Setting:
     """Ranks that one attempt is to start."""
 
     module_args: list[str]
-    places: Sequence[Place]
+    places: Sequence[RankPlace]
     threads: int
     pin_cores: list[list[int]] | None
     deadline_s: float
@@ -203,7 +203,7 @@ class _Attempt:
     def __exit__(self, *_: object) -> None:
         self._made.close()
 
-    def watch(self) -> Failure | None:
+    def watch(self) -> LaunchFailure | None:
         """Wait until all ranks have ended, or all were stopped since one failed or hangs. None when all ended with exit code 0.
 
         Raises:
@@ -214,7 +214,9 @@ class _Attempt:
             self._obey_signals()
             if self.seed and self.seed.lost:
                 self._stop_all()
-                return Failure(f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they were stopped.", 0)
+                return LaunchFailure(
+                    f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they were stopped.", 0
+                )
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
                 self._note_ends_for(_COLLECT_S)
                 return self._failed()
@@ -329,7 +331,7 @@ class _Attempt:
                 if status.phase != "done":
                     rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
 
-    def _failed(self) -> Failure:
+    def _failed(self) -> LaunchFailure:
         """The failure to report, once all other ranks are stopped."""
         before = self._ends()
         self._stop_all()
@@ -338,7 +340,7 @@ class _Attempt:
         kills = oom_kills()
         failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
-            return Failure(f"{self.signals.first} stopped the run before rank {failure.rank} was ready to train.", failure.rank)
+            return LaunchFailure(f"{self.signals.first} stopped the run before rank {failure.rank} was ready to train.", failure.rank)
         return failure
 
     def _hung(self) -> list[RankStatus]:
@@ -351,7 +353,7 @@ class _Attempt:
             return late if all(status.idle_s(now_ns) > self.setting.deadline_s + _OWN_ERROR_S for status in late) else []
         return [status for status in late if status.phase != "sync"]
 
-    def _hang(self, hung: Sequence[RankStatus]) -> Failure:
+    def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
         numbers = {status.rank for status in hung}
         asked = [rank for rank in self.ranks if rank.number in numbers and not is_stopped(rank.process.pid)]
         for rank in asked:

@@ -15,7 +15,7 @@ from paceline.rank_environment import RankEnvironment
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank's.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place:
     interface: str = "lo"
     host: EmulatedHost | None = None
 
-    def environment(self, rank: int, world_size: int, master: Place, port: int) -> RankEnvironment:
+    def environment(self, rank: int, world_size: int, master: RankPlace, port: int) -> RankEnvironment:
         """Environment of the rank in this place.
 
         `master` is the place of rank 0, which serves the rendezvous at `port`.
@@ -57,7 +57,7 @@ class Place:
 
 
 @contextmanager
-def places_on(cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None) -> Iterator[list[Place]]:
+def places_on(cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None) -> Iterator[list[RankPlace]]:
     """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
 
     Args:
@@ -77,13 +77,15 @@ def places_on(cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkByte
                 on_end(emulation.carried())
 
 
-def on_this_machine(ranks: int) -> list[Place]:
+def on_this_machine(ranks: int) -> list[RankPlace]:
     """All ranks on this machine, where they meet on loopback."""
-    return [Place(rank, ranks) for rank in range(ranks)]
+    return [RankPlace(rank, ranks) for rank in range(ranks)]
 
 
-def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[Place]:
+def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:
     """Places of ranks on each emulated host, in their order."""
     return [
-        Place(rank, count, host.address, host.interface, host) for host, count in zip(hosts, per_host, strict=True) for rank in range(count)
+        RankPlace(rank, count, host.address, host.interface, host)
+        for host, count in zip(hosts, per_host, strict=True)
+        for rank in range(count)
     ]

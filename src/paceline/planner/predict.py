@@ -22,7 +22,7 @@ from paceline.plans.codec_info import CompressSpec
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 from paceline.trace.build import trace
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 from paceline.units import count
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class Layouts:
 
     def __init__(self, job: Job, on: Machines) -> None:
         self.job, self.machines = job, on
-        self._traces: dict[tuple[str, int], Trace] = {}
+        self._traces: dict[tuple[str, int], ModelTrace] = {}
         self.trace = self.trace_at(job.precision)
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
-    def trace_at(self, precision: str, tp: int = 1) -> Trace:
+    def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
         """The trace in a precision, as `tp` ranks divide it. That of one rank is divided as the smallest degree would."""
         if (precision, tp) not in self._traces:
             usual = self.trace_at(precision) if tp > 1 else None
@@ -137,7 +137,7 @@ def _threads(plan: Plan, cluster: Cluster) -> int:
     return plan.threads_for(cluster.hosts[0], most)
 
 
-def _cut(plan: Plan, of: Trace, places: dict[str, int]) -> tuple[int, ...]:
+def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
     """Number of blocks of each virtual stage, from the plan's cuts. () if there are none, or the trace does not know them."""
     starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
     known = [start for start in starts if start is not None]
@@ -147,7 +147,7 @@ def _cut(plan: Plan, of: Trace, places: dict[str, int]) -> tuple[int, ...]:
     return tuple(later - earlier for earlier, later in pairwise(edges))
 
 
-def _sent_bytes(plan: Plan, of: Trace, number: float) -> float:
+def _sent_bytes(plan: Plan, of: ModelTrace, number: float) -> float:
     """Bytes sent per gradient between replicas."""
     if plan.compress in ("none", "auto"):
         return number

@@ -16,8 +16,8 @@ import plotly.graph_objects as go
 
 from paceline import units
 from paceline.comm.measure.limit import Limit
-from paceline.comm.measure.links import Measured, caveats, message_size
-from paceline.comm.measure.speed import BUS_FACTORS, Speed
+from paceline.comm.measure.links import TransportMeasurement, caveats, message_size
+from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
 from paceline.report.chart import Chart
 from paceline.report.charts import GREY, SERIES, empty_figure
 from paceline.report.definitions import DEFINITIONS, Card, Definition, Used
@@ -62,7 +62,9 @@ _TERMS = {
 }
 
 
-def write_links_page(measured: Sequence[Measured], cluster: str, command: str, environment: Mapping[str, Any], file: Path) -> Path:
+def write_links_page(
+    measured: Sequence[TransportMeasurement], cluster: str, command: str, environment: Mapping[str, Any], file: Path
+) -> Path:
     """Write the page about what the links carry.
 
     Raises:
@@ -105,7 +107,7 @@ class Section:
 class LinksView:
     """The measurements as the template shows them."""
 
-    def __init__(self, measured: Sequence[Measured], cluster: str) -> None:
+    def __init__(self, measured: Sequence[TransportMeasurement], cluster: str) -> None:
         self.measured, self.cluster = measured, cluster
         self.limit = Limit.best([m.limit for m in measured])
         self.speeds = [s for m in measured for s in m.speeds]
@@ -182,7 +184,7 @@ class LinksView:
             rows,
         )
 
-    def _cell(self, term: str, speed: Speed | None) -> Shown | str:
+    def _cell(self, term: str, speed: CollectiveSpeed | None) -> Shown | str:
         if speed is None:
             return "left out"
         share = self.limit.share(speed)
@@ -195,7 +197,7 @@ class LinksView:
                 return units.bandwidth(speed.bus_bandwidth)
         return "not measured" if share is None else units.percent(share)
 
-    def _figure(self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[Speed]]) -> go.Figure:
+    def _figure(self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[CollectiveSpeed]]) -> go.Figure:
         figure = empty_figure("size", "bus bandwidth")
         colours = self.transports if len(self.transports) > 1 else [algorithm for _, algorithm in curves]
         for (transport, algorithm), curve in curves.items():

@@ -16,10 +16,10 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.launch.local import launch
-from paceline.launch.place import Place, places_on
+from paceline.launch.place import RankPlace, places_on
 
 if TYPE_CHECKING:
-    from paceline.comm.measure.links import Measured
+    from paceline.comm.measure.links import TransportMeasurement
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 SIZES = tuple(2**10 * 4**i for i in range(8))  # 1 KiB to 16 MiB
@@ -40,10 +40,10 @@ class Wanted:
 
 
 @dataclass
-class Found:
+class LinkResults:
     """Measurements of each transport, and reasons for transports that could not be measured."""
 
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[TransportMeasurement] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -68,14 +68,14 @@ def ranks_of(cluster: Cluster) -> int:
     return max(2, sum(min(devices, _MOST_RANKS) for devices in cluster.devices_per_host))
 
 
-def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable[[str], None] = lambda _: None) -> Found:
+def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable[[str], None] = lambda _: None) -> LinkResults:
     """Start the ranks for each transport in turn and measure. `say` is told the transport that comes.
 
     Raises:
         ClusterError: the hosts cannot be emulated here.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
-    found = Found()
+    found = LinkResults()
     with places_on(cluster, ranks) as places:
         for transport in wanted.transports:
             say(transport)
@@ -86,7 +86,7 @@ def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable
     return found
 
 
-def measure_as_rank(transport: str, wanted: Wanted) -> Measured | None:
+def measure_as_rank(transport: str, wanted: Wanted) -> TransportMeasurement | None:
     """Measure among the ranks of a torchrun; the result on rank 0, else None."""
     from paceline.comm.backend import joined
     from paceline.comm.measure.links import measure
@@ -97,7 +97,7 @@ def measure_as_rank(transport: str, wanted: Wanted) -> Measured | None:
         return measured if group.rank == 0 else None
 
 
-def _launched(places: Sequence[Place], transport: str, wanted: Wanted) -> Measured:
+def _launched(places: Sequence[RankPlace], transport: str, wanted: Wanted) -> TransportMeasurement:
     signals: list[str] = []
 
     def note(event: str, details: dict[str, Any]) -> None:
@@ -124,9 +124,9 @@ def _launched(places: Sequence[Place], transport: str, wanted: Wanted) -> Measur
         finally:
             if signals:
                 raise SystemExit(128 + signal.Signals[signals[0]])
-        from paceline.comm.measure.links import Measured  # with torch, so once the ranks have had the machine to themselves
+        from paceline.comm.measure.links import TransportMeasurement  # with torch, so once the ranks have had the machine to themselves
 
-        return Measured.load(file)
+        return TransportMeasurement.load(file)
 
 
 def _of_each(wanted: Wanted) -> dict[str, Any]:

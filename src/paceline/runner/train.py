@@ -33,7 +33,7 @@ from paceline.runner.torchrun import fail
 from paceline.training.record.progress import LiveProgress
 from paceline.training.record.run import JsonLines, Run
 from paceline.training.record.run_lock import RunLock
-from paceline.tuning.auto import Choice, Say, choose, remember_run
+from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
 if TYPE_CHECKING:
     from paceline.comm import Group
@@ -157,7 +157,7 @@ def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None
     return choice_of(job, cluster, plan, before, say).plan
 
 
-def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Choice:
+def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> AutoChoice:
     """The plan as asked; for `auto` that of the resumed run, else a new choice.
 
     Raises:
@@ -166,12 +166,12 @@ def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None =
     if plan == "auto":
         kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
         fits = kept is not None and kept.ranks <= cluster.devices and not check_plan(kept, job, cluster)
-        return Choice(kept) if kept is not None and fits else choose(job, cluster, say)
+        return AutoChoice(kept) if kept is not None and fits else choose(job, cluster, say)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     reasons = check_plan(chosen, job, cluster)
     if reasons:
         raise PlanError("\n".join(reasons))
-    return Choice(chosen)
+    return AutoChoice(chosen)
 
 
 def _to_resume(job: Job, run: str | Path | None) -> Run | None:

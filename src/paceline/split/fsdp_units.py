@@ -9,16 +9,16 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Call, ModuleCall, Trace, is_in
+from paceline.split.pipeline.forward_trace import Call, ForwardTrace, ModuleCall, is_in
 from paceline.split.pipeline.observed import Observed
 
 
-def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[Trace | None, Observed]:
+def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[ForwardTrace | None, Observed]:
     """Trace and observations of a forward pass on shapes. The trace is None if the model cannot be followed without its weights."""
     observed = Observed()
     names = {name for name, _ in model.named_modules()}
     try:
-        return Trace(model, example, call, device, whole=names, observed=observed), observed
+        return ForwardTrace(model, example, call, device, whole=names, observed=observed), observed
     except Exception:  # noqa: BLE001 - any error of the model's code on shapes; a real fault raises again in training
         return None, observed
 
@@ -37,7 +37,7 @@ def refuse_writes(observed: Observed) -> None:
         )
 
 
-def inseparable(blocks: Sequence[str], trace: Trace | None, observed: Observed) -> dict[str, str]:
+def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Observed) -> dict[str, str]:
     """Blocks that must be gathered together with the remainder of the model, with reasons."""
     if observed.differentiates:
         return dict.fromkeys(blocks, "the forward pass runs autograd itself")
@@ -58,7 +58,7 @@ def inseparable(blocks: Sequence[str], trace: Trace | None, observed: Observed) 
     return found
 
 
-def _in_operations(blocks: Sequence[str], trace: Trace) -> Iterator[tuple[str, str]]:
+def _in_operations(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple[str, str]]:
     owner = {storage: b for storage, name in trace.parameters.items() for b in blocks if is_in(name, b)}
     # time at which a storage was first written
     made: dict[int, int] = {}
@@ -75,7 +75,7 @@ def _in_operations(blocks: Sequence[str], trace: Trace) -> Iterator[tuple[str, s
                     yield block, "it changes its input in place"
 
 
-def _around(trace: Trace, module_call: int) -> Iterator[ModuleCall]:
+def _around(trace: ForwardTrace, module_call: int) -> Iterator[ModuleCall]:
     while module_call >= 0:
         yield trace.module_calls[module_call]
         module_call = trace.module_calls[module_call].parent

@@ -21,7 +21,7 @@ from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
 
 if TYPE_CHECKING:
-    from paceline.sync.compress import Choice
+    from paceline.sync.compress import CodecChooser
 
 BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
 BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20  # their links are slower: sending begins earlier, and a message is still long against its latency
@@ -43,7 +43,7 @@ class AllReduce(SyncRule):
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.streams: list[BucketStream] = []
-        self.choice: Choice | None = None
+        self.choice: CodecChooser | None = None
 
     def attach(self, replica: Replica) -> None:
         self.replica, self.parameters = replica, replica.trainable
@@ -66,9 +66,9 @@ class AllReduce(SyncRule):
         if not dp.is_fake and (dp.spans_hosts or self.algorithm_name != "auto"):
             replica.log(f"sync=allreduce: {first.algorithm.why}")
         if self.compress == "auto":
-            from paceline.sync.compress import Choice
+            from paceline.sync.compress import CodecChooser
 
-            self.choice = Choice(first.algorithm, [(b.flat, b.views) for b in self.buckets])
+            self.choice = CodecChooser(first.algorithm, [(b.flat, b.views) for b in self.buckets])
         else:
             self._compress_by(self.compress)
         if whole:

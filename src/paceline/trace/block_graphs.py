@@ -8,16 +8,16 @@ from dataclasses import replace
 from math import prod
 
 from paceline.trace.divided_kernels import divided_kernels
-from paceline.trace.graph import Block, Divided, Gemm, Trace
-from paceline.trace.model_info import ModelInfo, Shape
+from paceline.trace.graph import BlockTrace, Divided, Gemm, ModelTrace
+from paceline.trace.model_info import ModelInfo, ParameterShape
 from paceline.trace.seen import Kernel, Product, Seen
 from paceline.trace.tensor.degrees import DividedWeights
 
 _CHOSEN = {"mm", "addmm", "convolution", "_grouped_mm", "attention"}
-_Owned = dict[int, list[Shape]]
+_Owned = dict[int, list[ParameterShape]]
 
 
-def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> Trace:
+def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> ModelTrace:
     """Trace with the blocks in the order of the pass. Empty parts outside of blocks are left out.
 
     Args:
@@ -26,22 +26,22 @@ def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeig
     owned, tied = _owned(seen, model_info)
     builder = _Builder(seen, model_info, loss, weights)
     blocks, names = [], []
-    first: dict[Block, Block] = {}
+    first: dict[BlockTrace, BlockTrace] = {}
     for part, name in enumerate(seen.parts):
         if name or builder.kernels[part] or owned[part]:
             block = builder.block(part, owned[part])
             blocks.append(first.setdefault(replace(block, name=""), block))
             names.append(name)
-    return Trace(tuple(_kinds(blocks)), tokens=seen.tokens, tied=tied, names=tuple(names), notes=_notes(seen))
+    return ModelTrace(tuple(_kinds(blocks)), tokens=seen.tokens, tied=tied, names=tuple(names), notes=_notes(seen))
 
 
-def estimated(model_info: ModelInfo, tokens: int, why: str) -> Trace:
+def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
     """Trace estimated from the parameters alone.
 
     Every matrix is multiplied with every token once, but for token tables if there is a head as well.
     """
     names = ("", *model_info.blocks, "") if model_info.blocks else ("",)
-    shapes: dict[int, list[Shape]] = defaultdict(list)
+    shapes: dict[int, list[ParameterShape]] = defaultdict(list)
     place = 0
     # parameters registered after the first block are assumed to come after all blocks
     for shape in model_info.parameters:
@@ -49,13 +49,13 @@ def estimated(model_info: ModelInfo, tokens: int, why: str) -> Trace:
         shapes[place].append(shape)
     tables = [shape.name for shape in model_info.parameters if not shape.block and shape.sizes[0] in model_info.vocabulary]
     blocks = [_estimated(_kind(place, names), name, shapes[place], tokens, tables[:-1]) for place, name in enumerate(names)]
-    first: dict[Block, Block] = {}
+    first: dict[BlockTrace, BlockTrace] = {}
     alike = [first.setdefault(replace(block, name=""), block) for block in blocks]
     note = f"{why}: FLOPs are estimated as 2 · parameters · tokens, activations by the widths of matrices; measured blocks go before"
-    return Trace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,))
+    return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,))
 
 
-def _estimated(kind: str, name: str, shapes: list[Shape], tokens: int, tables: Sequence[str]) -> Block:
+def _estimated(kind: str, name: str, shapes: list[ParameterShape], tokens: int, tables: Sequence[str]) -> BlockTrace:
     matrices = [shape for shape in shapes if len(shape.sizes) > 1 and shape.name not in tables]
     gemms: Counter[Gemm] = Counter()
     for shape in matrices:
@@ -63,7 +63,7 @@ def _estimated(kind: str, name: str, shapes: list[Shape], tokens: int, tables: S
         gemms[Gemm(tokens, sizes[0], prod(sizes[1:]), experts=experts)] += 1
     wide = float(tokens * sum(gemm.n * often for gemm, often in gemms.items()))
     of_experts = sum(shape.numel for shape in shapes if shape.expert)
-    return Block(
+    return BlockTrace(
         kind=kind,
         name=name,
         gemms=tuple(replace(gemm, times=often) for gemm, often in gemms.items()),
@@ -94,14 +94,14 @@ class _Builder:
         self.kept = _kept(seen)
         self.split = divided_kernels(seen, weights, keeps_logits=loss == "cross_entropy")
 
-    def block(self, part: int, shapes: list[Shape]) -> Block:
+    def block(self, part: int, shapes: list[ParameterShape]) -> BlockTrace:
         """The block of a part, with the shares that tensor parallelism divides."""
         kernels, each = self.kernels[part], 1 / self.samples
         numbers, kept, chosen = self._numbers(kernels), self._kept_numbers(part), self._chosen(kernels)
         expert = sum(shape.numel for shape in shapes if shape.expert)
         matrices = sum(shape.numel for shape in shapes if shape.name in self.weights.matrices and len(shape.sizes) > 1)
         self.trained = self.trained or any(shape.trainable for shape in shapes)
-        return Block(
+        return BlockTrace(
             kind=_kind(part, self.seen.parts),
             name=self.seen.parts[part],
             gemms=self._gemms(kernels),
@@ -219,9 +219,9 @@ def _kind(part: int, parts: Sequence[str]) -> str:
     return "embedding" if part == 0 else "head" if part == len(parts) - 1 else "between"
 
 
-def _kinds(blocks: Sequence[Block]) -> list[Block]:
+def _kinds(blocks: Sequence[BlockTrace]) -> list[BlockTrace]:
     """Blocks with numbered kinds: different blocks of one kind are `layer`, `layer 2`."""
-    named: dict[int, Block] = {}
+    named: dict[int, BlockTrace] = {}
     often: Counter[str] = Counter()
     for block in blocks:
         if id(block) not in named:

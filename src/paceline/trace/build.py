@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 from paceline.trace.model_info import model_info, without_memory
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MOST_REAL = 100_000_000
 _MODELS: dict[str, TracedModel] = {}
 
 
-def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Trace:
+def trace(job: Job, precision: str | None = None, tp: int | None = None) -> ModelTrace:
     """The trace of a job's model with the job's loss, cached per process.
 
     The cache key is the model, the shape of the data, the kind of precision, and the weights that `tp` divides.
@@ -59,16 +59,16 @@ class TracedModel:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._passes: dict[bool, Seen | Trace] = {}
-        self._traces: dict[tuple[bool, DividedWeights], Trace] = {}
+        self._passes: dict[bool, Seen | ModelTrace] = {}
+        self._traces: dict[tuple[bool, DividedWeights], ModelTrace] = {}
 
-    def trace(self, autocast: bool, tp: int | None) -> Trace:
+    def trace(self, autocast: bool, tp: int | None) -> ModelTrace:
         """The trace as tensor parallelism over `tp` ranks divides it. Raises as the function `trace` does."""
         if autocast not in self._passes:
             self._passes[autocast] = _observed(self._job, autocast)
         seen = self._passes[autocast]
         # estimated from the parameters alone
-        if isinstance(seen, Trace):
+        if isinstance(seen, ModelTrace):
             return seen
         key = autocast, self._degrees.at(self._degrees.least if tp is None else tp)
         if key not in self._traces:
@@ -92,7 +92,7 @@ class TracedModel:
             return TensorDegrees(model, batch_of(self._job, SAMPLES), lambda model, batch: call(model, batch, loss=loss))
 
 
-def _observed(job: Job, autocast: bool) -> Seen | Trace:
+def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
     """Observations of the model's forward pass; a trace estimated from its parameters if it cannot be run."""
     import torch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.job.read.dimensions import Dimensions
-from paceline.trace.model_info import ModelInfo, Shape
+from paceline.trace.model_info import ModelInfo, ParameterShape
 
 _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -20,7 +20,7 @@ def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
     """
     blocks = tuple(f"layers.{layer}" for layer in range(d.layers))
     layer, outside = _layer(d), dict(_outside(d))
-    inside = (Shape(f"{block}.{name}", sizes, True, block, "experts" in name) for block in blocks for name, sizes in layer)
+    inside = (ParameterShape(f"{block}.{name}", sizes, True, block, "experts" in name) for block in blocks for name, sizes in layer)
     first, last = (_shapes(outside, names) for names in (("tokens", "positions"), ("norm", "head")))
     return ModelInfo(
         modules=("tokens", *(("positions",) if d.positions else ()), "layers", *_modules(blocks, layer), "norm", "head"),
@@ -68,9 +68,9 @@ def _norm(name: str, d: Dimensions) -> _Sizes:
     return ((f"{name}.weight", (d.hidden,)), *(() if d.gated else ((f"{name}.bias", (d.hidden,)),)))
 
 
-def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[Shape]:
+def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[ParameterShape]:
     """Shapes of some modules' parameters outside of all layers."""
-    return (Shape(name, sizes, True, "", False) for name, sizes in outside.items() if name.partition(".")[0] in modules)
+    return (ParameterShape(name, sizes, True, "", False) for name, sizes in outside.items() if name.partition(".")[0] in modules)
 
 
 def _modules(blocks: tuple[str, ...], layer: _Sizes) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockTrace:
     """A part of the model that stays together, such as a layer of a transformer.
 
     There are also parts before, between and after the repeated blocks. Activations are counted in elements per sample, not in bytes:
@@ -114,7 +114,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """A model, block by block in the order in which data passes them.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trace:
         notes: sentences on facts that could not be found.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockTrace, ...]
     tokens: int = 1
     tied: int = 0
     names: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ class Trace:
         return sum(block.flops for block in self.blocks)
 
     @cached_property
-    def runs(self) -> tuple[tuple[Block, int], ...]:
+    def runs(self) -> tuple[tuple[BlockTrace, int], ...]:
         """Runs of equal neighbouring blocks, each with its length."""
         return tuple((block, len(list(same))) for block, same in groupby(self.blocks))
 
@@ -159,5 +159,5 @@ class Trace:
         """Cache of the memory model's intermediate results."""
         return {}
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[BlockTrace]:
         return iter(self.blocks)

@@ -23,7 +23,7 @@ _KEY_VALUE_HEADS = ("key_value_heads", "kv_heads", "num_kv_heads", "n_kv_heads",
 
 
 @dataclass(frozen=True)
-class Shape:
+class ParameterShape:
     """A parameter without its values.
 
     Attributes:
@@ -72,7 +72,7 @@ class ModelInfo:
 
     modules: tuple[str, ...]
     blocks: tuple[str, ...]
-    parameters: tuple[Shape, ...]
+    parameters: tuple[ParameterShape, ...]
     tied: tuple[tuple[str, ...], ...]
     heads: tuple[int, ...]
     key_value_heads: tuple[int, ...]
@@ -181,13 +181,13 @@ def without_memory(spec: ModelSpec) -> nn.Module:
             raise JobError(f"the model {name} could not be built to check the plan: {type(error).__name__}: {error}") from error
 
 
-def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...]) -> Shape:
+def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...]) -> ParameterShape:
     block = next((block for block in blocks if name.startswith(f"{block}.")), "")
     of_expert = any("expert" in word and "shared" not in word for word in name.lower().split("."))
-    return Shape(name, tuple(parameter.shape), parameter.requires_grad, block, of_expert)
+    return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, block, of_expert)
 
 
-def _sizes(shapes: Iterable[Shape]) -> Sizes:
+def _sizes(shapes: Iterable[ParameterShape]) -> Sizes:
     found = {"experts": 0, "matrices": 0, "vectors": 0}
     for shape in shapes:
         found["experts" if shape.expert else "matrices" if len(shape.sizes) > 1 else "vectors"] += shape.numel

@@ -6,7 +6,7 @@ Counts follow Korthikanti et al. (2022, arXiv:2205.05198).
 from __future__ import annotations
 
 from paceline.job.read.dimensions import Dimensions
-from paceline.trace.graph import Block, Gemm, Trace
+from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
 # 2 norms, 6 products, 3 biases, softmax, 2 residuals, dropout, 4 copies that move heads first and back
 LAYER_KERNELS = 19
@@ -18,7 +18,7 @@ EMBEDDING_KERNELS = 16
 MASK = 0.5
 
 
-def transformer(d: Dimensions) -> Trace:
+def transformer(d: Dimensions) -> ModelTrace:
     """Embedding, layers and head of a transformer, as blocks.
 
     Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times `hidden`
@@ -26,16 +26,16 @@ def transformer(d: Dimensions) -> Trace:
     """
     layer = _layer(d)
     tied = d.vocab * d.hidden if d.tied else 0
-    return Trace((_embedding(d), *([layer] * d.layers), _head(d)), tokens=d.seq, tied=tied)
+    return ModelTrace((_embedding(d), *([layer] * d.layers), _head(d)), tokens=d.seq, tied=tied)
 
 
-def _layer(d: Dimensions) -> Block:
+def _layer(d: Dimensions) -> BlockTrace:
     head = d.hidden // d.heads
     narrow = head * d.key_value_heads  # of keys, and of values
     squares = float(d.heads) * d.seq * d.seq
     mask = MASK if d.dropout and not d.gated else 0.0
     wide = d.feed_forward * (d.top_k if d.experts else 1)
-    return Block(
+    return BlockTrace(
         kind="layer",
         name="layers",
         gemms=(
@@ -83,9 +83,9 @@ def _feed_forward_gemms(d: Dimensions) -> tuple[Gemm, ...]:
     return (*router, up, down)
 
 
-def _embedding(d: Dimensions) -> Block:
+def _embedding(d: Dimensions) -> BlockTrace:
     numbers = float(d.seq * d.hidden)
-    return Block(
+    return BlockTrace(
         kind="embedding",
         name="embedding",
         outside=numbers * 5.0,
@@ -98,10 +98,10 @@ def _embedding(d: Dimensions) -> Block:
     )
 
 
-def _head(d: Dimensions) -> Block:
+def _head(d: Dimensions) -> BlockTrace:
     """The last norm, the product with the vocabulary and the loss, computed in four-byte elements."""
     logits = float(d.seq * d.vocab)
-    return Block(
+    return BlockTrace(
         kind="head",
         name="head",
         gemms=(Gemm(d.seq, d.vocab, d.hidden, divided="n"),),

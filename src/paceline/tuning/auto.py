@@ -50,7 +50,7 @@ _LEAST_STEPS = 30
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoChoice:
     """The plan that `auto` stands for, and why.
 
     Attributes:
@@ -70,7 +70,7 @@ class Choice:
     forecast: Forecast | None = None
 
 
-def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> Choice:
+def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> AutoChoice:
     """Choose the plan for a job on this machine; `say` gets the lines.
 
     The result is cached in a file of the user, valid for the same work on the same hardware and torch.
@@ -88,18 +88,18 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
     # on GPUs, where models are large, the plan's memory is still checked
     if too_few and cluster.kind == "cpu":
         lines.add(f"plan auto: {default}; nothing is measured: {too_few}")
-        return Choice(default, lines.all)
+        return AutoChoice(default, lines.all)
     file = kept.file_of(job, cluster, default)
     known = kept.read(file, job, cluster)
     if known and known.measured and (too_few or kept.enough(known, job)):
         # told once on a screen; a report has them all
         lines.all += [HEADING, *(row.line() for row in known.tried)]
         lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
-        return Choice(Plan.parse(known.best), lines.all, known.gain, from_cache=True, forecast=known.forecast_of(known.best))
+        return AutoChoice(Plan.parse(known.best), lines.all, known.gain, from_cache=True, forecast=known.forecast_of(known.best))
     return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
 
 
-def remember_run(choice: Choice, job: Job, cluster: Cluster, run: Run) -> None:
+def remember_run(choice: AutoChoice, job: Job, cluster: Cluster, run: Run) -> None:
     """Record a run's measured step time beside its prediction, for later predictions."""
     steps = len(run.steps())
     if choice.forecast is None or steps < _LEAST_STEPS or not run.throughput:
@@ -142,7 +142,7 @@ class _Search:
     runs: int
     before_s: float = 0.0
 
-    def choose(self, known: TuningResult | None, too_few: str | None) -> Choice:
+    def choose(self, known: TuningResult | None, too_few: str | None) -> AutoChoice:
         """Predict, or take a cached prediction; then measure unless there is a reason against it. `too_few` steps are such a reason."""
         wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
         self.before_s = known.before_s if known else 0.0
@@ -187,19 +187,19 @@ class _Search:
         """Longest possible run in seconds, as far as the job and the predictions tell."""
         return longest_run_s(self.job, listed[0].step_s, steps_per_epoch(self.job)) if listed else None
 
-    def _unmeasured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float, why: str) -> Choice:
+    def _unmeasured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float, why: str) -> AutoChoice:
         best = certain(listed)
         if best is None:
             self.lines.add(f"plan auto: {self.default}; nothing is measured: {why}")
-            return Choice(self.default, self.lines.all)
+            return AutoChoice(self.default, self.lines.all)
         others = ", ".join(f"{f.plan} {shown_s(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
         than = f" ({others})" if others else ""
         self.lines.add(f"plan auto: {best.plan}, predicted {shown_s(best.step_s)} a step{than}; not measured: {why}")
         found = TuningResult(str(self.default), best.plan, forecasts=forecasts, before_s=self.before_s + run_s * self.runs, complete=False)
         kept.write(self.file, found)
-        return Choice(Plan.parse(best.plan), self.lines.all, forecast=best)
+        return AutoChoice(Plan.parse(best.plan), self.lines.all, forecast=best)
 
-    def _measured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float | None) -> Choice:
+    def _measured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float | None) -> AutoChoice:
         started = time.monotonic()
         begin = Plan.parse(listed[0].plan) if listed else self.default
         others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
@@ -210,7 +210,7 @@ class _Search:
             found = measure(self.job, self.cluster, found, self.lines.rows)
         except LaunchError as error:
             self.lines.add(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
-            return Choice(begin, self.lines.all, seconds=time.monotonic() - started)
+            return AutoChoice(begin, self.lines.all, seconds=time.monotonic() - started)
         seconds = time.monotonic() - started
         found.forecasts = forecasts
         if busy > _MOST_OTHER_WORK:
@@ -219,7 +219,7 @@ class _Search:
             where = kept.write(self.file, found)
             self._remember(found)
         self.lines.add(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
-        return Choice(Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best))
+        return AutoChoice(Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best))
 
     def _remember(self, found: TuningResult) -> None:
         """Record the pairs of predicted and measured times."""

@@ -16,7 +16,7 @@ from paceline.comm.allreduce.ring import PIECE_BYTES, ring_all_reduce
 from paceline.comm.backend import joined
 from paceline.errors import SyncError
 from ranks import Backend, RankError, Ranks
-from wires import Arrival, Wires, in_threads
+from thread_ranks import Arrival, Wires, in_threads
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.comm.allreduce.tree import family, tree_all_reduce
 from paceline.comm.backend import joined
 from ranks import Backend, Ranks
-from wires import Wires, in_threads
+from thread_ranks import Wires, in_threads
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from hosts import Hosts
 from paceline.comm.backend import joined
 from paceline.comm.measure.limit import Limit, measure_limit
-from paceline.comm.measure.speed import BUS_FACTORS, Speed
+from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
 from ranks import Ranks
 
 TWO_BY_TWO = Limit((0, 0, 1, 1), stream=1e6, latency_s=1e-3)
@@ -46,7 +46,7 @@ def test_the_slower_of_memory_and_link_is_the_limit() -> None:
 
 
 def test_nothing_measured_is_no_limit() -> None:
-    assert Limit((0, 0), why_not=["no shared memory"]).share(Speed("gloo", 2, 1000, 1.0)) is None
+    assert Limit((0, 0), why_not=["no shared memory"]).share(CollectiveSpeed("gloo", 2, 1000, 1.0)) is None
 
 
 def test_of_several_measurements_the_best_of_each_counts() -> None:

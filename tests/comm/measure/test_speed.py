@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.comm.backend import joined
-from paceline.comm.measure.speed import SIZES, Speed, Speeds, measure
+from paceline.comm.measure.speed import SIZES, CollectiveSpeed, Speeds, measure
 from paceline.launch.local import launch
 from ranks import Ranks
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    speed = Speed("gloo", ranks=4, size_bytes=2**20, time_s=1e-3)
+    speed = CollectiveSpeed("gloo", ranks=4, size_bytes=2**20, time_s=1e-3)
     assert speed.algorithm_bandwidth == pytest.approx(2**20 / 1e-3)
     assert speed.bus_bandwidth == pytest.approx(2**20 / 1e-3 * 2 * 3 / 4)
 

@@ -15,14 +15,14 @@ from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import measured_step
 from paceline.planner.cost.measured_links import here
-from paceline.trace.graph import Block, Gemm, Trace
+from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
-BLOCK = Block("layer", gemms=(Gemm(8, 64, 64, divided="n"),), matrices=4096, boundary=512, reductions=2)
-TRACE = Trace(
+BLOCK = BlockTrace("layer", gemms=(Gemm(8, 64, 64, divided="n"),), matrices=4096, boundary=512, reductions=2)
+TRACE = ModelTrace(
     (
-        Block("embedding", "start", matrices=100, boundary=512),
+        BlockTrace("embedding", "start", matrices=100, boundary=512),
         *(replace(BLOCK, name=f"blocks.{i}") for i in range(4)),
-        Block("head", "head", gemms=(Gemm(8, 10, 64),), matrices=640, boundary=80),
+        BlockTrace("head", "head", gemms=(Gemm(8, 10, 64),), matrices=640, boundary=80),
     )
 )
 SEGMENTS = ("", *(f"blocks.{i}" for i in range(4)), "/end")

@@ -15,7 +15,7 @@ from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
 from paceline.planner.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planner.cost.memory import HOLDERS, capacity_bytes, memory
-from paceline.trace.graph import Block, Trace
+from paceline.trace.graph import BlockTrace, ModelTrace
 from paceline.trace.transformer import transformer
 
 GIB = 2**30
@@ -24,7 +24,7 @@ MEGATRON = FrameworkProfile("Megatron-LM", flash=False)
 SMALL = transformer(Dimensions(layers=8, hidden=512, heads=8, seq=256, vocab=1024, tied=False))
 
 
-def layers(trace: Trace, stages: int) -> tuple[int, ...]:
+def layers(trace: ModelTrace, stages: int) -> tuple[int, ...]:
     """As many layers for each stage, the embedding with the first and the head with the last."""
     each = (len(trace.blocks) - 2) // stages
     return (each + 1, *[each] * (stages - 2), each + 1) if stages > 1 else (each + 2,)
@@ -123,8 +123,8 @@ def test_microbatches_in_flight_are_those_of_the_schedule(schedule: Any, chunks:
 
     Half a stage each where there are two.
     """
-    block = Block("layer", kept_outside=1000.0, boundary=10.0, vectors=1)
-    trace = Trace((block,) * 8)
+    block = BlockTrace("layer", kept_outside=1000.0, boundary=10.0, vectors=1)
+    trace = ModelTrace((block,) * 8)
     layout = Layout(
         trace, A100, pp=4, schedule=schedule, chunks=chunks, microbatches=16, cut=(8 // 4 // chunks,) * (4 * chunks), framework=MEGATRON
     )
@@ -155,10 +155,10 @@ def test_squares_of_attention_count_where_it_is_not_one_kernel() -> None:
 
 
 def test_gradients_that_come_while_activations_go_do_not_add_up() -> None:
-    wide = Trace((Block("a", kept_outside=1000.0, vectors=1), Block("b", kept_outside=1.0, vectors=1000)))
+    wide = ModelTrace((BlockTrace("a", kept_outside=1000.0, vectors=1), BlockTrace("b", kept_outside=1.0, vectors=1000)))
     held = memory(Layout(wide, A100))
     assert held["gradients"] + held["activations"] == pytest.approx(4 * (1001 + 1000))  # b's gradient comes first
-    narrow = Trace(tuple(reversed(wide.blocks)))
+    narrow = ModelTrace(tuple(reversed(wide.blocks)))
     held = memory(Layout(narrow, A100))
     assert held["gradients"] + held["activations"] == pytest.approx(4 * 1002)
 

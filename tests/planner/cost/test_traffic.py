@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path, send_s
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 
 A100 = CATALOGUE["A100-SXM-80"]
 TABLE = Path(__file__).parents[3] / "benchmarks" / "tables" / "calib_collectives.csv"
 
 
 def laid_out(hosts: int = 4, **degrees: int) -> Layout:
-    return Layout(Trace(()), Machines(A100, hosts, 8, A100.network), **degrees)  # type: ignore[arg-type]
+    return Layout(ModelTrace(()), Machines(A100, hosts, 8, A100.network), **degrees)  # type: ignore[arg-type]
 
 
 def test_all_reduces_inside_a_host_take_what_nccl_was_measured_to_take() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from found_plans import RARER, candidate, cluster, found, job
+from handmade_search import RARER, candidate, cluster, found, job
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.named import cluster_from
 from paceline.errors import PlanError

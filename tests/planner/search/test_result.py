@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from found_plans import candidate
+from handmade_search import candidate
 from paceline.planner.search.result import equals, moving_parts, preferred
 from paceline.plans.plan import Plan
 

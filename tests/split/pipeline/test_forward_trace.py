@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.split.pipeline.forward_trace import Cut, Trace
+from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
 from paceline.split.pipeline.stages import copied
 from pipelines import CASES, CPU, on_meta
 
@@ -17,11 +17,11 @@ def call(model: Any, batch: Any) -> Any:
     return model(*batch[:-1])
 
 
-def traced(model: nn.Module, *inputs: Tensor, whole: frozenset[str] = frozenset()) -> Trace:
-    return Trace(model.to("meta"), (*inputs, torch.zeros(len(inputs[0]))), call, CPU, whole=set(whole))
+def traced(model: nn.Module, *inputs: Tensor, whole: frozenset[str] = frozenset()) -> ForwardTrace:
+    return ForwardTrace(model.to("meta"), (*inputs, torch.zeros(len(inputs[0]))), call, CPU, whole=set(whole))
 
 
-def crossing(trace: Trace, before: str) -> list[tuple[int, ...]]:
+def crossing(trace: ForwardTrace, before: str) -> list[tuple[int, ...]]:
     cut = trace.cut(before)
     assert isinstance(cut, Cut), cut
     return [value.shape.size for value in cut.values]
@@ -60,7 +60,7 @@ def test_parameters_are_told_by_their_use() -> None:
     cut = trace.cut("d")
     assert isinstance(cut, Cut)
     assert trace.used(-1, cut.time) >= {"start", "a.weight", "b.weight", "c.bias"}
-    assert trace.used(cut.time, Trace.END) == {"start", "d.weight", "d.bias"}
+    assert trace.used(cut.time, ForwardTrace.END) == {"start", "d.weight", "d.bias"}
 
 
 def test_why_there_is_no_cut() -> None:
@@ -103,11 +103,11 @@ class Routes(nn.Module):
 def test_a_module_that_looks_at_values_is_run_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Routes(), nn.Linear(4, 2))
     remembered: dict[str, Any] = {}
-    trace = Trace(model.to("meta"), (torch.randn(3, 4), torch.zeros(3)), call, CPU, whole=set(), remembered=remembered)
+    trace = ForwardTrace(model.to("meta"), (torch.randn(3, 4), torch.zeros(3)), call, CPU, whole=set(), remembered=remembered)
     assert crossing(trace, "2") == [(3, 4)]
-    assert {"1.gate.weight", "1.up.bias"} <= trace.used(-1, Trace.END)
+    assert {"1.gate.weight", "1.up.bias"} <= trace.used(-1, ForwardTrace.END)
     assert "1" in remembered
-    again = Trace(model, (torch.randn(7, 4), torch.zeros(7)), call, CPU, whole=set(), remembered=remembered)
+    again = ForwardTrace(model, (torch.randn(7, 4), torch.zeros(7)), call, CPU, whole=set(), remembered=remembered)
     assert crossing(again, "2") == [(7, 4)]
 
 
@@ -116,7 +116,7 @@ def test_the_model_is_as_before() -> None:
     before = {n: b.clone() for n, b in model.named_buffers()}
     x = torch.randn(3, 4)
     state = torch.random.get_rng_state()
-    Trace(model, (x, torch.zeros(3)), call, CPU, whole=set())
+    ForwardTrace(model, (x, torch.zeros(3)), call, CPU, whole=set())
     assert all("forward" not in m.__dict__ for m in model.modules())
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -135,7 +135,7 @@ def test_activations_have_the_type_that_autocast_gives_them() -> None:
 def test_a_hugging_face_model_is_cut_between_its_blocks() -> None:
     """Masks, rotary positions and caches are the model's own code's business; one tensor crosses."""
     case = CASES["llama"]
-    trace = Trace(on_meta(case.model()), case.batch(0, 2), case.call, CPU, whole=set())
+    trace = ForwardTrace(on_meta(case.model()), case.batch(0, 2), case.call, CPU, whole=set())
     assert crossing(trace, "model.layers.2") == [(2, 10, 16)]
 
 

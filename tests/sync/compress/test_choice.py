@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import BackendAllReduce
 from paceline.comm.backend import joined
 from paceline.plans.codec_info import auto_candidates
-from paceline.sync.compress.choice import Choice, predict
+from paceline.sync.compress.choice import CodecChooser, predict
 from paceline.sync.compress.codec_cost import CodecCost, measure_codec
 from ranks import Ranks
 
@@ -33,10 +33,10 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> PredictionOf:
     return of
 
 
-def run(step_s: dict[str, float], group: Group | None = None) -> tuple[Choice, list[str]]:
+def run(step_s: dict[str, float], group: Group | None = None) -> tuple[CodecChooser, list[str]]:
     """The choice of a run whose steps take `step_s` by codec, and the codec of each of its first 40 steps."""
     now, used = 0.0, []
-    made = Choice(BackendAllReduce(group or Group(), "flat", ""), [])
+    made = CodecChooser(BackendAllReduce(group or Group(), "flat", ""), [])
     made.clock = lambda: now
     for _ in range(40):
         used.append(made.codec)
@@ -82,7 +82,7 @@ def test_of_codecs_about_equally_fast_the_one_that_loses_least_is_taken(predicte
 
 def test_a_resumed_run_keeps_what_was_decided(predicted: PredictionOf) -> None:
     predicted(1.0, bf16=0.5)
-    made = Choice(BackendAllReduce(Group(), "flat", ""), [])
+    made = CodecChooser(BackendAllReduce(Group(), "flat", ""), [])
     made.decide("bf16", "As before the run was resumed")
     assert [made.step_done() for _ in range(20)] == ["bf16"] * 20
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from commands import write_job
-from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import JobError, RunError
 from paceline.job.job import Job
 from paceline.split.parts import Part, tied_names
@@ -22,6 +21,7 @@ from paceline.training.checkpoint.convert import export, export_hf, fitted, load
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Snapshot
 from ranks import Ranks
+from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 from small_jobs import new_run, points, small_job, train_as_rank
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

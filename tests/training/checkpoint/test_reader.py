@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from grids import meshes, save_all
 from paceline.errors import CheckpointError, RunError
 from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
@@ -21,6 +20,7 @@ from paceline.training.checkpoint.manifest import TensorEntry, TensorPiece
 from paceline.training.checkpoint.reader import TensorPieces, load, load_latest
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
+from single_process_mesh import meshes, save_all
 
 
 class Tied(nn.Module):

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grids import SHAPES, meshes, own_parts, parts_of, random_tensors
 from paceline.errors import CheckpointError
 from paceline.split.layout import Box
 from paceline.training.checkpoint.manifest import Receipt, ShardEntry, TensorEntry, TensorPiece
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, key_of, merge, to_write
+from single_process_mesh import SHAPES, meshes, own_parts, parts_of, random_tensors
 
 DEGREES = [{"dp": 3}, {"tp": 2}, {"fsdp": 4}, {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 3, "fsdp": 2}, {"ep": 4}]
 

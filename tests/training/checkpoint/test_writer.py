@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grids import meshes, own_parts, parts_of, random_tensors, save_all
 from paceline.errors import CheckpointError
 from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
@@ -27,6 +26,7 @@ from paceline.training.checkpoint.reader import load, load_latest
 from paceline.training.checkpoint.shard import CODES
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
+from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 Events = list[tuple[str, dict[str, Any]]]
 DEADLINE_S = 30.0

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.comm.group import Group
-from paceline.comm.measure.speed import Speed, median_s, timed
+from paceline.comm.measure.speed import CollectiveSpeed, median_s, timed
 
 _PERIOD = 251  # of the numbers in a buffer: a prime, so that a block that lands in the wrong place does not look right
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCollective:
     """A collective that is ready to be called again and again.
 
     Attributes:
@@ -34,7 +34,7 @@ class Call:
     release: Callable[[], object] = lambda: None
 
 
-def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None = None) -> Speed:
+def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None = None) -> CollectiveSpeed:
     """Time a collective and check its results, before and after the timing. Every rank calls this, and gets the same.
 
     Args:
@@ -58,7 +58,7 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
         call.release()
     everywhere = torch.tensor([wrong], dtype=torch.int64, device=group.device)
     group.all_reduce(everywhere)
-    return Speed(
+    return CollectiveSpeed(
         group.transport,
         group.size,
         4 * numel,
@@ -78,7 +78,7 @@ def pair(hosts: Sequence[int]) -> tuple[int, int]:
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 
-def _prepared(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None) -> tuple[Call, int]:
+def _prepared(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None) -> tuple[TimedCollective, int]:
     numel = max(1, size_bytes // 4 // group.size) * group.size
     match collective:
         case "all_reduce":
@@ -101,21 +101,21 @@ def _prepared(group: Group, collective: str, size_bytes: int, algorithm: Algorit
     return _call(large, received, pattern + group.rank, expected, lambda: group.all_to_all(received, large)), numel
 
 
-def _all_reduce(group: Group, numel: int, algorithm: Algorithm | None) -> Call:
+def _all_reduce(group: Group, numel: int, algorithm: Algorithm | None) -> TimedCollective:
     by: Algorithm | Group = algorithm or group
     tensor = by.empty(numel, torch.float32)
     pattern = _pattern(numel, group)
     call = _call(tensor, tensor, pattern + group.rank, _sum(pattern, group), lambda: by.all_reduce(tensor))
-    return Call(call.run, call.fill, call.wrong, call.clear, lambda: by.release(tensor))
+    return TimedCollective(call.run, call.fill, call.wrong, call.clear, lambda: by.release(tensor))
 
 
-def _broadcast(group: Group, numel: int) -> Call:
+def _broadcast(group: Group, numel: int) -> TimedCollective:
     tensor, pattern = torch.zeros(numel, device=group.device), _pattern(numel, group)
     mine = pattern if group.rank == 0 else torch.zeros_like(pattern)
     return _call(tensor, tensor, mine, pattern, lambda: group.broadcast(tensor))
 
 
-def _send_receive(group: Group, numel: int) -> Call:
+def _send_receive(group: Group, numel: int) -> TimedCollective:
     """There and back between the two ranks of `pair`: the second sends what it got."""
     tensor, pattern = torch.zeros(numel, device=group.device), _pattern(numel, group)
     first, second = pair(group.hosts)
@@ -137,7 +137,7 @@ def _send_receive(group: Group, numel: int) -> Call:
     return _call(tensor, tensor, pattern, pattern, lambda: None)  # only there
 
 
-def _call(source: Tensor, result: Tensor, mine: Tensor, expected: Tensor, run: Callable[[], object]) -> Call:
+def _call(source: Tensor, result: Tensor, mine: Tensor, expected: Tensor, run: Callable[[], object]) -> TimedCollective:
     def fill() -> None:
         result.fill_(-1.0)
         source.copy_(mine)
@@ -146,7 +146,7 @@ def _call(source: Tensor, result: Tensor, mine: Tensor, expected: Tensor, run: C
         result.zero_()
         source.zero_()
 
-    return Call(run, fill, lambda: int((result != expected).sum().item()), clear)
+    return TimedCollective(run, fill, lambda: int((result != expected).sum().item()), clear)
 
 
 def _pattern(numel: int, group: Group) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.address import own_address
 from paceline.comm.group import Group
-from paceline.comm.measure.speed import Speed, timed
+from paceline.comm.measure.speed import CollectiveSpeed, timed
 from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError, SyncError
 
@@ -70,7 +70,7 @@ class Limit:
             times_s.append(shares.get(collective, 1.0) * size_bytes / (alone if collective == "send_receive" else together))
         return max(times_s, default=None)
 
-    def share(self, speed: Speed) -> float | None:
+    def share(self, speed: CollectiveSpeed) -> float | None:
         """The least time / the time that was measured. None where no limit was."""
         least_s = self.least_s(speed.collective, speed.size_bytes)
         return None if least_s is None else least_s / speed.time_s

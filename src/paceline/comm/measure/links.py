@@ -15,7 +15,7 @@ from paceline.comm.backend import joined
 from paceline.comm.group import Group
 from paceline.comm.measure.calls import measure_call
 from paceline.comm.measure.limit import Limit, measure_limit
-from paceline.comm.measure.speed import Speed
+from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.units import Shown
 
 _LONGEST_S = 1.5  # of a call; sizes that would take longer are left out
@@ -33,7 +33,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TransportMeasurement:
     """One launch's measurements over one transport.
 
     `note` says why a faster transport was not used; None if there is none.
@@ -41,7 +41,7 @@ class Measured:
 
     transport: str
     limit: Limit
-    speeds: list[Speed]
+    speeds: list[CollectiveSpeed]
     left_out: list[LeftOut] = field(default_factory=list)
     note: str | None = None
 
@@ -50,7 +50,7 @@ class Measured:
         file.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, file: Path) -> Measured:
+    def load(cls, file: Path) -> TransportMeasurement:
         """Read what `save` wrote."""
         values = json.loads(file.read_text())
         limit: dict[str, Any] = values["limit"]
@@ -60,7 +60,7 @@ class Measured:
         return cls(
             values["transport"],
             Limit(**limit),
-            [Speed(**speed) for speed in values["speeds"]],
+            [CollectiveSpeed(**speed) for speed in values["speeds"]],
             [LeftOut(**left_out) for left_out in values["left_out"]],
             values["note"],
         )
@@ -79,21 +79,21 @@ def run_rank(arguments: list[str]) -> None:
         group.barrier()
 
 
-def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]) -> Measured:
+def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]) -> TransportMeasurement:
     """Measure each collective of `BUS_FACTORS` at each size in bytes, the all-reduce by each algorithm. Every rank gets the same."""
     limit = measure_limit(group, sizes)
-    measured = Measured(group.transport, limit, [], [], group.transport_note)
+    measured = TransportMeasurement(group.transport, limit, [], [], group.transport_note)
     for collective in collectives:
         for name in algorithms if collective == "all_reduce" else ("flat",):
             for found in _by_size(group, limit, collective, name, sorted(sizes)):
-                (measured.speeds if isinstance(found, Speed) else measured.left_out).append(found)  # type: ignore[arg-type]
+                (measured.speeds if isinstance(found, CollectiveSpeed) else measured.left_out).append(found)  # type: ignore[arg-type]
     return measured
 
 
-def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]) -> Iterator[Speed | LeftOut]:
+def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]) -> Iterator[CollectiveSpeed | LeftOut]:
     """Speeds in ascending order of size; sizes that would take too long are left out."""
     algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
-    before: list[Speed] = []
+    before: list[CollectiveSpeed] = []
     for size in sizes:
         foreseen_s = _foreseen_s(before, size, limit.least_s(collective, size) or 0.0)
         if foreseen_s > _LONGEST_S:
@@ -105,7 +105,7 @@ def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequ
         algorithm.close()
 
 
-def _foreseen_s(before: Sequence[Speed], size_bytes: int, least_s: float) -> float:
+def _foreseen_s(before: Sequence[CollectiveSpeed], size_bytes: int, least_s: float) -> float:
     """Expected seconds, extrapolated from the two largest sizes before.
 
     At least the hardware's least time.
@@ -117,7 +117,7 @@ def _foreseen_s(before: Sequence[Speed], size_bytes: int, least_s: float) -> flo
     return max(least_s, two.time_s + per_byte * (size_bytes - two.size_bytes))
 
 
-def figures(measured: Sequence[Measured]) -> dict[str, float]:
+def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
     """The numbers by name, units in the names."""
     found: dict[str, float] = {}
     if not measured:
@@ -140,7 +140,7 @@ def figures(measured: Sequence[Measured]) -> dict[str, float]:
     return found
 
 
-def caveats(measured: Sequence[Measured], limit: Limit) -> Iterator[str]:
+def caveats(measured: Sequence[TransportMeasurement], limit: Limit) -> Iterator[str]:
     """Caveats of the figures, as sentences."""
     if any((limit.share(s) or 0.0) > _ABOUT for m in measured for s in m.speeds):
         yield "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed the limit's measurement"

@@ -33,7 +33,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 @dataclass(frozen=True)
-class Speed:
+class CollectiveSpeed:
     """Time of a collective on fp32 numbers over `ranks` ranks.
 
     `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
@@ -78,14 +78,14 @@ class Speed:
 class Speeds:
     """One launch's measurements. `note` says why a faster transport was not among them, or is None."""
 
-    speeds: list[Speed]
+    speeds: list[CollectiveSpeed]
     note: str | None = None
 
     @classmethod
     def load(cls, file: Path) -> Speeds:
         """Read what `run_rank` wrote."""
         values = json.loads(file.read_text())
-        return cls([Speed(**speed) for speed in values["speeds"]], values["note"])
+        return cls([CollectiveSpeed(**speed) for speed in values["speeds"]], values["note"])
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -100,13 +100,13 @@ def run_rank(arguments: list[str]) -> None:
         group.barrier()
 
 
-def measure(group: Group, size_bytes: int) -> Speed:
+def measure(group: Group, size_bytes: int) -> CollectiveSpeed:
     """Time all-reduces of a tensor of `group.empty`. Every rank of the group calls this, and gets the same."""
     tensor = group.empty(size_bytes // 4, torch.float32)
     for _ in range(2):  # the first meets untouched memory, and connections that are still to be made
         one_s = timed(group, lambda: group.all_reduce(tensor), 1)
     time_s, calls = median_s(group, lambda: group.all_reduce(tensor), one_s)
-    return Speed(group.transport, group.size, size_bytes, time_s, calls=calls)
+    return CollectiveSpeed(group.transport, group.size, size_bytes, time_s, calls=calls)
 
 
 def median_s(group: Group, call: Callable[[], object], one_s: float) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paceline.cluster.catalogue.hardware import Accelerator
 from paceline.planner.cost import constants
 from paceline.planner.cost.layout import BYTES, Layout, Precision
-from paceline.trace.graph import Block, Gemm
+from paceline.trace.graph import BlockTrace, Gemm
 
 
 class BlockConfig(NamedTuple):
@@ -83,7 +83,7 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
 
 
 @lru_cache(maxsize=200_000)
-def block_time(block: Block, config: BlockConfig) -> BlockTime:
+def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     """Times of a block for one microbatch, without communication."""
     fused = [gemm for gemm in block.gemms if gemm.batch and config.attention]
     weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
@@ -115,7 +115,7 @@ def block_time(block: Block, config: BlockConfig) -> BlockTime:
     )
 
 
-def _softmax_is_unfused(block: Block, config: BlockConfig) -> bool:
+def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
     if config.attention or config.softmax_of == 1:
         return False
     squares = max((gemm.batch for gemm in block.gemms), default=0) * config.samples / config.tp

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec
 from paceline.plans.axes import AXES
 from paceline.plans.choices import Remat, Schedule
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
@@ -100,7 +100,7 @@ class Layout:
         order: axes, beginning with those whose ranks are nearest.
     """
 
-    trace: Trace
+    trace: ModelTrace
     machines: Machines
     dp: int = 1
     fsdp: int = 1

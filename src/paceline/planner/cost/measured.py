@@ -24,7 +24,7 @@ from paceline.planner.cost.measured_links import Links, between_hosts_s, here, l
 from paceline.planner.cost.pipeline import simulate, work_of
 from paceline.planner.cost.prediction import PARTS
 from paceline.plans.axes import DEGREES
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 
 # fraction of the time to read a calibration point's samples that does not grow with their number
 _DATA_FIXED = 0.3
@@ -100,7 +100,7 @@ def times_of(layout: Layout, found: Calibration) -> Times:
 
 
 @lru_cache(maxsize=4096)
-def _times(trace: Trace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Times:
+def _times(trace: ModelTrace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Times:
     plain = found.timings_of(ranks, precision)
     sizes = [timing.samples for timing in plain]
     each = range(len(plain[0].forward_s))
@@ -119,7 +119,7 @@ def _again(found: Calibration, remat: str) -> float:
     return max(0.0, median(ratios)) if ratios else 1.0
 
 
-def _by_block(trace: Trace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
+def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
     """The measured time of each block of the trace.
 
     A segment has the name of its first module; a block without a segment's name gets a part of the current one by its FLOPs.
@@ -180,7 +180,7 @@ def _fused_gain_s(layout: Layout, found: Calibration) -> float:
 
 
 @lru_cache(maxsize=256)
-def _added(trace: Trace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
+def _added(trace: ModelTrace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
     """Overhead of an axis: its calibration points less the model without overhead."""
     points = found.points_of(axis, precision)
     if not points:
@@ -217,7 +217,7 @@ def _added(trace: Trace, found: Calibration, precision: str, axis: str, ranks: i
     )
 
 
-def _as_layout(trace: Trace, found: Calibration, point: CalibrationPoint, precision: str) -> Layout:
+def _as_layout(trace: ModelTrace, found: Calibration, point: CalibrationPoint, precision: str) -> Layout:
     degrees = {} if point.axis == "none" else {point.axis: point.ranks}
     return Layout(
         trace=trace,

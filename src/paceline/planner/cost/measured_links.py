@@ -10,7 +10,7 @@ from itertools import accumulate
 from paceline.cluster.catalogue.hardware import CATALOGUE, LinkSpec
 from paceline.planner.calibrate import Calibration
 from paceline.planner.cost.layout import Layout, Machines
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 
 # bytes on an Ethernet link for each of TCP's
 HEADERS = 1514 / 1448
@@ -187,7 +187,7 @@ def _time(found: Calibration, transport: str, name: str, size: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _reductions(trace: Trace) -> tuple[tuple[float, int], ...]:
+def _reductions(trace: ModelTrace) -> tuple[tuple[float, int], ...]:
     """Tensor-parallel all-reduces of a forward pass: their elements per sample, and counts."""
     found: dict[float, int] = {}
     for block in trace.blocks:
@@ -197,7 +197,7 @@ def _reductions(trace: Trace) -> tuple[tuple[float, int], ...]:
 
 
 @lru_cache(maxsize=64)
-def _pieces(trace: Trace, found: Calibration) -> tuple[int, ...]:
+def _pieces(trace: ModelTrace, found: Calibration) -> tuple[int, ...]:
     """Parameters of FSDP2's units: of each repeated block, and of the remainder."""
     named = set(found.segments[1:-1])
     blocks = [block.parameters for block in trace.blocks if block.name in named]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
-from paceline.trace.graph import Block, Trace
+from paceline.trace.graph import BlockTrace, ModelTrace
 
 HOLDERS = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "gathered", "buffers", "fragments", "runtime")
 # on a GPU: context, libraries' workspaces, NCCL's channel buffers
@@ -244,7 +244,7 @@ def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
     return MemoryConfig(layout.tp, layout.ep, layout.sequence, layout.remat, not layout.framework.flash, memory_model.products)
 
 
-def _chunks(trace: Trace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
+def _chunks(trace: ModelTrace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
     memories = _block_memories(trace, config)
     return [_summed(memories[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
 
@@ -254,12 +254,12 @@ def _summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
     return BlockMemory(sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result)
 
 
-def _block_memories(trace: Trace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
+def _block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
     """Memory of every block. Equal blocks share one object, so that equal sums are equal to the last bit."""
     if config not in trace.memo:
         kinds = [block.kind for block in trace.blocks]
         repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind == "layer"}
-        by_block: dict[Block, BlockMemory] = {}
+        by_block: dict[BlockTrace, BlockMemory] = {}
         for block in trace.blocks:
             if block not in by_block:
                 by_block[block] = _held(block, config, block.kind in repeated)
@@ -268,7 +268,7 @@ def _block_memories(trace: Trace, config: MemoryConfig) -> tuple[BlockMemory, ..
     return memories
 
 
-def _held(block: Block, config: MemoryConfig, layer: bool) -> BlockMemory:
+def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
     tp, across = config.tp, config.tp if config.sequence else 1
     dense, experts = block.vectors + block.matrices / tp, block.experts / tp / config.ep
     squares = block.kept_scores / tp if config.squares else 0.0
@@ -288,7 +288,7 @@ def _held(block: Block, config: MemoryConfig, layer: bool) -> BlockMemory:
     return BlockMemory(dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result)
 
 
-def _products(block: Block, tp: int, across: int) -> float:
+def _products(block: BlockTrace, tp: int, across: int) -> float:
     """Elements of the results of products with weights, and of attention's."""
     width = {"n": tp, "batch": tp}
     weights = sum(gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch)

@@ -11,7 +11,7 @@ from paceline.planner.cost import constants
 from paceline.planner.cost.compute import BlockConfig, BlockTime, block_config, block_time
 from paceline.planner.cost.layout import BYTES, Layout
 from paceline.planner.cost.traffic import LinkPath, all_reduce_s, all_to_all_s, gather_s, link_path
-from paceline.trace.graph import Block, Trace
+from paceline.trace.graph import BlockTrace, ModelTrace
 
 
 class StageCost(NamedTuple):
@@ -94,7 +94,7 @@ def stage_times(layout: Layout) -> StageTimes:
 
 @lru_cache(maxsize=16384)
 def _stage_times(
-    trace: Trace,
+    trace: ModelTrace,
     config: BlockConfig,
     remat: str,
     tp_path: LinkPath,
@@ -120,7 +120,7 @@ def _between(start: StageCost, end: StageCost) -> StageCost:
 
 
 @lru_cache(maxsize=4096)
-def summed(trace: Trace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
+def summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
     costs = (block_cost(block, config, remat, *links) for block in trace)
     return tuple(accumulate(costs, StageCost.__add__, initial=StageCost()))
 
@@ -134,7 +134,7 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=100_000)
-def block_cost(block: Block, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath) -> StageCost:
+def block_cost(block: BlockTrace, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath) -> StageCost:
     """Cost of one block."""
     time = block_time(block, config)
     layer = block.kind not in ("embedding", "head")
@@ -168,7 +168,7 @@ def exposed_s(travel_s: float, compute_s: float) -> float:
     return max(travel_s - compute_s, 0.0) + constants.CONTENTION * min(travel_s, compute_s)
 
 
-def _again(block: Block, time: BlockTime, remat: str, stops_early: bool) -> tuple[float, float, int]:
+def _again(block: BlockTrace, time: BlockTime, remat: str, stops_early: bool) -> tuple[float, float, int]:
     """Seconds, launch seconds and reductions of recomputation in the backward pass."""
     if remat == "block" and block.trained:
         if stops_early:

@@ -23,7 +23,7 @@ from paceline.planner.cost.stages import StageCost, stages
 from paceline.planner.cost.traffic import all_reduce_s, link_path
 from paceline.planner.search.space import Ints
 from paceline.plans.choices import STAGES_PER_RANK
-from paceline.trace.graph import Block, Trace
+from paceline.trace.graph import BlockTrace, ModelTrace
 
 Floats = NDArray[np.float64]
 # samples of a microbatch so large that matrix products reach their peak
@@ -82,11 +82,11 @@ class Bounds:
         trace_at: the model's trace as that many ranks of tp divide it.
     """
 
-    def __init__(self, layout: Layout, trace_at: Callable[[int], Trace]) -> None:
+    def __init__(self, layout: Layout, trace_at: Callable[[int], ModelTrace]) -> None:
         self.layout = replace(layout, dp=1, fsdp=1, tp=1, pp=1, cp=1, ep=1, microbatches=1, chunks=1, cut=())
         kinds = _kinds(layout.trace)
         self._kinds, self._counts = list(kinds), list(kinds.values())
-        self._trace_at, self._each = trace_at, dict[int, Trace]()
+        self._trace_at, self._each = trace_at, dict[int, ModelTrace]()
         self.layers = max(self._counts)
         self._samples: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
         self._rank_costs: dict[ShardConfig, RankCost] = {}
@@ -215,11 +215,11 @@ class Bounds:
             hop_s=max(0.0, hops[0] + (hops[1] - hops[0]) * (config.samples - 1)),
         )
 
-    def _each_at(self, tp: int) -> Trace:
+    def _each_at(self, tp: int) -> ModelTrace:
         """One block of each kind, as `tp` ranks divide it."""
         if tp not in self._each:
             blocks, there = self.layout.trace.blocks, self._trace_at(tp).blocks
-            self._each[tp] = Trace(tuple(there[blocks.index(kind)] for kind in self._kinds))
+            self._each[tp] = ModelTrace(tuple(there[blocks.index(kind)] for kind in self._kinds))
         return self._each[tp]
 
     def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:
@@ -228,15 +228,17 @@ class Bounds:
         found = self._samples.get(key)
         if found is None:
             one = replace(layout, samples=1.0, microbatches=2)
-            twice = [Trace((block,) * min(count, 2)) for block, count in zip(self._each_at(layout.tp).blocks, self._counts, strict=True)]
+            twice = [
+                ModelTrace((block,) * min(count, 2)) for block, count in zip(self._each_at(layout.tp).blocks, self._counts, strict=True)
+            ]
             kept = [(1 + FRAGMENTS) * memory(replace(one, trace=trace))["activations"] / len(trace.blocks) for trace in twice]
             found = self._samples[key] = kept, [hop_s(replace(layout, pp=2, samples=samples)) for samples in (1.0, 2.0)]
         return found
 
 
-def _kinds(trace: Trace) -> dict[Block, int]:
+def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
     """The distinct blocks with their counts."""
-    counts: dict[Block, int] = {}
+    counts: dict[BlockTrace, int] = {}
     for block, count in trace.runs:
         counts[block] = counts.get(block, 0) + count
     return counts

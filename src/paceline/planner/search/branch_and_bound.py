@@ -19,7 +19,7 @@ from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import Ints, Space, divisors, numbered
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import REMATS, SCHEDULES, STAGES_PER_RANK
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 
 # rows that are expanded together, most promising first
 _FIRST_BLOCK, _BLOCK = 64, 4096
@@ -271,7 +271,7 @@ class BranchAndBound:
             return
         self._keep(values | knobs, layout)
 
-    def _trace_at(self, tp: int) -> Trace:
+    def _trace_at(self, tp: int) -> ModelTrace:
         return self.layouts.trace_at(self.layout.precision, tp)
 
     def _layout(self, values: dict[str, Any], knobs: dict[str, Any], row: int) -> Layout:

@@ -11,7 +11,7 @@ from paceline.partition import contiguous
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.plans.axes import DEGREES
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 from paceline.units import size
 
 _MOST_HOSTS = 2**14
@@ -114,7 +114,7 @@ def _sharded(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch:
     )
 
 
-def _divides(trace: Trace, tp: int, cp: int) -> bool:
+def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
     """True if tp divides the heads and anything at all, and cp divides the tokens."""
     if tp == 1:
         return trace.tokens % cp == 0

@@ -16,7 +16,7 @@ from paceline.planner.search.legal import LegalPlans, Refusal
 from paceline.plans.choices import REMATS, SCHEDULES
 from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
-from paceline.trace.graph import Trace
+from paceline.trace.graph import ModelTrace
 
 Ints = NDArray[np.int64]
 COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
@@ -42,7 +42,7 @@ class Space:
         refused: values that cannot, with the reason.
     """
 
-    def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: Trace) -> None:
+    def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: ModelTrace) -> None:
         self.job, self.cluster, self.base, self.trace = job, cluster, base, trace
         self.legal = LegalPlans(job, cluster, base, len(trace.blocks))
         self.devices = self.legal.context.devices

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Call, Cut, Trace
+from paceline.split.pipeline.forward_trace import Call, Cut, ForwardTrace
 from paceline.split.pipeline.observed import restored_afterwards
 from paceline.split.pipeline.stages import Stage, StageBounds
 
@@ -22,7 +22,7 @@ _RUNS = 8
 
 
 def costs(
-    model: nn.Module, trace: Trace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device, *, runs: int = _RUNS
+    model: nn.Module, trace: ForwardTrace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device, *, runs: int = _RUNS
 ) -> list[float]:
     """Seconds of a forward and a backward pass of each segment between two cuts.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import PlanError
-from paceline.split.pipeline.forward_trace import Cut, Trace
+from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
 
 
-def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
+def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
     """Cuts before the named modules, and reasons why others need torch.export.
 
     Raises:
@@ -27,7 +27,7 @@ def named_cuts(trace: Trace, names: Sequence[str]) -> tuple[list[Cut], list[str]
     return good, reasons
 
 
-def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:
+def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:
     """Possible cuts in order, and reasons why the model cannot be cut before other blocks.
 
     A model can be cut before blocks, and where one tensor crosses between outermost modules.
@@ -50,6 +50,6 @@ def possible_cuts(trace: Trace, blocks: Sequence[str]) -> tuple[list[Cut], list[
         # Two cuts with no computation between them are one; the outer module's name is kept.
         if trace.used(found[-1].time if found else -1, cut.time):
             found.append(cut)
-    if found and not trace.used(found[-1].time, Trace.END):
+    if found and not trace.used(found[-1].time, ForwardTrace.END):
         found.pop()
     return found, reasons

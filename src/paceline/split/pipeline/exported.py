@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.no_grad_regions import inline_no_grad
-from paceline.split.pipeline.forward_trace import Call, Shape, quiet
+from paceline.split.pipeline.forward_trace import Call, TensorShape, quiet
 from paceline.split.pipeline.stages import Finish, copied, drop_buffers, drop_parameters, identity
 
 # torch.export's mark on the name of a module in its second and later calls
@@ -41,8 +41,8 @@ class StageGraph:
     incoming: list[fx.Node]
     outgoing: list[fx.Node]
     results: list[fx.Node]
-    received: list[Shape]
-    sent: list[Shape]
+    received: list[TensorShape]
+    sent: list[TensorShape]
     output: Callable[[Sequence[Any]], Any]
 
     def parameters(self) -> set[str]:
@@ -217,10 +217,10 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _infer_shapes(stage_graphs: Sequence[StageGraph], batch: tuple[Tensor, ...]) -> None:
     carried: list[Tensor] = []
     for stage_graph in stage_graphs:
-        stage_graph.received = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+        stage_graph.received = [TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
         known = stage_graph.run(batch, carried)
         carried = [known[node] for node in stage_graph.outgoing]
-        stage_graph.sent = [Shape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+        stage_graph.sent = [TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
 
 
 def _with_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:

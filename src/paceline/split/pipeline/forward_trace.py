@@ -34,7 +34,7 @@ CallKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorShape:
     """Shape, dtype and `requires_grad` of a contiguous tensor."""
 
     size: tuple[int, ...]
@@ -58,7 +58,7 @@ class ModuleCall:
         call_index: number of the module's earlier calls in this forward pass.
         parent: index of the calling module's call, or -1.
         enter, leave: start and end, on the trace's clock.
-        leaves: its output, flattened (tensors as `Shape`), to be put together by `spec`.
+        leaves: its output, flattened (tensors as `TensorShape`), to be put together by `spec`.
         nodes: the leaves' tensor identities; None for other leaves.
         uses_parameters: True if something in it depends on a parameter.
     """
@@ -84,7 +84,7 @@ class ModuleCall:
 
 
 @dataclass
-class Step:
+class TracedOperation:
     """One operation of the trace."""
 
     time: int
@@ -108,7 +108,7 @@ class Attribute:
 
 
 @dataclass(frozen=True)
-class Value:
+class CutTensor:
     """A tensor that crosses a cut.
 
     Attributes:
@@ -119,7 +119,7 @@ class Value:
 
     sources: tuple[tuple[str, int, int], ...]
     node: Node
-    shape: Shape
+    shape: TensorShape
     changed: bool
 
 
@@ -135,11 +135,11 @@ class Cut:
 
     before: str
     time: int
-    values: tuple[Value, ...]
+    values: tuple[CutTensor, ...]
     parameters: frozenset[str]
 
 
-class Trace:
+class ForwardTrace:
     """Module calls and operations of one forward pass.
 
     The modules run with parameters that have shapes and no memory (torch's fake tensors), and everything that does not depend on a
@@ -172,7 +172,7 @@ class Trace:
         self.model, self.device, self._whole = model, device, whole
         self._remembered = {} if remembered is None else remembered
         self.module_calls: list[ModuleCall] = []
-        self.steps: list[Step] = []
+        self.steps: list[TracedOperation] = []
         self.result: list[Node] = []
         # parameter names by storage
         self.parameters: dict[int, str] = {}
@@ -198,8 +198,8 @@ class Trace:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._run(batch, call)
         self._kept.clear()
-        self._makers: dict[Node, list[Step]] = defaultdict(list)
-        self._changers: dict[int, list[Step]] = defaultdict(list)
+        self._makers: dict[Node, list[TracedOperation]] = defaultdict(list)
+        self._changers: dict[int, list[TracedOperation]] = defaultdict(list)
         for step in self.steps:
             for node in step.makes:
                 self._makers[node].append(step)
@@ -228,7 +228,7 @@ class Trace:
             return f"a cut before {before}: {problem}"
         changed = {storage for step in self.steps if not self._within(step.module_call, time) for storage in step.changes}
         values = [
-            Value(tuple((v.name, v.call_index, i) for v, i in found), node, found[-1][0].leaves[found[-1][1]], node[0] in changed)
+            CutTensor(tuple((v.name, v.call_index, i) for v, i in found), node, found[-1][0].leaves[found[-1][1]], node[0] in changed)
             for node, found in sources.items()
             if node in needed
         ]
@@ -559,7 +559,7 @@ class Trace:
             while at >= 0:
                 self.module_calls[at].uses_parameters = True
                 at = self.module_calls[at].parent
-        self.steps.append(Step(self._tick(), self._current, reads, makes, changes, random, name, looks))
+        self.steps.append(TracedOperation(self._tick(), self._current, reads, makes, changes, random, name, looks))
 
     @property
     def watching(self) -> bool:
@@ -588,7 +588,7 @@ class Trace:
 class _OperationMode(TorchDispatchMode):
     """Dispatch mode that reports every operation to the trace."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()
         self.trace = trace
 
@@ -615,8 +615,8 @@ def is_in(module: str, outer: str) -> bool:
     return module == outer or module.startswith(f"{outer}.")
 
 
-def _shape(t: Tensor) -> Shape:
-    return Shape(tuple(t.shape), t.dtype, t.requires_grad)
+def _shape(t: Tensor) -> TensorShape:
+    return TensorShape(tuple(t.shape), t.dtype, t.requires_grad)
 
 
 def _real(t: Any, device: torch.device) -> Any:
@@ -665,7 +665,7 @@ def quiet() -> Iterator[None]:
 
 def _strange(leaves: Sequence[Any]) -> str | None:
     """Type name of the first leaf of an output that could hide tensors, or None."""
-    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, Shape, int, float, str, type(None)))), None)
+    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, TensorShape, int, float, str, type(None)))), None)
 
 
 def _gpus(device: torch.device) -> list[int]:

@@ -27,7 +27,7 @@ from paceline.split.parts import Parts, local
 from paceline.split.pipeline.balance import costs
 from paceline.split.pipeline.cuts import named_cuts, possible_cuts
 from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
-from paceline.split.pipeline.forward_trace import Call, Cut, Shape, Trace
+from paceline.split.pipeline.forward_trace import Call, Cut, ForwardTrace, TensorShape
 from paceline.split.pipeline.observed import Observed
 from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, refuse_unsupported_code
 from paceline.split.pipeline.stages import Stage, StageBounds, identity
@@ -46,7 +46,7 @@ class Pipeline:
 
     Every stage runs the model's own forward pass on the same batch, in which placeholders replace the modules of other stages:
     masks and positions are computed by the model's own code, and no module or parameter has another name than in the undivided
-    model. The tensors that cross between stages are found by tracing one forward pass (`Trace`): any number of them, such as T5's
+    model. The tensors that cross between stages are found by tracing one forward pass (`ForwardTrace`): any number of them, such as T5's
     position bias, if modules return them.
 
     Zero bubble is the V schedule (Qi et al., 2024, arXiv:2401.10241): two stages a rank, the first and the last on rank 0.
@@ -203,7 +203,7 @@ class Pipeline:
         modules = [name for name, _ in self._model.named_modules() if name]
         if names and (reason := wrong_cuts(plan.cut, plan.schedule, plan.pp, modules, self._block_names)):
             raise PlanError(f"plan {plan} {reason}")
-        trace: Trace | None = None
+        trace: ForwardTrace | None = None
         try:
             trace = self._trace(example)
         except PlanError as error:
@@ -229,7 +229,7 @@ class Pipeline:
         assert trace is not None, "without a trace there are no cuts, and that was raised"
         return False, [cut.before for cut in self._balanced(trace, cuts, example)]
 
-    def _balanced(self, trace: Trace, cuts: list[Cut], example: Batch) -> list[Cut]:
+    def _balanced(self, trace: ForwardTrace, cuts: list[Cut], example: Batch) -> list[Cut]:
         """Cuts that make the slowest stage as fast as possible."""
         # measured all the same, to find stages that cannot be computed apart
         if len(cuts) + 1 == self._count:
@@ -292,10 +292,12 @@ class Pipeline:
 
     # Shapes and schedules
 
-    def _trace(self, batch: Batch) -> Trace:
+    def _trace(self, batch: Batch) -> ForwardTrace:
         observed = Observed()
         try:
-            return Trace(self._model, batch, self._call, self._device, whole=self._whole, remembered=self._remembered, observed=observed)
+            return ForwardTrace(
+                self._model, batch, self._call, self._device, whole=self._whole, remembered=self._remembered, observed=observed
+            )
         finally:
             self._observed = observed
 
@@ -344,7 +346,7 @@ class Pipeline:
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
         self._sending += [(_work(dist.isend(t, group=self._pp.backend, group_dst=to)), t) for t in tensors]
 
-    def _receive(self, shapes: Sequence[Shape], source: int) -> tuple[Tensor, ...]:
+    def _receive(self, shapes: Sequence[TensorShape], source: int) -> tuple[Tensor, ...]:
         tensors = [shape.on(self._device).detach() for shape in shapes]
         for t in tensors:
             dist.recv(t, group=self._pp.backend, group_src=source)
@@ -382,7 +384,7 @@ def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
     return Schedule1F1B if name == "1f1b" and microbatches_fit(name, ranks, microbatches) else ScheduleGPipe
 
 
-def _cuts(trace: Trace, names: Sequence[str]) -> list[Cut]:
+def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
     cuts = [trace.cut(name) for name in names]
     if problems := [cut for cut in cuts if isinstance(cut, str)]:
         raise PlanError("pp: for a batch of another shape the model runs otherwise: " + "; ".join(problems))

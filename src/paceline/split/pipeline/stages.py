@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Attribute, Call, CallKey, Cut, ModuleCall, Shape, Trace, is_in
+from paceline.split.pipeline.forward_trace import Attribute, Call, CallKey, Cut, ForwardTrace, ModuleCall, TensorShape, is_in
 from paceline.split.pipeline.observed import without_reentrant_checkpoints
 
 # applied to the model's output on the last stage
@@ -45,7 +45,7 @@ class StageBounds:
         received, sent: the tensors that come in and go out.
     """
 
-    trace: Trace
+    trace: ForwardTrace
     first: Cut | None
     last: Cut | None
     placeholders: dict[CallKey, ModuleCall] = field(init=False)
@@ -65,14 +65,14 @@ class StageBounds:
 
     @property
     def stop(self) -> int:
-        return self.last.time if self.last else Trace.END
+        return self.last.time if self.last else ForwardTrace.END
 
     @property
-    def received(self) -> list[Shape]:
+    def received(self) -> list[TensorShape]:
         return [value.shape for value in self.first.values] if self.first else []
 
     @property
-    def sent(self) -> list[Shape]:
+    def sent(self) -> list[TensorShape]:
         return [value.shape for value in self.last.values] if self.last else []
 
     def parameters(self) -> set[str]:
@@ -92,7 +92,7 @@ class StageBounds:
             if (place := self._given.get((*key, i))) is not None:
                 assert self.first is not None
                 leaves[i] = received[place].clone() if self.first.values[place].changed else received[place]
-            elif isinstance(leaf, Shape):
+            elif isinstance(leaf, TensorShape):
                 leaves[i] = torch.zeros(leaf.size, dtype=leaf.dtype, device=device) if i in self._changed[key] else leaf.zero(device)
         return module_call.output(leaves)
 
@@ -268,7 +268,7 @@ def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: t
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and names[id(parameter)] not in own:
                 del module._parameters[name]
-                module.__dict__[name] = Shape(tuple(parameter.shape), parameter.dtype, False).zero(device)
+                module.__dict__[name] = TensorShape(tuple(parameter.shape), parameter.dtype, False).zero(device)
 
 
 def drop_buffers(copy_: nn.Module, others: set[str], device: torch.device) -> None:
@@ -336,7 +336,7 @@ def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
     buffer = module._buffers.pop(name)
     module._non_persistent_buffers_set.discard(name)
     if buffer is not None and buffer.is_meta:
-        buffer = Shape(tuple(buffer.shape), buffer.dtype, False).zero(device)
+        buffer = TensorShape(tuple(buffer.shape), buffer.dtype, False).zero(device)
     module.__dict__[name] = buffer
 
 

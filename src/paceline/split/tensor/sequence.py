@@ -22,7 +22,7 @@ from paceline.job.batch import Batch
 from paceline.plans.limits import undivided_tokens
 from paceline.split.tensor.layers import TOKENS
 from paceline.trace.blocks import find_blocks
-from paceline.trace.recording.graph import Entry, Graph, Node, Unfollowable, Value
+from paceline.trace.recording.graph import Entry, Graph, Node, TracedTensor, Unfollowable
 from paceline.trace.recording.record import Call
 from paceline.trace.recording.recorder import unrecorded
 from paceline.trace.tensor.proof import Proof, retraced, shapes_of
@@ -188,7 +188,7 @@ def _spans(blocks: list[str], graph: Graph) -> list[BlockSpan]:
     return spans
 
 
-def _is_activation(value: Value) -> bool:
+def _is_activation(value: TracedTensor) -> bool:
     return len(value.shape) == 3 and value.floating
 
 

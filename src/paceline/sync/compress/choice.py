@@ -29,7 +29,7 @@ TRIALS = 2  # codecs that are tried
 _WARM_UP, _MEASURED = 2, 3  # steps without a codec and with each
 
 
-class Choice:
+class CodecChooser:
     """Chooses the codec of every step from a few steps without one and with candidates.
 
     Every rank makes one and calls `step_done` after each step; all ranks come to the same answers, from the slowest

@@ -23,7 +23,7 @@ class Graph:
         logits: the result itself if it is a tensor, else its `logits`, or None.
     """
 
-    values: list[Value] = field(default_factory=list)
+    values: list[TracedTensor] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     calls: list[PythonCall] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Graph:
 
 
 @dataclass
-class Value:
+class TracedTensor:
     """A tensor of the trace.
 
     Attributes:

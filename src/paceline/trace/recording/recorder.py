@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.trace.recording.graph import Graph, Kind, Node, Ref, Value
+from paceline.trace.recording.graph import Graph, Kind, Node, Ref, TracedTensor
 from paceline.trace.recording.trees import map_tensors, tensors_in, tensors_within
 
 BeforeCall = Callable[[int, str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -35,7 +35,7 @@ class Recorder:
         known = self._known.get(id(tensor))
         if known is None:
             known = len(self.graph.values)
-            self.graph.values.append(Value(tuple(tensor.shape), kind, _has_gradients(tensor), name, producer))
+            self.graph.values.append(TracedTensor(tuple(tensor.shape), kind, _has_gradients(tensor), name, producer))
             self.same(tensor, known)
         return known
 

@@ -12,10 +12,10 @@ from paceline.planner.cost.prediction import PARTS, Prediction
 from paceline.planner.explain.advice import Advice
 from paceline.planner.search.result import Candidate, Excluded, SearchResult
 from paceline.plans.plan import Plan
-from paceline.trace.graph import Block, Gemm, Trace
+from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
-TRACE = Trace(
-    tuple(Block("layer", f"layers.{i}", (Gemm(1024, 4096, 1024),), matrices=12_000_000, boundary=1024) for i in range(8)), tokens=1024
+TRACE = ModelTrace(
+    tuple(BlockTrace("layer", f"layers.{i}", (Gemm(1024, 4096, 1024),), matrices=12_000_000, boundary=1024) for i in range(8)), tokens=1024
 )
 DEVICE = Accelerator("H100-SXM", "cuda", {"bf16": 989e12, "fp32": 67e12}, 80 * 10**9, 3.35e12, LinkSpec("NVLink", 450e9, 3e-6))
 MACHINES = Machines(DEVICE, 2, 8, LinkSpec("network", 6.25e9, 14e-6), memory_bytes=80 * 10**9)

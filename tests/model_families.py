@@ -148,7 +148,7 @@ def _model(family: str, folder: Path) -> dict[str, Any]:
 
 def _data(family: str) -> dict[str, Any]:
     if family == "t5":
-        return {"kind": "dataset", "factory": "families:Pairs", "held_out": 0}
+        return {"kind": "dataset", "factory": "model_families:Pairs", "held_out": 0}
     data: dict[str, Any] = {"kind": "synthetic", "samples": 64, "held_out": 0}
     if family in ("vit", "resnet", "cifar_cnn", "mlp"):
         shapes = {"cifar_cnn": [3, 32, 32], "mlp": [1, 28, 28]}
