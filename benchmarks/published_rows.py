@@ -143,7 +143,7 @@ def _layout(cells: Cells, others: list[dict[str, str]], stack: StackFacts) -> La
     ranks = int(gpus or inside * int(dp or 1))
     data_ranks, rest = divmod(ranks, inside)
     if rest or not data_ranks:
-        raise Unusable(f"{ranks} GPUs are no multiple of tp × pp × cp = {inside}")
+        raise Unusable(f"{ranks} GPUs are not a multiple of tp × pp × cp = {inside}")
     dimensions = _dimensions(cells, others, degrees)
     batch = _whole(cells, "global_batch", _batch_default(cells, data_ranks))
     if "token" in cells.get("global_batch", "").lower():

@@ -123,7 +123,7 @@ class Timing:
 
     Attributes:
         step_s: median of DDP, which does the same in every step; else the mean, over whole periods.
-        link_bytes: per step, what the busiest host's link carried, each way; of loopback what the rule counts, None where it is no rule.
+        link_bytes: per step, what the busiest host's link carried, each way; of loopback what the rule counts, None where it is not a rule.
         ended_s: of each step of a run that was waited for, seconds from its first step on.
     """
 

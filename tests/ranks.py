@@ -1,7 +1,7 @@
 """Run a function of a test on several real ranks: processes that talk over gloo or shared memory, with a deadline.
 
 The ranks are forked from a server that has torch imported, so that they start in milliseconds. A function is named by its file, so it may
-stand in any test file, which is no module that a fresh process could import.
+stand in any test file, which is not a module that a fresh process could import.
 """
 
 from __future__ import annotations

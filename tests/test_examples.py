@@ -1,4 +1,4 @@
-"""Every example trains from a copy of its folder that is no checkout: what a newcomer tries first works, and learns."""
+"""Every example trains from a copy of its folder that is not a checkout: what a newcomer tries first works, and learns."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def open_to_append(path: Path) -> int:
     """A descriptor that appends to a file of mode 0600, which is made if missing; a link or a pipe there is an error.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return _regular(os.open(path, flags, PRIVATE_FILE), path)
@@ -159,7 +159,7 @@ def opened_to_read(path: Path) -> Iterator[IO[bytes]]:
     """A regular file, open for reading. A pipe, a device or a link is an error at once, never a wait.
 
     Raises:
-        OSError: it is missing, cannot be read, or is no regular file.
+        OSError: it is missing, cannot be read, or is not a regular file.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(_regular(os.open(path, flags), path), "rb") as file:
@@ -171,7 +171,7 @@ def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
 
     Raises:
         OSError: as `opened_to_read`, or it has more than `limit` bytes.
-        UnicodeDecodeError: it is no UTF-8.
+        UnicodeDecodeError: it is not UTF-8.
     """
     with opened_to_read(path) as file:
         content = file.read(limit + 1)

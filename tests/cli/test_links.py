@@ -56,11 +56,11 @@ def test_slow_emulated_hosts_are_measured_against_their_link_in_bounded_time(tmp
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (["--transports", "gloo,mpi"], ["'mpi' is none of shm, gloo, tcp, nccl", "--transports"]),
-        (["--collectives", "allreduce"], ["'allreduce' is none of all_reduce", "--collectives"]),
-        (["--algorithms", "star"], ["'star' is none of flat, ring", "--algorithms"]),
-        (["--sizes", "64KB"], ["'64KB' is no size such as 64KiB", "--sizes"]),
-        (["--sizes", "0"], ["'0' is no size", "--sizes"]),
+        (["--transports", "gloo,mpi"], ["'mpi' is not one of shm, gloo, tcp, nccl", "--transports"]),
+        (["--collectives", "allreduce"], ["'allreduce' is not one of all_reduce", "--collectives"]),
+        (["--algorithms", "star"], ["'star' is not one of flat, ring", "--algorithms"]),
+        (["--sizes", "64KB"], ["'64KB' is not a size such as 64KiB", "--sizes"]),
+        (["--sizes", "0"], ["'0' is not a size", "--sizes"]),
         (["--ranks", "1"], ["--ranks"]),
     ],
     ids=lambda value: " ".join(value),

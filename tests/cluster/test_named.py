@@ -104,7 +104,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("1000000x8xH100", "has 8,000,000 devices; 1,000,000 is the most"),
         ("64xH100-SXM", "is one host with 64 devices; a usual one has 8: 8x8xH100-SXM"),
         ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. The nearest there: '),
-        ("8xH100, fast", '"fast" is no rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'),
+        ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'),
         ("2x8xH100, 0gbit", "carries nothing"),
         ("2x8xH100, 400gbit, 200gbit", "two rates"),
         ("2x8xH100, 2/h, 3/h", "two prices"),

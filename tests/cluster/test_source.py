@@ -57,7 +57,7 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "a cluster is a mapping"), ("- a", "a cluster is a mapping"), ("a: [", "is no valid YAML"), ("\xff", "cannot be read")],
+    [("", "a cluster is a mapping"), ("- a", "a cluster is a mapping"), ("a: [", "is not valid YAML"), ("\xff", "cannot be read")],
 )
 def test_a_file_that_is_no_cluster_at_all_is_named(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "cluster.yaml"

@@ -1,4 +1,4 @@
-"""Models. A model that is built wrongly, or is no model, must be found before ranks are started."""
+"""Models. A model that is built wrongly, or is not a model, must be found before ranks are started."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_the_number_of_classes_can_be_overridden(tmp_path: Path) -> None:
             "image_classification",
             "a gpt2 is not made for image_classification. Tasks that it has: causal_lm, sequence_class",
         ),
-        ({"n_layer": 3}, {}, "causal_lm", 'has no "model_type", so it is no Hugging Face model configuration'),
+        ({"n_layer": 3}, {}, "causal_lm", 'has no "model_type", so it is not a Hugging Face model configuration'),
         ({"model_type": "gpt9000"}, {}, "causal_lm", 'has no model_type "gpt9000"'),
     ],
 )
@@ -281,7 +281,7 @@ def test_a_config_that_does_not_fit_is_named_with_the_reason(
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"{", "is no JSON: "), (b"\xff", "is no JSON: "), (b"[1]", "it holds a list, not keys")])
+@pytest.mark.parametrize(("content", "words"), [(b"{", "is not JSON: "), (b"\xff", "is not JSON: "), (b"[1]", "it holds a list, not keys")])
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content)

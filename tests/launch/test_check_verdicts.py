@@ -142,7 +142,7 @@ class Normed(nn.Module):
 def job(folder: Path, factory: str, loss: str = "cross_entropy", args: dict[str, Any] | None = None, **changes: Any) -> Job:
     """A small job whose model and loss stand in a file written into `folder`.
 
-    The loss only if it is none of paceline's own.
+    The loss only if it is not one of paceline's own.
     """
     file = folder / "own.py"
     file.write_text(CODE)

@@ -76,7 +76,7 @@ def test_experts_and_columns_divide_different_dimensions_of_one_tensor() -> None
 
 
 def test_what_cannot_be_divided_says_why() -> None:
-    with pytest.raises(ValueError, match="6 is no multiple of 4"):
+    with pytest.raises(ValueError, match="6 is not a multiple of 4"):
         ShardLayout.whole((6, 2)).divide(0, 0, 4)
     with pytest.raises(ValueError, match="the sections sum to 4, not to 6"):
         ShardLayout.whole((6, 2)).divide(0, 0, 2, (2, 2))

@@ -145,7 +145,7 @@ class Noisy(Layers):
 
 @dataclass
 class Result:
-    """A result that is no container of torch's."""
+    """A result that is not a container of torch's."""
 
     inner: Tensor
     logits: Tensor
@@ -197,7 +197,7 @@ class Untraceable(Layers):
 
 
 class Reader(nn.Module):
-    """Looks at the values of a tensor that is no argument, and returns something made of it."""
+    """Looks at the values of a tensor that is not an argument, and returns something made of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ class ReadsItsValues(nn.Module):
 
 
 class Broken(nn.Module):
-    """Raises something that is no JobError."""
+    """Raises something that is not a JobError."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ ADAM: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=0.
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number that is no tensor for every parameter."""
+    """Keeps a number that is not a tensor for every parameter."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

@@ -195,7 +195,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     row = next(line for line in choice.lines if line.startswith("  fsdp=2 "))
     assert re.match(r"  fsdp=2 +22 ms +[\d.]+ ms \(.* to .*\) +\d\.\d\d \(.*\) of [\d.]+ ms +kept", row)
     measured = {pair.plan: pair for pair in pairs(two)}
-    assert set(measured) == {"dp=2", "fsdp=2", "dp=1"}, "what failed is no measurement"
+    assert set(measured) == {"dp=2", "fsdp=2", "dp=1"}, "what failed is not a measurement"
     assert measured["dp=2"].predicted_s == 0.02
     assert measured["dp=2"].measured_s > 0.04
 

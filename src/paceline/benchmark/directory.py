@@ -21,7 +21,7 @@ class BenchmarkDirectory:
     """The directory of a benchmark, from which an interrupted one continues.
 
     Raises:
-        RunError: there is something in `path`, and it is no benchmark.
+        RunError: there is something in `path`, and it is not a benchmark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class BenchmarkDirectory:
                 run = FinishedRun.load(line)
                 found[run.setting].append(run)
         except (KeyError, TypeError) as error:
-            raise RunError(f"{self.path / MEASURED} has a line that is no run of this benchmark: {error!r}") from error
+            raise RunError(f"{self.path / MEASURED} has a line that is not a run of this benchmark: {error!r}") from error
         return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
 
     def new_run(self, setting: Setting, round_: int) -> Path:

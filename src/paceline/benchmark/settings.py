@@ -104,7 +104,7 @@ def settings_for(
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
     """The base plan on `devices` devices; without GPUs, with one thread each.
 
-    So N devices are N cores. Where its replicas take several devices and these are no whole number of replicas, every
+    So N devices are N cores. Where its replicas take several devices and these are not a whole number of replicas, every
     device is a replica.
     """
     threads = base.threads if cluster.kind == "cuda" else 1

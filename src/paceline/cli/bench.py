@@ -76,5 +76,5 @@ def _numbers(text: str | None) -> list[int] | None:
         return None
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2", param_hint="--devices")
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2", param_hint="--devices")
     return [int(word) for word in words]

@@ -120,7 +120,7 @@ def _words(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ..
     words = tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
     for word in words:
         if word not in known:
-            raise typer.BadParameter(f"{word!r} is none of {', '.join(known)}", param_hint=option)
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(known)}", param_hint=option)
     return words
 
 
@@ -131,6 +131,6 @@ def _sizes(text: str | None) -> tuple[int, ...]:
             continue
         match = re.fullmatch(r"([0-9]+) *(|kib|mib|gib)", word.strip().lower())
         if match is None or int(match[1]) == 0:
-            raise typer.BadParameter(f"{word.strip()!r} is no size such as 64KiB or 16MiB", param_hint="--sizes")
+            raise typer.BadParameter(f"{word.strip()!r} is not a size such as 64KiB or 16MiB", param_hint="--sizes")
         found.append(int(match[1]) * _UNITS[match[2]])
     return tuple(sorted(set(found)))

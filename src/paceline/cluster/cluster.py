@@ -19,7 +19,7 @@ _Tuple = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has only lists
 
 
 class _Part(BaseModel):
-    """Strict keys and values (a number in quotes is no number), frozen once read."""
+    """Strict keys and values (a number in quotes is not a number), frozen once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -117,7 +117,7 @@ class Emulate(_Part):
     def _quotas(cls, cpu: object) -> object:
         for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
-                raise ValueError(f"cpu: {one!r} is no number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least")
+                raise ValueError(f"cpu: {one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least")
         return cpu
 
     @model_validator(mode="after")

@@ -64,7 +64,8 @@ def named_cluster(text: str) -> Cluster:
     """The cluster of a name such as `64x8xH100-SXM, 400gbit`.
 
     Raises:
-        ClusterError: the shape is impossible, a device is not in the catalogue (with the nearest names), or a word is no rate and no price.
+        ClusterError: the shape is impossible, a device is not in the catalogue (with the nearest names), or a
+            word is neither rate nor price.
     """
     return Cluster(catalogue=text)
 
@@ -85,7 +86,7 @@ def read_name(text: str) -> NamedCluster:
                 raise ClusterError(f'cluster "{text}" has two prices; leave one out')
             price = float(match[1])
         else:
-            raise ClusterError(f'cluster "{text}": "{word}" is no rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h')
+            raise ClusterError(f'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h')
     if rate_gbps == 0:
         raise ClusterError(f'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one')
     usual = device.network.bandwidth * 8 / 1e9 * per_host

@@ -33,7 +33,7 @@ def read_cluster(file: Path) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{file}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ClusterError(f"{file}: is no valid YAML: {error}") from error
+        raise ClusterError(f"{file}: is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ClusterError(
             f"{file}: a cluster is a mapping with `hosts`, `emulate` or `catalogue`, e.g. emulate: {{hosts: 4, rate: 100mbit}}, "

@@ -167,7 +167,7 @@ class Weighing:
             return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
         if not isinstance(output, Tensor):
-            self._tell(f"the loss {self._name} gets single samples, whose outputs are no tensors, so what it is the mean over is unknown")
+            self._tell(f"the loss {self._name} gets single samples, whose outputs are not tensors, so what it is the mean over is unknown")
             return None
         if earlier is None:
             return None

@@ -91,7 +91,7 @@ class ModelSpec(Spec):
 
         Raises:
             JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit,
-                a result that is no `nn.Module`, or a model of which only the dimensions are known.
+                a result that is not an `nn.Module`, or a model of which only the dimensions are known.
         """
         self.must_be_at_hand()
         from paceline.job.zoo import build_model

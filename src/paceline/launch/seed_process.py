@@ -150,7 +150,7 @@ def _become(order: _Order, watch: int) -> None:
 
 def _end() -> NoReturn:
     """End as an interpreter does, but keep modules, whose teardown copies shared memory."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, and asks executors to end
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, and asks executors to end
     atexit._run_exitfuncs()  # as multiprocessing does in its forks
     for file in gc.get_objects():  # without what the seed froze
         if issubclass(type(file), io.IOBase):

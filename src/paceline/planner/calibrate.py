@@ -167,7 +167,7 @@ class Calibration:
         """Read the text written by `to_json`.
 
         Raises:
-            ValueError: the text is no calibration, or has another version's format.
+            ValueError: the text is not a calibration, or has another version's format.
         """
         try:
             values = json.loads(text)
@@ -178,7 +178,7 @@ class Calibration:
                 values[name] = tuple(kind(**as_tuples(part)) for part in values[name])
             return cls(**as_tuples(values))
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"it is no calibration ({type(error).__name__}: {error})") from error
+            raise ValueError(f"it is not a calibration ({type(error).__name__}: {error})") from error
 
     @cached_property
     def precisions(self) -> tuple[str, ...]:

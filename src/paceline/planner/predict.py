@@ -40,7 +40,7 @@ def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Calibrati
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue, and nothing was measured.
-        PlanError: the text is no plan.
+        PlanError: the text is not a plan.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     return corrected(modelled(job, cluster, plan, calibration), job, cluster, plan, calibrated=calibration is not None)

@@ -24,7 +24,7 @@ class RuleFigures:
     """One rule at one speed of the network; None where a figure was not measured.
 
     Attributes:
-        plan: its text; "" where it is no plan of ours.
+        plan: its text; "" where it is not a plan of ours.
         wire_bytes: per step of a rank.
         seconds, losses: of a run's steps.
     """

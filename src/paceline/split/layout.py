@@ -71,13 +71,13 @@ class ShardLayout:
         With `sections` (sizes that sum to the shard's size), each section is divided.
 
         Raises:
-            ValueError: a section is no multiple of `parts`.
+            ValueError: a section is not a multiple of `parts`.
         """
         kept: list[Interval] = []
         start = 0
         for size in sections or (self.shape[dim],):
             if size % parts:
-                raise ValueError(f"{size} is no multiple of {parts}")
+                raise ValueError(f"{size} is not a multiple of {parts}")
             kept += self._intervals(dim, start + size // parts * part, start + size // parts * (part + 1))
             start += size
         if start != self.shape[dim]:

@@ -58,7 +58,7 @@ def shard_parameter(
     A parameter on the meta device stays there; a real one is copied, so that the full one can be freed.
 
     Raises:
-        ValueError: the size of `dim` (or of one of its sections) is no multiple of `of`.
+        ValueError: the size of `dim` (or of one of its sections) is not a multiple of `of`.
     """
     parameter: Tensor = getattr(module, name)
     one = ShardLayout.whole(parameter.shape).divide(dim, index, of, sections)

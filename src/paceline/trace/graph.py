@@ -119,7 +119,7 @@ class ModelTrace:
 
     Attributes:
         blocks: equal ones are the same object, or equal.
-        tokens: tokens of one sample; 1 if it is no sequence. Context parallelism divides them.
+        tokens: tokens of one sample; 1 if it is not a sequence. Context parallelism divides them.
         tied: parameters that are in two blocks and are one (an embedding that is also the head): counted in both.
         names: module name of each of `blocks`, `""` outside of repeated blocks; () if there is no module.
         notes: sentences on facts that could not be found.

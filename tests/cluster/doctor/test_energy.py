@@ -58,7 +58,7 @@ def test_a_counter_that_goes_away_ends_the_answers_and_nothing_else(tmp_path: Pa
     (tmp_path / "sys/class/powercap/intel-rapl:1/energy_uj").unlink()
     assert energy.joules() is None
     machine(tmp_path)
-    assert energy.joules() is None, "a sum with a gap in it is no sum"
+    assert energy.joules() is None, "a sum with a gap in it is not a sum"
 
 
 def test_counters_for_root_only_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,9 @@ def test_relative_files_count_from_the_job_files_folder(tmp_path: Path) -> None:
     assert resolve_import_path("pkg.mod:net", {"base": tmp_path}) == "pkg.mod:net"
     for wrong, words in (
         ("nothing.py:net", "no such file: "),
-        ("net", "is no import path"),
-        (":net", "is no import path"),
-        ("a:", "is no import path"),
+        ("net", "is not an import path"),
+        (":net", "is not an import path"),
+        ("a:", "is not an import path"),
     ):
         with pytest.raises(ValueError, match=words):
             resolve_import_path(wrong, {"base": tmp_path})

@@ -152,12 +152,12 @@ def test_a_metric_that_is_never_measured_cannot_stop_a_run(job_file: Path) -> No
         ("# nothing\n", "job.yaml is empty; a job needs at least"),
         ("- model\n", "job.yaml, line 1: a job is a group of keys with values, such as `model: mlp`, not a list"),
         ("mlp\n", "job.yaml, line 1: a job is a group of keys with values, such as `model: mlp`, not a single value"),
-        ("model: mlp\n  data: digits\n", "job.yaml, line 2, column 7: this is no valid YAML: mapping values are not allowed here"),
-        ("model: [mlp\n", "job.yaml, line 2, column 1: this is no valid YAML: "),
-        ("model: !!python/name:os.system\n", "job.yaml, line 1, column 8: this is no valid YAML: could not determine a constructor"),
-        ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1: this is no valid YAML: but found another document"),
-        ("a: \x01\n", "job.yaml: this is no valid YAML: unacceptable character"),
-        ("a: 2001-99-99\n", "job.yaml: this is no valid YAML: month must be in 1..12"),
+        ("model: mlp\n  data: digits\n", "job.yaml, line 2, column 7: this is not valid YAML: mapping values are not allowed here"),
+        ("model: [mlp\n", "job.yaml, line 2, column 1: this is not valid YAML: "),
+        ("model: !!python/name:os.system\n", "job.yaml, line 1, column 8: this is not valid YAML: could not determine a constructor"),
+        ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1: this is not valid YAML: but found another document"),
+        ("a: \x01\n", "job.yaml: this is not valid YAML: unacceptable character"),
+        ("a: 2001-99-99\n", "job.yaml: this is not valid YAML: month must be in 1..12"),
         ("model: mlp\nstop: {epochs: 1, epochs: 2}\n", 'job.yaml, line 2: the key "epochs" is there already, in line 2'),
         (GOOD + "data: digits\n", 'job.yaml, line 11: the key "data" is there already, in line 2'),
     ],
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_read_is_said_so(job_file: Path) -> None:
     with pytest.raises(JobError, match=r"is a folder; name the job's YAML file in it"):
         Job.load(job_file.resolve().parent)
     job_file.write_bytes(b"model: \xff\xfe")
-    with pytest.raises(JobError, match=r"^job\.yaml is no UTF-8 text: byte 7 is 0xff$"):
+    with pytest.raises(JobError, match=r"^job\.yaml is not UTF-8 text: byte 7 is 0xff$"):
         Job.load(job_file)
 
 

@@ -133,7 +133,7 @@ def test_a_plan_that_runs_slower_than_need_be_is_warned_of(
         (
             "cp=4",
             SERVERS,
-            "plan cp=4: 12 tokens are no multiple of 8, so with causal attention the last of 4 ranks has the most work; "
+            "plan cp=4: 12 tokens are not a multiple of 8, so with causal attention the last of 4 ranks has the most work; "
             "sequences of 16 tokens are divided evenly.",
         ),
         (
@@ -151,7 +151,9 @@ def test_a_split_that_runs_slower_than_need_be_is_warned_of(plan: str, cluster: 
 def test_a_vocabulary_that_does_not_divide_stays_whole_and_says_so() -> None:
     assert check_plan(Plan.parse("tp=2"), gpt(model="bert"), SERVERS) == []
     (warning,) = warnings_about(Plan.parse("tp=2"), gpt(model="bert"), SERVERS)
-    assert warning == "plan tp=2 leaves the vocabulary whole on each rank, for 257 is no multiple of 2; 258 in the model would be divided."
+    assert (
+        warning == "plan tp=2 leaves the vocabulary whole on each rank, for 257 is not a multiple of 2; 258 in the model would be divided."
+    )
 
 
 def test_batch_norm_says_what_microbatches_do_to_its_statistics() -> None:

@@ -168,7 +168,7 @@ def test_an_error_in_the_loss_is_shown_as_it_is(ranks: Ranks) -> None:
 
 
 def test_uneven_microbatches_are_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="8 samples are no multiple of 3"):
+    with pytest.raises(RankError, match="8 samples are not a multiple of 3"):
         ranks(2, raises, "uneven")
 
 
@@ -205,7 +205,7 @@ class Looks(nn.Module):
 
 
 class Odd(nn.Module):
-    """Its blocks return something that is no tensor."""
+    """Its blocks return something that is not a tensor."""
 
     class Box:
         def __init__(self, x: torch.Tensor) -> None:

@@ -195,7 +195,7 @@ def test_what_holds_no_weights_is_named(tmp_path: Path) -> None:
         weights_from(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(JobError, match="is no index of weights"):
+    with pytest.raises(JobError, match="is not an index of weights"):
         weights_from(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_a_model_that_is_none_of_transformers_has_no_such_layout(tmp_path: Path)
     with pytest.raises(RunError, match="not in the directory of a run"):
         export_hf(tmp_path, tmp_path / "exported")
     write_job(tmp_path / "job.yaml")
-    with pytest.raises(RunError, match=r"is none of transformers'.*paceline export RUN model.safetensors"):
+    with pytest.raises(RunError, match=r"is not one of transformers'.*paceline export RUN model.safetensors"):
         export_hf(tmp_path, tmp_path / "exported")
     (tmp_path / "exported").mkdir()
     with pytest.raises(RunError, match="exists already"):

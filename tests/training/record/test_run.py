@@ -111,7 +111,7 @@ def test_a_run_reads_back_what_was_to_be_trained_where_and_how(tmp_path: Path) -
 
 
 def test_a_directory_that_holds_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"is no run directory: it has no job\.yaml"):
+    with pytest.raises(RunError, match=r"is not a run directory: it has no job\.yaml"):
         Run(tmp_path)
 
 

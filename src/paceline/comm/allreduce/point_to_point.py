@@ -17,7 +17,7 @@ def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages
     """Begin to send and receive; those between two ranks are matched in their order.
 
     Raises:
-        SyncError: a tensor has gaps, so that its bytes are no message.
+        SyncError: a tensor has gaps, so that its bytes are not a message.
     """
     works = []
     if any(tensor.is_cuda for _, tensor in (*send, *receive)):  # NCCL: one launch for all, else two ranks that both send first wait forever

@@ -221,7 +221,7 @@ def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[R
         alone = own if ip_address(own.address).is_loopback else unreachable[0]
         raise LaunchError(
             f"{alone} can be reached from its own host only, and the other ranks are elsewhere. Set PACELINE_ADDRESS on that host to the "
-            "address that the others are to use, or MASTER_ADDR to one that is no alias of loopback."
+            "address that the others are to use, or MASTER_ADDR to one that is not an alias of loopback."
         )
     return places
 

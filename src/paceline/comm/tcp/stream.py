@@ -222,7 +222,7 @@ class ByteStream:
         if length == _GOODBYE:
             self.ended = True
         elif length > FRAME_BYTES:
-            raise ConnectionError(f"a frame of {length} bytes is none of ours")
+            raise ConnectionError(f"a frame of {length} bytes is not one of paceline's")
         else:
             self._reading = length
 

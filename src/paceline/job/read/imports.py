@@ -46,7 +46,7 @@ def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
     """
     module, _, name = path.rpartition(":")
     if not module or not name:
-        raise ValueError(f"{path!r} is no import path; write pkg.mod:name or file.py:name")
+        raise ValueError(f"{path!r} is not an import path; write pkg.mod:name or file.py:name")
     if not module.endswith(".py"):
         return path
     file = ((context or {}).get("base", Path.cwd()) / Path(module).expanduser()).resolve()
@@ -94,7 +94,7 @@ def _load_file(file: Path) -> ModuleType:
     name = _unique_name(file) if file.stem in sys.modules else file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # a DataLoader's processes find it again under this name
     if str(file.parent) not in sys.path:

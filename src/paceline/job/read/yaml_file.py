@@ -18,7 +18,7 @@ def read_job(file: Path) -> Job:
     """Read a job from a YAML file; relative paths start at the file's own folder.
 
     Raises:
-        JobError: the file cannot be read, is no YAML, or has wrong keys or values. Each mistake is a line of its own,
+        JobError: the file cannot be read, is not YAML, or has wrong keys or values. Each mistake is a line of its own,
             with its place.
     """
     values, positions = _parse(_read_text(file), file)
@@ -70,7 +70,7 @@ def _read_text(file: Path) -> str:
     except IsADirectoryError:
         raise JobError(f"{file} is a folder; name the job's YAML file in it") from None
     except UnicodeDecodeError as error:
-        raise JobError(f"{file} is no UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+        raise JobError(f"{file} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
     except OSError as error:
         raise JobError(f"{file} cannot be read: {error.strerror}") from None
 
@@ -90,9 +90,9 @@ def _parse(text: str, file: Path) -> tuple[dict[Any, Any], YamlPositions]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise JobError(f"{file}{place}: this is no valid YAML: {error.problem or error.context}") from None
+        raise JobError(f"{file}{place}: this is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character that YAML does not allow; a date that does not exist
-        raise JobError(f"{file}: this is no valid YAML: {' '.join(str(error).split())}") from None
+        raise JobError(f"{file}: this is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[str]:

@@ -34,7 +34,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
     Raises:
         JobError: an unknown model (the nearest is named), an import that fails, arguments that do not fit,
-            or a result that is no `nn.Module`.
+            or a result that is not an `nn.Module`.
     """
     if spec.zoo is not None:
         model = _built_in(spec.zoo)

@@ -239,7 +239,7 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (m, classes, …) and int64 labels (m, …) from those of a batch; sequences (n, t, classes) become one row per token.
 
     Raises:
-        DataError: labels that are no whole numbers, or not one per sample or token.
+        DataError: labels that are not whole numbers, or not one per sample or token.
     """
     if target.is_floating_point():
         raise DataError(f"labels should be whole numbers, got {_sort(target)}; for numbers to be fitted take the loss mse, mae or bce")

@@ -23,7 +23,7 @@ def build_metric(name: str) -> Metric:
     """The metric that `name` names: a built-in one, or a factory by import path.
 
     Raises:
-        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is no metric.
+        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a metric.
     """
     if ":" in name:
         return _users_metric(name)

@@ -147,7 +147,7 @@ def _others_repaired(
 
 
 def _other_values(context: PlanContext, key: str) -> list[Any]:
-    """Other values of a key that is no degree, nearest first."""
+    """Other values of a key that is not a degree, nearest first."""
     own = getattr(context.plan, key)
     if key == "microbatches":
         share = min(context.smallest_share, _MOST_MICROBATCHES)

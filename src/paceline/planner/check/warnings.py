@@ -129,7 +129,7 @@ def _vocabulary_left_whole(context: PlanContext) -> list[str]:
     plan = context.plan
     wrong = [n for n in context.model_info.vocabulary if n % plan.tp] if plan.tp > 1 else []
     left = f"plan {plan} leaves the vocabulary whole on each rank"
-    return [f"{left}, for {n} is no multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided." for n in wrong]
+    return [f"{left}, for {n} is not a multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided." for n in wrong]
 
 
 def _many_activations(plan: Plan) -> list[str]:
@@ -146,7 +146,7 @@ def _uneven_attention(context: PlanContext) -> list[str]:
     if plan.cp == 1 or tokens is None or tokens % (2 * plan.cp) == 0:
         return []
     return [
-        f"plan {plan}: {tokens} tokens are no multiple of {2 * plan.cp}, so with causal attention the last of {plan.cp} ranks has the "
+        f"plan {plan}: {tokens} tokens are not a multiple of {2 * plan.cp}, so with causal attention the last of {plan.cp} ranks has the "
         f"most work; sequences of {-(-tokens // (2 * plan.cp)) * 2 * plan.cp} tokens are divided evenly."
     ]
 

@@ -118,7 +118,7 @@ class Explanation:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample; 1 if it is no sequence."""
+        """Tokens of one sample; 1 if it is not a sequence."""
         return self.winner.layout.trace.tokens
 
     @property

@@ -136,7 +136,7 @@ def _faster(link: LinkSpec, times: float) -> LinkSpec:
 def with_devices(cluster: Cluster, times: float) -> Cluster | None:
     """Copy of the cluster with `times` the devices.
 
-    None if that is no whole number, if hosts differ, or if another host would be needed and no link to it is known.
+    None if that is not a whole number, if hosts differ, or if another host would be needed and no link to it is known.
     """
     hosts = len(cluster.hosts) * times
     if not _alike(cluster):

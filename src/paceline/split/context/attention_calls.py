@@ -81,5 +81,5 @@ def _dims(call: PythonCall) -> Iterator[int]:
 
 
 def shape_of(graph: Graph, argument: Any) -> tuple[int, ...]:
-    """Shape of an argument of a call; () if it is no tensor."""
+    """Shape of an argument of a call; () if it is not a tensor."""
     return graph.values[argument.value].shape if isinstance(argument, Ref) else ()

@@ -43,7 +43,7 @@ def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
     A sequence that cannot be cut into so many is cut into `ranks` chunks; then the last rank has the most work.
 
     Raises:
-        ValueError: `tokens` is no multiple of `ranks`.
+        ValueError: `tokens` is not a multiple of `ranks`.
     """
     if tokens % ranks:
         raise ValueError(f"{tokens} tokens cannot be divided evenly among {ranks} ranks")

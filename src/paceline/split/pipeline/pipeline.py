@@ -132,10 +132,10 @@ class Pipeline:
             loss: called on the last stage.
 
         Raises:
-            PlanError: the rows are no multiple of `microbatches`.
+            PlanError: the rows are not a multiple of `microbatches`.
         """
         if rows(batch) % microbatches:
-            raise PlanError(f"a pipeline needs equal microbatches, and {rows(batch)} samples are no multiple of {microbatches}")
+            raise PlanError(f"a pipeline needs equal microbatches, and {rows(batch)} samples are not a multiple of {microbatches}")
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
         parts = list(split(batch, microbatches))

@@ -112,7 +112,7 @@ class StageBounds:
 
 
 class _End(BaseException):
-    """Raised at the end of the stage's part of the forward pass. It is no `Exception`, so that the model's code does not catch it."""
+    """Raised at the end of the stage's part of the forward pass. It is not an `Exception`, so that the model's code does not catch it."""
 
 
 @dataclass
@@ -261,7 +261,7 @@ def copied(model: nn.Module) -> nn.Module:
 def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
     """Replace parameters of a model's copy that are not `own` by zeros.
 
-    The zeros are no parameters. Code of the model may still read their dtype or device, or compute unused values with them.
+    The zeros are not parameters. Code of the model may still read their dtype or device, or compute unused values with them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for module in copy_.modules():

@@ -283,7 +283,7 @@ def _spread(region: SequenceRegion, seeds: list[int], regions: dict[int, Label])
             for other, wanted in found.items():
                 if other not in labels:
                     if graph.values[other].kind != "result":
-                        raise Unfollowable(f"{node.name} in {node.path} would divide a tensor that is no activation", node.path)
+                        raise Unfollowable(f"{node.name} in {node.path} would divide a tensor that is not an activation", node.path)
                     labels[other] = wanted
                     queue.append(other)
                 elif labels[other] != wanted:

@@ -46,7 +46,7 @@ class ParallelLoss:
         """The loss as a 0-dimensional tensor, of logits (n, classes / ranks) or (n, t, classes / ranks).
 
         Raises:
-            DataError: labels that are no whole numbers, not of the output's shape, or (checked on the CPU only) out of range.
+            DataError: labels that are not whole numbers, not of the output's shape, or (checked on the CPU only) out of range.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:

@@ -173,7 +173,7 @@ class _Batch:
 def factors(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
     """Rows, columns and rank of a tensor's factors; None if factoring gains nothing.
 
-    That holds for tensors that are no matrix or too small.
+    That holds for tensors that are not a matrix or too small.
     """
     if len(shape) < 2 or 0 in shape:
         return None

@@ -90,7 +90,7 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
         for region in found.regions:
             if not region.divides(ranks):
                 sizes = " and ".join(str(n) for n in sorted(region.sizes) if n % ranks)
-                _leave_whole(proof, region, f"its size {sizes} is no multiple of tp={ranks}; tp={_listed(region.degrees)} divide it")
+                _leave_whole(proof, region, f"its size {sizes} is not a multiple of tp={ranks}; tp={_listed(region.degrees)} divide it")
         _keep_proven(proof, _alike(fitting), model, ranks, example, call)
     return proof
 

@@ -122,7 +122,7 @@ def _grown(graph: Graph, value: int, label: Label) -> Region:
             for other, wanted in implied(graph, graph.nodes[number], labels).items():
                 if other not in labels:
                     if graph.values[other].kind in {"input", "constant"}:
-                        raise Unfollowable("it would divide a tensor that is no parameter")
+                        raise Unfollowable("it would divide a tensor that is not a parameter")
                     labels[other] = wanted
                     queue.append(other)
                 elif labels[other] != wanted:

@@ -130,7 +130,7 @@ def install(model: nn.Module, rewrites: Rewrites, ranks: int) -> Callable[[], No
     """Install the rewritten methods on each module of `rewrites`; returns a function that removes them.
 
     Raises:
-        Unfollowable: a size is used in code that is no method of the module, or whose source is not available.
+        Unfollowable: a size is used in code that is not a method of the module, or whose source is not available.
     """
     installed: list[tuple[nn.Module, str]] = []
 
@@ -159,7 +159,7 @@ def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
             return code.co_name, found
         if isinstance(found, FunctionType) and getattr(unwrap(found), "__code__", None) is code:
             raise Unfollowable(f"{code.co_qualname} names full sizes and is decorated")
-    raise Unfollowable(f"{code.co_qualname} names full sizes and is no plain method of {type(module).__name__}")
+    raise Unfollowable(f"{code.co_qualname} names full sizes and is not a plain method of {type(module).__name__}")
 
 
 @cache
@@ -169,7 +169,7 @@ def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any], ra
     change = _SizeTransformer({(span[1], span[3]): (kind, which) for span, kind, which in changes}, ranks)
     changed = change.visit(copy.deepcopy(tree))
     if change.open:
-        raise Unfollowable(f"{code.co_qualname} names full sizes at a place that is no plain call")
+        raise Unfollowable(f"{code.co_qualname} names full sizes at a place that is not a plain call")
     changed.decorator_list, changed.returns = [], None
     for argument in ast.walk(changed.args):
         if isinstance(argument, ast.arg):

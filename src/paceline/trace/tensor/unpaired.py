@@ -101,7 +101,7 @@ def _reason_against(
     """Reason why a weight, whose layers have these parameters, cannot be divided along its rows, or None."""
     rows = rows_of(layers[0])
     if rows % ranks:
-        return f"its {rows} rows are no multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
+        return f"its {rows} rows are not a multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
     if graph is None:
         return "the model cannot be traced, so other code may read it"
     if len({is_transposed(module) for module in layers}) > 1:

@@ -57,7 +57,7 @@ def export_hf(run: Path, out: Path) -> None:
     them. `run` is a run directory, its `checkpoints/`, or one checkpoint in it.
 
     Raises:
-        RunError: there is no run or no checkpoint, its model is none of transformers', or `out` exists or cannot be written.
+        RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be written.
         CheckpointError: none is whole.
     """
     if out.exists():
@@ -70,7 +70,7 @@ def export_hf(run: Path, out: Path) -> None:
         weights = temporary / "all-weights"
         _write(loaded, weights, tied=False)
         with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
         for alias, name in loaded.aliases.items():  # the same tensors: transformers keeps the name that it reads
             state[_bare(alias)] = state[_bare(name)]
         _quiet()
@@ -152,7 +152,7 @@ def _hf_model(run: Path) -> Any:
         model = job.model.build()
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
-            f"the model of {path} ({type(model).__name__}) is none of transformers', so there is no Hugging Face layout for it. "
+            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging Face layout for it. "
             "Export one safetensors file instead: paceline export RUN model.safetensors"
         )
     return model
@@ -186,7 +186,7 @@ def weights_from(path: Path) -> TensorPieces:
     for number, file in enumerate(files):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                     stored = opened.get_slice(name)
                     shape = stored.get_shape()
                     piece = TensorPiece(shard=number, key=name, offset=[0] * len(shape), shape=shape)
@@ -242,7 +242,7 @@ def _weight_files(path: Path) -> list[Path]:
         what = f"holds neither {_HF_FILE} nor {_HF_INDEX}" if path.is_dir() else "does not exist"
         raise JobError(f"{path} {what}. Name a safetensors file, or a folder in Hugging Face's layout with safetensors weights.") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise JobError(f"{path / _HF_INDEX} is no index of weights: {error}") from error
+        raise JobError(f"{path / _HF_INDEX} is not an index of weights: {error}") from error
 
 
 def _renamed(source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]) -> tuple[dict[str, TensorEntry], list[str]]:

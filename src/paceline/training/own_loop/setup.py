@@ -238,7 +238,7 @@ def _check_plain(model: nn.Module) -> None:
         if any(base.__name__ in _WRAPPERS and base.__module__.startswith("torch.") for base in kind.__mro__):
             where = f"the model's {name}" if name else "the model"
             raise JobError(
-                f"{where} is wrapped by {kind.__name__}, and paceline shares the work out itself: give setup the plain model (and choose "
+                f"{where} is wrapped by {kind.__name__}, and paceline distributes the work itself: give setup the plain model (and choose "
                 "fsdp=… in the plan)"
             )
 

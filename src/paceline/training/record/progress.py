@@ -22,7 +22,7 @@ from paceline.units import clock
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
-LINE_EVERY_S = 5.0  # where the output is no terminal
+LINE_EVERY_S = 5.0  # where the output is not a terminal
 TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank")  # events that are shown in colour
 
 
@@ -99,7 +99,7 @@ class PlainProgress:
 class LiveProgress:
     """Follows the files of a run and shows one live line.
 
-    Where the output is no terminal, it prints a plain line every few seconds. It runs in the launcher, so
+    Where the output is not a terminal, it prints a plain line every few seconds. It runs in the launcher, so
     that drawing takes no time from a rank.
     """
 

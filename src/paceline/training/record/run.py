@@ -41,7 +41,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
-            raise RunError(f"{self.path} is no run directory: it has no job.yaml")
+            raise RunError(f"{self.path} is not a run directory: it has no job.yaml")
 
     @classmethod
     def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:

@@ -42,7 +42,7 @@ def kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_attention_from_elsewhere_is_refused_before_anything_is_asked_for(
     tmp_path: Path, key: str, name: object, kernels_asked_for: list[str]
 ) -> None:
-    with pytest.raises(JobError, match=r"config.json: .*attn_implementation.* is none of eager, sdpa, flex_attention"):
+    with pytest.raises(JobError, match=r"config.json: .*attn_implementation.* is not one of eager, sdpa, flex_attention"):
         from_config(write(tmp_path, **{key: name}), "causal_lm", {})
     assert not kernels_asked_for
 

@@ -44,7 +44,7 @@ class TensorSamples(Dataset[Batch]):
 
     @property
     def labels(self) -> Labels | None:
-        """The class of each sample, or None where the target is no class."""
+        """The class of each sample, or None where the target is not a class."""
         return self.target.numpy() if self.target.dim() == 1 and self.target.dtype == torch.int64 else None
 
     def __len__(self) -> int:

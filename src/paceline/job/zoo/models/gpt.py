@@ -20,7 +20,7 @@ class GPT(nn.Module):
     """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab). About 3.3 M parameters by default.
 
     Raises:
-        JobError: `hidden` is no multiple of `heads`.
+        JobError: `hidden` is not a multiple of `heads`.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def bert(
     The default is small and reads bytes: 256 of them and the mask. Dropout is 0 by default, so that every plan has the same losses.
 
     Raises:
-        JobError: `hidden` is no multiple of `heads`.
+        JobError: `hidden` is not a multiple of `heads`.
     """
     if hidden % heads:
         raise JobError(
@@ -135,7 +135,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     transformers = _transformers()
     kind = values.pop("model_type", None)
     if kind is None:
-        raise JobError(f'{file} has no "model_type", so it is no Hugging Face model configuration')
+        raise JobError(f'{file} has no "model_type", so it is not a Hugging Face model configuration')
     try:
         known = transformers.AutoConfig.for_model(kind)
     except ValueError:
@@ -166,8 +166,8 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
             for one in value.values() if isinstance(value, dict) else [value]:
                 if one is not None and one not in known:
                     yield (
-                        f'{name} "{one}" is none of {", ".join(known)}: transformers may fetch code for it. Leave {kind} out, or name one '
-                        "of these."
+                        f'{name} "{one}" is not one of {", ".join(known)}: transformers may fetch code for it. Leave {kind} out, or name '
+                        "one of these."
                     )
         elif key in _FETCHING and value:
             yield f"{name} is set, which lets transformers fetch code or weights. Leave it out; `weights:` of the job's model names a file."
@@ -200,9 +200,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise JobError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:  # no JSON, or no UTF-8
-        raise JobError(f"{file} is no JSON: {error}") from None
+        raise JobError(f"{file} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise JobError(f"{file} is no Hugging Face model configuration: it holds a {type(values).__name__}, not keys with values")
+        raise JobError(f"{file} is not a Hugging Face model configuration: it holds a {type(values).__name__}, not keys with values")
     return values
 
 

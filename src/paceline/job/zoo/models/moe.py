@@ -32,11 +32,11 @@ class MoE(GPT):
         top_k: how many of them each token goes to.
         capacity: an expert takes at most ceil(capacity * t * top_k / experts) tokens of a sequence of t tokens, the first ones, so that
             no token depends on later ones; the others are dropped and pass the block by. 0: no limit, nothing is dropped.
-        balance: weight of the balanced-load loss (see `Router`), which is minimised besides the job's loss and is no part of the loss
+        balance: weight of the balanced-load loss (see `Router`), which is minimised besides the job's loss and is not a part of the loss
             that is reported.
 
     Raises:
-        JobError: `hidden` is no multiple of `heads`, or `top_k` is more than `experts`.
+        JobError: `hidden` is not a multiple of `heads`, or `top_k` is more than `experts`.
     """
 
     def __init__(
