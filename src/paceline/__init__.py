@@ -1,4 +1,4 @@
-"""paceline: train any PyTorch model on the machines you have, and know how fast it went and why.
+"""paceline: train any PyTorch model on your machines, and know how fast it went.
 
 The public API is what this module names, nothing else. Each name is imported when it is first used, so `import paceline` is instant.
 """

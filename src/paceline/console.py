@@ -1,4 +1,4 @@
-"""The terminal as rich writes to it, with text that others wrote shown and never obeyed."""
+"""The terminal by rich, where text of others is shown and never obeyed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from paceline.printable import printable
 
 
 class Console(console.Console):
-    """A rich console whose text has every control character as its escape; rich's own control codes pass."""
+    """A rich console that escapes control characters in text.
+
+    rich's own control codes pass.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of something to print."""

@@ -45,7 +45,10 @@ class _StandIn(ModuleType):
             self._compiler().graph_break(msg)
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **more: Any) -> Any:
-        """Return the function to `torch._disable_dynamo`, which keeps it in an attribute that is put right later."""
+        """Return the function to `torch._disable_dynamo`.
+
+        It keeps the function in an attribute that is corrected later.
+        """
         if wrapping or more or fn is None or not self._waits():
             return self._compiler().disable(fn, recursive, wrapping=wrapping, **more)
         self.disabled.append((fn, recursive))
@@ -71,7 +74,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finder of the stand-in, and of modules that came with the compiler while one of them was being imported.
+    """Finder of the stand-in and of the compiler's modules already loaded.
 
     Python looks for such a module once the package's path is known, and would load it a second time.
     """
@@ -80,7 +83,7 @@ class _Finder(MetaPathFinder, Loader):
         self.made = False
 
     def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
-        """A specification for the first import of the compiler, and for a module of it that is there."""
+        """Specification for the compiler's first import, or for a loaded module of it."""
         there = name.startswith(f"{_NAME}.") and name in sys.modules
         return ModuleSpec(name, self) if there or (name == _NAME and not self.made) else None
 

@@ -8,7 +8,10 @@ _to_be_told: list[Callable[[BaseException], None]] = []
 
 
 def on_failure(tell: Callable[[BaseException], None]) -> None:
-    """Have `tell` called with the error that ends a rank, before the rank lets go of anything."""
+    """Register `tell` for the error that ends a rank.
+
+    It is called before the rank lets go of anything.
+    """
     _to_be_told.append(tell)
 
 
@@ -53,7 +56,7 @@ class PlanError(PacelineError):
 
 
 class NonFiniteError(PacelineError):
-    """NaN or Inf appeared in the data, the loss or the gradients, and the job's policy is to stop."""
+    """NaN or Inf in the data, loss or gradients, with the policy to stop."""
 
 
 class CheckpointError(PacelineError):

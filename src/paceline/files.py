@@ -1,4 +1,4 @@
-"""Writing and reading files safely: whole or not at all, private to their owner, and through nobody else's links.
+"""Safe files: written whole or not at all, private, and never through links of others.
 
 Whoever else may write in a folder can put a link where a file is about to be written, or a pipe where one is about to be read. Every file
 that paceline writes under a name that can be guessed goes through this module.
@@ -29,7 +29,9 @@ LINES_LIMIT = 2**31  # bytes of a file of lines: some million steps
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file of mode 0600 so that a crash leaves either the old or the new content.
+    """Write a file of mode 0600 atomically.
+
+    A crash leaves either the old or the new content.
 
     A link at `path` is replaced, never followed.
 
@@ -57,7 +59,9 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
 
 
 def create_private(path: Path) -> IO[bytes]:
-    """A new file of mode 0600, open for writing; what is there already, link or not, is an error.
+    """A new file of mode 0600, open for writing.
+
+    An existing path, link or not, is an error.
 
     Raises:
         FileExistsError: there is something at `path`.
@@ -72,7 +76,9 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def open_to_append(path: Path) -> int:
-    """A descriptor that appends to a file of mode 0600, which is made if missing; a link or a pipe there is an error.
+    """A descriptor that appends to a file of mode 0600.
+
+    The file is made if missing; a link or a pipe there is an error.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -82,7 +88,9 @@ def open_to_append(path: Path) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder of mode 0700, whatever the umask; one that is there is made so where it is this user's.
+    """Make a folder of mode 0700, whatever the umask.
+
+    An existing one of this user's gets that mode.
 
     Raises:
         PermissionError: it belongs to another user, who could put links in it or read what is written there.
@@ -125,7 +133,10 @@ def user_name(uid: int) -> str:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A private folder for temporary files, removed at the end; what processes that were killed left of theirs is removed as well."""
+    """A private folder for temporary files, removed at the end.
+
+    Folders left by killed processes are removed as well.
+    """
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -181,7 +192,9 @@ def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
 
 
 def whole_lines(path: Path, limit: int = LINES_LIMIT) -> Iterator[bytes]:
-    """The lines of a regular file; of one longer than `LINE_LIMIT` only its beginning, which reads as a broken line.
+    """The lines of a regular file, cut at `LINE_LIMIT`.
+
+    A longer line gives only its beginning, which reads as a broken line.
 
     Nothing behind the first `limit` bytes is read. Raises OSError as `opened_to_read`.
     """

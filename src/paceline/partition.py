@@ -1,4 +1,7 @@
-"""Cut a sequence into contiguous parts: a model's blocks into pipeline stages, its parameters into fragments."""
+"""Partition of a sequence into contiguous parts.
+
+Pipeline stages of a model's blocks, fragments of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _Windows = list[tuple[int, int]]  # for each part, the first and the last elemen
 
 
 def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Cut a sequence into contiguous parts so that the slowest part is as fast as can be.
+    """Cut a sequence into contiguous parts with the fastest slowest part.
 
     Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken. Exact, but for the
     rounding of each cost to 10^-9 of their sum.
@@ -72,7 +75,7 @@ def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]
 
 
 def _filled(until: list[int], parts: int, limit: int) -> list[int]:
-    """Where parts end that are filled one after another up to a limit."""
+    """Ends of parts that are filled one after another up to a limit."""
     ends, at = [], 0
     for _ in range(parts):
         at = bisect_right(until, until[at] + limit) - 1
@@ -81,7 +84,9 @@ def _filled(until: list[int], parts: int, limit: int) -> list[int]:
 
 
 def _chosen(until: _Floats, windows: _Windows, slowness: Sequence[float], limit: int | None = None) -> tuple[float, tuple[int, ...]]:
-    """Choose where parts end by dynamic programming: with a limit of their times the most even ones, else the least slowest one.
+    """Ends of parts by dynamic programming.
+
+    With a limit of their times the most even parts, else those with the least slowest one.
 
     Returns:
         The sum of squared times, or the slowest time; and the number of elements of each part.

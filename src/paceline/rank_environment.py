@@ -1,4 +1,7 @@
-"""Environment variables of a rank: the one place where RANK, MASTER_ADDR and PACELINE_… are written and read."""
+"""Environment variables of a rank.
+
+The one place where RANK, MASTER_ADDR and PACELINE_… are written and read.
+"""
 
 from __future__ import annotations
 
@@ -141,28 +144,34 @@ _NAMES = frozenset(RankEnvironment(0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), Host
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank, of a launcher of paceline's or of another such as torchrun."""
+    """True in a rank process, of paceline's launcher or another such as torchrun."""
     return RANK in os.environ
 
 
 def is_our_rank() -> bool:
-    """Whether this process is a rank that paceline's own launcher started and watches."""
+    """True in a rank process that paceline's own launcher started and watches."""
     return _STATUS in os.environ
 
 
 def own_rank() -> int:
-    """This process's rank; 0 where it is no rank, which like rank 0 speaks for all."""
+    """This process's rank; 0 outside of ranks.
+
+    Such a process speaks for all, as rank 0 does.
+    """
     return int(os.environ.get(RANK, "0"))
 
 
 def take_store_fd() -> int | None:
-    """The socket on which rank 0 serves the rendezvous, handed out once; None where the launcher opened none."""
+    """The socket on which rank 0 serves the rendezvous; None if not opened.
+
+    Handed out once.
+    """
     descriptor = os.environ.pop(_STORE_FD, None)
     return None if descriptor is None else int(descriptor)
 
 
 def named_address() -> str | None:
-    """The address at which the other ranks reach this one, where the launcher or the user names it."""
+    """Address for other ranks to reach this one, if the launcher or user names it."""
     return os.environ.get(_ADDRESS) or None
 
 

@@ -23,7 +23,10 @@ class Interval:
         return f"{self.middle:.4f} ({self.low:.4f} to {self.high:.4f})"
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two have a value in common: then no difference between them is claimed."""
+        """True if two intervals have a value in common.
+
+        No difference between them is claimed then.
+        """
         return self.low <= other.high and other.low <= self.high
 
     def times(self, factor: float) -> Interval:
@@ -50,7 +53,7 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def _ranks_outside(n: int) -> int:
-    """How many of n ordered values lie outside of the interval on each side."""
+    """Number of n ordered values outside of the interval on each side."""
     outside, tail = 0, 0.5**n
     while outside + 1 < n / 2 and (tail := tail + math.comb(n, outside + 1) * 0.5**n) <= 0.025:
         outside += 1
@@ -62,5 +65,8 @@ def _exp(x: float) -> float:
 
 
 def differ(one: Interval, other: Interval, *, repeats: int) -> bool:
-    """Whether a difference may be claimed: the intervals have no value in common, and each comes from at least 3 repeats."""
+    """True if the intervals are disjoint, with at least 3 repeats each.
+
+    Only then a difference is claimed.
+    """
     return repeats >= LEAST_REPEATS and not one.overlaps(other)

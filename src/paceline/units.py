@@ -1,4 +1,6 @@
-"""Numbers as people read them: one form of each kind, on the screen, on pages, in errors and in logs.
+"""Numbers as people read them, in one form of each kind.
+
+On the screen, on pages, in errors and in logs.
 
 Bytes that are stored or sent (memory, files, messages) are in binary units: KiB, MiB, GiB. Speeds are in decimal ones, as makers state
 them: GB/s for memory and collectives (as nccl-tests), Gbit/s for links between hosts. At most three digits count.
@@ -23,7 +25,10 @@ _LARGE = ((1e6, 1.0, ""), (1e9, 1e-6, "million"), (1e12, 1e-9, "billion"), (math
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure as it is shown: its text and unit, its interval's text where it has one, and the number itself."""
+    """A figure as it is shown.
+
+    Its text and unit, its interval's text if it has one, and the number itself.
+    """
 
     value: float
     text: str
@@ -82,7 +87,10 @@ def ratio(x: float | Interval) -> Shown:
 
 
 def percent(x: float | Interval, places: int | None = None) -> Shown:
-    """A share: `15.2 %`, `80 %`; one place below 20 % and with an interval, unless told how many."""
+    """A share such as `15.2 %` or `80 %`.
+
+    One decimal place below 20 % and with an interval, unless given.
+    """
     middle = x.middle if isinstance(x, Interval) else x
     if places is None:
         places = 1 if isinstance(x, Interval) or abs(middle) < 0.2 else 0

@@ -191,7 +191,9 @@ _sharing = threading.Lock()
 
 
 def warm_up(*modules: str) -> None:
-    """Start the shared seed, if it is not there, so that it imports torch while this process does other things.
+    """Start the shared seed process, unless it runs.
+
+    It imports torch while this process does other things.
 
     Args:
         modules: what it is to import besides, for ranks that all need it. They may start no thread.
@@ -229,7 +231,7 @@ def shared_pid() -> int | None:
 
 
 def cpu_s() -> float:
-    """CPU seconds of the shared seed and of the forked ranks that have ended; 0 where there is none."""
+    """CPU seconds of the shared seed process and its ended ranks; 0 without one."""
     import psutil
 
     if (pid := shared_pid()) is not None:

@@ -238,7 +238,7 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
 
 
 def _kind_of_text(text: str) -> str:
-    """Kind of a plan's text, without all of its checks; "" if it is not a plan."""
+    """Kind of a plan's text, with few checks; "" if it is not a plan."""
     found = _kinds.get(text)
     if found is None:
         try:

@@ -19,7 +19,10 @@ class Definition:
 
 @dataclass(frozen=True)
 class Card:
-    """A big figure at the top of a page: a definition's name, a figure or words, a comparison."""
+    """A big figure at the top of a page.
+
+    Has a definition's name, a figure or words, and a comparison.
+    """
 
     term: str
     cell: Shown | str

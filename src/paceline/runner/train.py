@@ -112,7 +112,7 @@ def train(
 
 
 def _notes_on_resuming(job: Job, run: str | Path | None, before: Run | None) -> list[str]:
-    """Words for a run that was to be resumed and has nothing to go on from."""
+    """Message for a run to be resumed that has no checkpoint."""
     if before is None:
         where = f"in {run}" if run else f"of the job {job.name} in {RUNS.resolve()}"
         return [f"there is no run to resume {where}; this is a new one"]

@@ -79,7 +79,7 @@ class TracedModel:
 
     @cached_property
     def _degrees(self) -> TensorDegrees:
-        """What tensor parallelism divides: the split's own search, on a model without memory."""
+        """Tensor-parallel degrees' weights, by the split's own search on a model without memory."""
         import torch
 
         from paceline.job.model_call import call
@@ -93,7 +93,10 @@ class TracedModel:
 
 
 def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
-    """Observations of the model's forward pass; a trace estimated from its parameters if it cannot be run."""
+    """Observations of the model's forward pass, or an estimate.
+
+    The estimate is from its parameters, where it cannot be run.
+    """
     import torch
 
     from paceline.trace.block_graphs import estimated

@@ -1,4 +1,4 @@
-"""Prediction with one thing changed: the question behind all advice on a job and a cluster.
+"""Prediction with one thing changed, behind all advice on a job and a cluster.
 
 A change of the job or of the cluster alters which plans can run, so the best one is searched anew. A change of speeds, or of one plan's
 keys, does not: known plans are predicted again.

@@ -80,7 +80,7 @@ class SequenceRegion:
 
 
 def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> SequenceRegion:
-    """Divide the tokens as well, verified in the same way as the matrices; the proof's rewrites change.
+    """Divide the tokens as well, verified as the matrices are; changes the proof's rewrites.
 
     Raises:
         PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole sequences.

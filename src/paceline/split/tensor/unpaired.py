@@ -1,4 +1,7 @@
-"""Unpaired layers divided in place: embeddings along the vocabulary, heads and large layers with gathered outputs."""
+"""Unpaired layers divided in place, with gathered outputs.
+
+Embeddings are divided along the vocabulary.
+"""
 
 from __future__ import annotations
 

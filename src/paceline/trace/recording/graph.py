@@ -1,4 +1,7 @@
-"""Graph of a recorded forward pass: tensors, operations, module calls and Python calls as plain data."""
+"""Graph of a recorded forward pass as plain data.
+
+Tensors, operations, module calls and Python calls.
+"""
 
 from __future__ import annotations
 

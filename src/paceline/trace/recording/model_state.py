@@ -1,4 +1,7 @@
-"""State of a model while it is recorded: placeholders for its tensors, everything else restored afterwards."""
+"""State of a model during recording, restored afterwards.
+
+Placeholders stand for its tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Module calls of a recording: each module reports itself, leaf layers stay whole, failing ones become opaque."""
+"""Module calls of a recording, reported by each module.
+
+Leaf layers stay whole, failing ones become opaque.
+"""
 
 from __future__ import annotations
 

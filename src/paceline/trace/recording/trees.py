@@ -1,4 +1,7 @@
-"""Tensors in nested arguments and results: torch's pytrees, with a short way for the usual containers."""
+"""Tensors in nested arguments and results.
+
+torch's pytrees, with a fast path for the usual containers.
+"""
 
 from __future__ import annotations
 

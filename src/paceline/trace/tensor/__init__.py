@@ -1,4 +1,4 @@
-"""Tensor parallelism of a recorded model: what can be divided, found and verified before anything is changed.
+"""Tensor parallelism of a recorded model: divisible regions, found and verified first.
 
 Read `rules.py` first (what divides together), then `regions.py` and `proof.py`. `split/tensor` carries it out; the planner counts it.
 """

@@ -1,4 +1,7 @@
-"""Weights that tensor parallelism divides at each degree, found as the split finds them: what the planner counts with."""
+"""Weights that tensor parallelism divides at each degree, for the planner.
+
+Found as the split finds them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class TensorDegrees:
 
     @property
     def least(self) -> int:
-        """The smallest degree above 1 that divides all attention heads, or else any region; 2 without one."""
+        """The smallest degree above 1 that divides all heads, or any region.
+
+        2 without either.
+        """
         regions = self._survey.regions
         heads = [set(region.degrees) for region in regions if region.attention]
         working = reduce(set.intersection, heads) if heads else {n for region in regions for n in region.degrees}

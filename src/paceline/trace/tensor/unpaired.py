@@ -98,7 +98,10 @@ def bias_of(owners: Owners, module: nn.Module) -> str | None:
 def _reason_against(
     graph: Graph | None, name: str, parameters: Collection[str], paths: list[str], layers: list[nn.Module], ranks: int
 ) -> str | None:
-    """Reason why a weight, whose layers have these parameters, cannot be divided along its rows, or None."""
+    """Reason why a weight cannot be divided along its rows, or None.
+
+    Its layers have these parameters.
+    """
     rows = rows_of(layers[0])
     if rows % ranks:
         return f"its {rows} rows are not a multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
