@@ -1,4 +1,4 @@
-"""Runs whose replicas train apart for some steps: they resume exactly, end together, measure what they agree on, and survive a NaN."""
+"""Runs with local steps resume exactly, end together, measure agreed parameters, and survive a NaN."""
 
 from __future__ import annotations
 

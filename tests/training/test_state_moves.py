@@ -78,7 +78,7 @@ def rank_of(mesh: Mesh, *, seed: int = 0, shapes: set[str] | None = None, optimi
         loader=Kept(),
         rule=KeptRule(),
         plan=SimpleNamespace(sync="allreduce", compress="none"),
-        apart=False,
+        local_steps=False,
         group=SimpleNamespace(rank=mesh.world.rank, size=mesh.world.size, gather_json=lambda value: [value]),
         settings=SimpleNamespace(seed=1),
         step_count=0,

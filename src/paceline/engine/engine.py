@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
-    Where replicas train apart (local rules), `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not `agreed`.
+    Where replicas take local steps, `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not `agreed`.
 
     Attributes:
         step: optimizer steps so far, this one included.
@@ -96,7 +96,7 @@ class Engine:
         rule: how the replicas agree.
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
-        apart: whether replicas differ between the steps in which they agree (local rules).
+        local_steps: True if replicas differ between the steps in which they agree (local rules).
         device: where the model is.
         before_update: called before every optimizer step (the checkpoint writer copies weights until then).
     """
@@ -175,7 +175,7 @@ class Engine:
         problem = self.guard.problem(self.agreement.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm)
         if problem is None:
             self._update(step, norm)
-        if self.apart:
+        if self.local_steps:
             self._agree_on_parameters(step)
         self.step_count = step
         self.meter.mark(OPTIMIZER)
@@ -198,8 +198,8 @@ class Engine:
         The model is in eval mode meanwhile.
 
         Every rank must call this, and where a replica has several data-parallel ranks each with as many batches as the others: None where
-        it has none left. For the measurement, replicas that train apart take the parameters that they agree on, and batch-norm statistics
-        are averaged over the data-parallel ranks.
+        it has none left. For the measurement, replicas that take local steps use the parameters that they agree on, and batch-norm
+        statistics are averaged over the data-parallel ranks.
         """
         found = self.evaluation.means(batches, metrics, self.rule)
         self.meter.restart()
@@ -294,10 +294,10 @@ class Engine:
         self.compute.replica = self.replica
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *self._held_by_optimizer()]))
         self._trained = self._signature()
-        self.apart = info.local_steps
-        kind = LocalAgreement if self.apart else SynchronousAgreement
+        self.local_steps = info.local_steps
+        kind = LocalAgreement if self.local_steps else SynchronousAgreement
         self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
-        if self.apart and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
+        if self.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: sync, joins them in "
                 "every step. Use sync=allreduce."
@@ -382,7 +382,7 @@ class Engine:
         self.before_update()
         self.meter.mark(CHECKPOINT)
         self.optimizer.step()
-        if not self.apart:
+        if not self.local_steps:
             self.rule.after_step(step)
         self.guard.updated()
 

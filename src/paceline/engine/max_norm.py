@@ -26,7 +26,7 @@ class MaxNorm:
 
     def __init__(self, engine: Engine) -> None:
         self.group = engine.group
-        alone = engine.apart or engine.split is not None or self.group.size == 1
+        alone = engine.local_steps or engine.split is not None or self.group.size == 1
         self.tables = [] if alone else [_Table(module) for module in engine.model.modules() if has_max_norm(module)]
 
     def agree(self) -> None:

@@ -47,10 +47,10 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             full_name = f"optimizer/{name}/{key}"
             if not isinstance(value, Tensor):
                 scalars.setdefault(name, {})[key] = value
-            elif not engine.apart or not held.coordinate.place.get("dp"):
+            elif not engine.local_steps or not held.coordinate.place.get("dp"):
                 shared[full_name] = local(value)
-                if part is not None or engine.apart:
-                    parts[full_name] = _state_part(full_name, shared[full_name], part or held.part(name), apart=engine.apart)
+                if part is not None or engine.local_steps:
+                    parts[full_name] = _state_part(full_name, shared[full_name], part or held.part(name), local_steps=engine.local_steps)
     return Snapshot(
         shared=shared,
         own={**{f"buffer/{name}": b.detach() for name, b in held.buffers.items()}, **_random_tensors(), **rule_tensors},
@@ -77,7 +77,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
 def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
     """Load a checkpoint of any plan into the engine; returns the loop's values.
 
-    Every rank calls it. Random states, and local state of replicas that trained apart, return only on the
+    Every rank calls it. Random states, and local state of replicas with local steps, return only on the
     same mesh; on another, every data-parallel rank draws from a fresh seed of its own, and all go on from the
     parameters that they agreed on.
 
@@ -122,7 +122,7 @@ def _agreed_parameters(engine: Engine, held: _RankState) -> tuple[dict[str, Tens
     with engine.rule.in_agreement():
         for name, parameter in held.parameters.items():
             own = local(parameter).detach()
-            shared[f"model/{name}"] = own.clone() if engine.apart else own
+            shared[f"model/{name}"] = own.clone() if engine.local_steps else own
     return shared, {} if held.parts is None else {f"model/{name}": part for name, part in held.parts.items() if name in held.parameters}
 
 
@@ -159,16 +159,16 @@ class _RankState:
         return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
 
 
-def _state_part(name: str, value: Tensor, part: Part, *, apart: bool) -> Part:
+def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> Part:
     """The part that a rank holds of an optimizer state tensor.
 
     It is divided like its parameter, or whole on all ranks that hold some of the parameter.
 
     Args:
-        apart: True where replicas have local parameters: only one saves the state, as if the others held
+        local_steps: True where replicas have local parameters: only one saves the state, as if the others held
             other parts.
     """
-    sharded = part.sharded | {"dp"} if apart else part.sharded
+    sharded = part.sharded | {"dp"} if local_steps else part.sharded
     if value.shape == part.layout.shape:
         return replace(part, sharded=sharded)
     if not part.sharded or value.numel() == 1:

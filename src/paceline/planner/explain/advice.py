@@ -36,8 +36,8 @@ _INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"compress": "bf16"}, "gradients lose digits on their way between replicas: other losses, by little"),
     ({"compress": "int8"}, "gradients are rounded to 8 bits on their way between replicas: other losses"),
     ({"compress": "powersgd:4"}, "replicas agree on an approximation of their gradients: other losses"),
-    ({"sync": "local:8"}, "replicas train apart and average every 8 steps: other losses"),
-    ({"sync": "diloco:30"}, "replicas train apart and agree every 30 steps: other losses"),
+    ({"sync": "local:8"}, "replicas train independently and average every 8 steps: other losses"),
+    ({"sync": "diloco:30"}, "replicas train independently and agree every 30 steps: other losses"),
 )
 
 

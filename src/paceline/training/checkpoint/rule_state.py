@@ -31,7 +31,7 @@ def rule_state(engine: Engine, parameters: Mapping[str, Tensor]) -> tuple[dict[s
     """
     state = engine.rule.state_dict()
     tensors = {f"{SYNC}{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-    if engine.apart:
+    if engine.local_steps:
         for name, parameter in parameters.items():
             tensors[f"{OWN}model/{name}"] = local(parameter).detach()
             for key, value in engine.optimizer.state.get(parameter, {}).items():

@@ -129,7 +129,7 @@ class OwnLoop(Engine):
         targets = self._numbers(optimizers)
         self._refuse_leftovers(targets, named=bool(optimizers))
         parameters = self._parameters_of(targets) if optimizers else None
-        share, self._newest_loss = self.shares.weigh(loss, items, apart=self.apart)
+        share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
         earlier = self._set_aside(targets)
         for parameter in self._untrained:
             parameter.grad = None  # nobody steps on them; they would add up from pass to pass
@@ -219,7 +219,7 @@ class OwnLoop(Engine):
 
     def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
         """Mean over all ranks of a number, weighted by samples or `items`."""
-        _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, apart=self.apart)
+        _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, local_steps=self.local_steps)
         return float(mean)
 
     @contextmanager
@@ -354,7 +354,7 @@ class OwnLoop(Engine):
                 f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, else they stay in fp32"
             )
         plan = self.plan
-        if self.apart and self.split is not None:
+        if self.local_steps and self.split is not None:
             raise PlanError(f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone")
         if plan.pp > 1 or plan.cp > 1:
             raise PlanError(
@@ -371,7 +371,7 @@ class OwnLoop(Engine):
 
         The next pass is summed without them, and `_put_back` adds them to it.
         """
-        if self.group.size == 1 or self.apart:
+        if self.group.size == 1 or self.local_steps:
             return {}
         found = {}
         for parameter in self._parameters_of(targets - self._kept):
@@ -429,14 +429,14 @@ class OwnLoop(Engine):
             parameter.grad = None
         self._left = (self._left | self._agreed) - stepped
         self._agreed -= stepped
-        if self.apart:
-            self._refuse_some_apart(stepped)
+        if self.local_steps:
+            self._refuse_some_of_several(stepped)
             self.rule.after_step(step)
         self.step_count = step
         self._casting = False
         self.guard.remember()
 
-    def _refuse_some_apart(self, stepped: set[int]) -> None:
+    def _refuse_some_of_several(self, stepped: set[int]) -> None:
         if len(stepped) < len(self.optimizers):
             raise PlanError(
                 f"sync={self.plan.sync} counts the steps of a replica, and several optimizers take different ones; use sync=allreduce"
@@ -457,7 +457,7 @@ class OwnLoop(Engine):
         """Make `loss.backward()` an error, where the rule has no hooks that do."""
         for handle in self._guards:
             handle.remove()
-        refuses = self.group.size > 1 and not self.apart and not getattr(self.rule, "hooks", None)
+        refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
         held = self.split._divided.values() if self.split is not None else self._parameters
         self._guards = [p.register_post_accumulate_grad_hook(self._guard) for p in held if refuses and p.requires_grad]
 
@@ -539,8 +539,8 @@ class OwnLoop(Engine):
         number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
         self._agreed.discard(number)
         self._left.discard(number)
-        if self.apart:
-            self._refuse_some_apart({number})
+        if self.local_steps:
+            self._refuse_some_of_several({number})
             self.rule.after_step(self.step_count + 1)
         self.step_count += 1
         self._casting = False

@@ -30,24 +30,24 @@ class LossShares:
         """Start anew, as after a checkpoint was loaded."""
         self._seen.clear()
 
-    def weigh(self, loss: Tensor, items: float | Tensor | None, *, apart: bool) -> tuple[float | Tensor, Tensor]:
+    def weigh(self, loss: Tensor, items: float | Tensor | None, *, local_steps: bool) -> tuple[float | Tensor, Tensor]:
         """This rank's share of the global mean, and that mean.
 
         Args:
             items: what the loss is the mean over; None: the samples of the loaders' last batch.
-            apart: whether this replica takes the step of its own mean.
+            local_steps: True if this replica steps by its own mean.
         """
         own = loss.detach().double().reshape(())
         if items is None:
             share = self._share()
             mean = (own * share).to(self.device) if share else torch.zeros((), dtype=torch.float64, device=self.device)
             self.data_group.all_reduce(mean)
-            return 1.0 if apart and share else share, mean
+            return 1.0 if local_steps and share else share, mean
         count = torch.as_tensor(items, dtype=torch.float64, device=self.device)
         sums = torch.stack([torch.where(count > 0, own * count, 0.0), count])
         self.data_group.all_reduce(sums)
         total = sums[1].clamp(min=torch.finfo(torch.float64).tiny)
-        own_share: Tensor = (count > 0) if apart else count / total
+        own_share: Tensor = (count > 0) if local_steps else count / total
         return own_share.to(loss.dtype), sums[0] / total
 
     def check_data(self) -> None:
