@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.split.pipeline.balance import costs
-from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
+from paceline.split.pipeline.forward_trace import Cut
+from paceline.split.pipeline.record_forward import trace_forward
 from pipelines import CPU
 
 
@@ -31,7 +32,7 @@ def test_an_expensive_block_is_measured_as_one() -> None:
     with torch.device("meta"):
         model = Uneven()
     batch = (torch.randn(64, 64), torch.zeros(64))
-    trace = ForwardTrace(model, batch, call, CPU, whole=set())
+    trace = trace_forward(model, batch, call, CPU, whole=set())
     cuts = [cut for i in (1, 2, 3) if isinstance(cut := trace.cut(f"blocks.{i}"), Cut)]
     seconds = costs(model, trace, cuts, batch, call, CPU)
     assert seconds[0] > 0

@@ -9,8 +9,9 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Call, ForwardTrace, ModuleCall, is_in
+from paceline.split.pipeline.forward_trace import ForwardTrace, ModuleCall, is_in
 from paceline.split.pipeline.observed import Observed
+from paceline.split.pipeline.record_forward import Call, trace_forward
 
 
 def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[ForwardTrace | None, Observed]:
@@ -18,7 +19,7 @@ def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) 
     observed = Observed()
     names = {name for name, _ in model.named_modules()}
     try:
-        return ForwardTrace(model, example, call, device, whole=names, observed=observed), observed
+        return trace_forward(model, example, call, device, whole=names, observed=observed), observed
     except Exception:  # noqa: BLE001 - any error of the model's code on shapes; a real fault raises again in training
         return None, observed
 

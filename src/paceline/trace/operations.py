@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from paceline.trace.recording.operation_mode import OperationMode
+from paceline.trace.recording.trees import map_tensors, tensors_in
 from paceline.trace.seen import Kernel, Product, Seen
 
 _aten = torch.ops.aten
@@ -43,7 +44,7 @@ class Watcher:
 
     def __init__(self, model: nn.Module, unit: int | None = None) -> None:
         self.seen = Seen()
-        self.operations = _Operations(self)
+        self.operations = OperationMode(self.note, self._answer, _on_one_device)
         self.part = 0
         self._parameters = {_storage(p) for p in model.parameters()}
         self.seen.names.update({_storage(p): name for name, p in model.named_parameters()})
@@ -56,7 +57,7 @@ class Watcher:
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Watch the operations on a batch in this context, and the tensors saved of it."""
-        for tensor in _tensors(batch):
+        for tensor in tensors_in(batch):
             self.seen.of_samples.add(_storage(tensor))
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
@@ -72,7 +73,7 @@ class Watcher:
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
         """Record one operation."""
-        given, results = _tensors((args, kwargs)), _tensors(made)
+        given, results = tensors_in((args, kwargs)), tensors_in(made)
         self._all += results
         reads, writes = tuple(dict.fromkeys(map(_storage, given))), tuple(dict.fromkeys(map(_storage, results)))
         name = func.overloadpacket.__name__
@@ -125,7 +126,7 @@ class Watcher:
         elif func.overloadpacket in _CONVOLUTIONS:
             yield self._of_images(args[0], args[1], made, flops)
         else:
-            result = _tensors(made)[0]
+            result = tensors_in(made)[0]
             n, rows = result.shape[-1], result.numel() / max(result.shape[-1], 1)
             yield Product(rows, n, max(1, round(flops / (2.0 * max(rows * n, 1)))), flops=flops)
 
@@ -163,39 +164,15 @@ class Watcher:
             self.seen.kept.setdefault(storage, (tensor.untyped_storage().nbytes() / self.unit, set()))[1].add(self.part)
         return tensor
 
-
-class _Operations(TorchDispatchMode):
-    """Dispatch mode that reports every operation.
-
-    A meta tensor has no value: queries get the usual answer (`all` is True, `any` is False), else 1.
-    """
-
-    def __init__(self, watcher: Watcher) -> None:
-        super().__init__()
-        self.watcher = watcher
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default and args[0].is_meta:
-            return self._answer(args[0].dtype)
-        args, kwargs = _on_one_device(args, kwargs)
-        try:
-            made = func(*args, **kwargs)
-        except DataDependentOutputException:
-            if func is not _aten._local_scalar_dense.default:
-                raise
-            return self._answer(args[0].dtype)
-        self.watcher.note(func, args, kwargs, made)
-        return made
-
     def _answer(self, dtype: torch.dtype) -> bool | int | float:
-        last = self.watcher.seen.kernels[-1].name if self.watcher.seen.kernels else ""
+        """Answer of a tensor without a value: the usual one (`all` is True, `any` is False), else 1."""
+        last = self.seen.kernels[-1].name if self.seen.kernels else ""
         if dtype == torch.bool and last in _EXPECTED:
             return _EXPECTED[last]
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1)
         while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
             frame = frame.f_back
-        self.watcher.seen.asked.add(type(frame.f_locals["self"]).__name__ if frame is not None else "the model")
+        self.seen.asked.add(type(frame.f_locals["self"]).__name__ if frame is not None else "the model")
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
@@ -280,15 +257,10 @@ class _Fused(Function):
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move real arguments, such as token indices, to meta if others are there."""
-    tensors = _tensors((args, kwargs))
-    if len({tensor.is_meta for tensor in tensors}) < 2:
+    if len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) < 2:
         return args, kwargs
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
     return moved
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

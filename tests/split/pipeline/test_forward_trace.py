@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
+from paceline.split.pipeline.record_forward import trace_forward
 from paceline.split.pipeline.stages import copied
 from pipelines import CASES, CPU, on_meta
 
@@ -18,7 +19,7 @@ def call(model: Any, batch: Any) -> Any:
 
 
 def traced(model: nn.Module, *inputs: Tensor, whole: frozenset[str] = frozenset()) -> ForwardTrace:
-    return ForwardTrace(model.to("meta"), (*inputs, torch.zeros(len(inputs[0]))), call, CPU, whole=set(whole))
+    return trace_forward(model.to("meta"), (*inputs, torch.zeros(len(inputs[0]))), call, CPU, whole=set(whole))
 
 
 def crossing(trace: ForwardTrace, before: str) -> list[tuple[int, ...]]:
@@ -103,11 +104,11 @@ class Routes(nn.Module):
 def test_a_module_that_looks_at_values_is_run_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Routes(), nn.Linear(4, 2))
     remembered: dict[str, Any] = {}
-    trace = ForwardTrace(model.to("meta"), (torch.randn(3, 4), torch.zeros(3)), call, CPU, whole=set(), remembered=remembered)
+    trace = trace_forward(model.to("meta"), (torch.randn(3, 4), torch.zeros(3)), call, CPU, whole=set(), remembered=remembered)
     assert crossing(trace, "2") == [(3, 4)]
     assert {"1.gate.weight", "1.up.bias"} <= trace.used(-1, ForwardTrace.END)
     assert "1" in remembered
-    again = ForwardTrace(model, (torch.randn(7, 4), torch.zeros(7)), call, CPU, whole=set(), remembered=remembered)
+    again = trace_forward(model, (torch.randn(7, 4), torch.zeros(7)), call, CPU, whole=set(), remembered=remembered)
     assert crossing(again, "2") == [(7, 4)]
 
 
@@ -116,7 +117,7 @@ def test_the_model_is_as_before() -> None:
     before = {n: b.clone() for n, b in model.named_buffers()}
     x = torch.randn(3, 4)
     state = torch.random.get_rng_state()
-    ForwardTrace(model, (x, torch.zeros(3)), call, CPU, whole=set())
+    trace_forward(model, (x, torch.zeros(3)), call, CPU, whole=set())
     assert all("forward" not in m.__dict__ for m in model.modules())
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -135,7 +136,7 @@ def test_activations_have_the_type_that_autocast_gives_them() -> None:
 def test_a_hugging_face_model_is_cut_between_its_blocks() -> None:
     """Masks, rotary positions and caches are the model's own code's business; one tensor crosses."""
     case = CASES["llama"]
-    trace = ForwardTrace(on_meta(case.model()), case.batch(0, 2), case.call, CPU, whole=set())
+    trace = trace_forward(on_meta(case.model()), case.batch(0, 2), case.call, CPU, whole=set())
     assert crossing(trace, "model.layers.2") == [(2, 10, 16)]
 
 

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Call, Cut, ForwardTrace
+from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
 from paceline.split.pipeline.observed import restored_afterwards
+from paceline.split.pipeline.record_forward import Call
 from paceline.split.pipeline.stages import Stage, StageBounds
 
 # The fastest run counts: the first ones have cold caches, others are slowed by other work on the machine.

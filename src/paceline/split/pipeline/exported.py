@@ -18,7 +18,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.no_grad_regions import inline_no_grad
-from paceline.split.pipeline.forward_trace import Call, TensorShape, quiet
+from paceline.split.pipeline.forward_trace import TensorShape
+from paceline.split.pipeline.record_forward import Call, quiet
 from paceline.split.pipeline.stages import Finish, copied, drop_buffers, drop_parameters, identity
 
 # torch.export's mark on the name of a module in its second and later calls

@@ -27,8 +27,9 @@ from paceline.split.parts import Parts, local
 from paceline.split.pipeline.balance import costs
 from paceline.split.pipeline.cuts import named_cuts, possible_cuts
 from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
-from paceline.split.pipeline.forward_trace import Call, Cut, ForwardTrace, TensorShape
+from paceline.split.pipeline.forward_trace import Cut, ForwardTrace, TensorShape
 from paceline.split.pipeline.observed import Observed
+from paceline.split.pipeline.record_forward import Call, trace_forward
 from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, refuse_unsupported_code
 from paceline.split.pipeline.stages import Stage, StageBounds, identity
 from paceline.split.pipeline.timer import PipelineTimer, TimedStage
@@ -295,7 +296,7 @@ class Pipeline:
     def _trace(self, batch: Batch) -> ForwardTrace:
         observed = Observed()
         try:
-            return ForwardTrace(
+            return trace_forward(
                 self._model, batch, self._call, self._device, whole=self._whole, remembered=self._remembered, observed=observed
             )
         finally:

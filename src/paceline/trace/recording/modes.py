@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from paceline.trace.recording.graph import PythonCall, Site
@@ -71,21 +70,6 @@ class FunctionMode(TorchFunctionMode):
             return moved
 
         return map_tensors(move, args), map_tensors(move, kwargs)
-
-
-class OperationMode(TorchDispatchMode):
-    """Dispatch mode that records ATen operations. Below autograd, composite operations stay whole, so these are few and high-level."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.recorder.quiet:
-            with silence(self.recorder):
-                self.recorder.add(func, args, kwargs or {}, result)
-        return result
 
 
 def _site(frame: FrameType | None) -> Site | None:

@@ -17,8 +17,9 @@ from torch import nn
 from paceline.job.batch import Batch
 from paceline.trace.recording.graph import Graph, Shapes
 from paceline.trace.recording.model_state import kept_tensors, placed, placeholders, restored, training
-from paceline.trace.recording.modes import FunctionMode, OperationMode
+from paceline.trace.recording.modes import FunctionMode
 from paceline.trace.recording.module_calls import own_functions, reported_calls
+from paceline.trace.recording.operation_mode import OperationMode
 from paceline.trace.recording.recorder import BeforeCall, Recorder, recording, silence
 from paceline.trace.recording.trees import tensors_within
 
@@ -58,7 +59,7 @@ def record_graph(
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(own_functions(recorder))
         stack.enter_context(FunctionMode(recorder))
-        stack.enter_context(OperationMode(recorder))
+        stack.enter_context(OperationMode(recorder.operation))
         result = call(model, batch)
         with silence(recorder):
             recorder.finish(result, kept_tensors(model, before))

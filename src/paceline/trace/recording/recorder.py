@@ -48,6 +48,12 @@ class Recorder:
         """Copy of `tree` with `Ref`s in place of tensors."""
         return map_tensors(lambda x: Ref(self.see(x)), tree)
 
+    def operation(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record an operation that the model runs. Below autograd composite ones stay whole, so these are few and high-level."""
+        if not self.quiet:
+            with silence(self):
+                self.add(op, args, kwargs, result)
+
     def add(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, inputs: list[int] | None = None) -> None:
         """Record an operation. `inputs` are those of its arguments if None."""
         graph, number = self.graph, len(self.graph.nodes)
