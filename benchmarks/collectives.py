@@ -37,11 +37,10 @@ from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.plans.choices import Transport
 from paceline.stats import Interval, median_interval
 from served import Ranks
 
-TRANSPORT: Transport = "shm"
+TRANSPORT = "shm"
 KIB, MIB = 2**10, 2**20
 SIZES = [KIB * 4**i for i in range(9)]  # 1 KiB to 64 MiB
 LARGE = 16 * MIB  # and more: held to the memory's bandwidth
@@ -199,7 +198,7 @@ def size_text(size: int) -> str:
 # In a rank
 
 
-def serve(transport: Transport) -> None:
+def serve(transport: str) -> None:
     """Answer the cases on stdin with this rank's times, one line of JSON each."""
     torch.set_num_threads(1)
     with joined(deadline_s=60, transport=transport) as ours:

@@ -46,7 +46,6 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.launch.seed import ALLOCATOR
 from paceline.planner.knobs import KNOBS
-from paceline.plans.choices import Transport
 from paceline.plans.plan import Plan, cores_of
 from paceline.stats import Interval, median_interval
 from paceline.training.build import build_engine
@@ -55,7 +54,7 @@ from paceline.training.record.run import Run
 from paceline.tuning.auto import choose
 from served import Ranks
 
-TRANSPORT: Transport = "shm"
+TRANSPORT = "shm"
 BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, EPOCHS = 20, 12, 4, 40, 8
 MEMORY_STARTS, MEMORY_STEPS, MEMORY_STEPS_LARGE = 3, 60, 8
 AS_RUN = dict.fromkeys(ALLOCATOR)  # not set
@@ -307,7 +306,7 @@ def proportional_bytes(pid: int) -> int:
 # In a rank
 
 
-def serve(runs: Path, transport: Transport) -> None:
+def serve(runs: Path, transport: str) -> None:
     """Train as `paceline train` does, as far as the questions on stdin ask."""
     torch.set_num_threads(1)
     plan = Run(runs / "0").plan

@@ -28,7 +28,6 @@ from paceline.comm.backend import joined
 from paceline.data.loader import held_out_batches
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
-from paceline.plans.choices import Transport
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.training.build import build_engine, built, loader_of, seed_all
@@ -38,7 +37,7 @@ from paceline.training.record.run import Run
 DEADLINE_S = 300.0
 
 
-def serve(transport: Transport) -> None:
+def serve(transport: str) -> None:
     """Answer questions until there are no more."""
     torch.set_num_threads(1)
     with joined(deadline_s=DEADLINE_S, transport=transport) as group, ExitStack() as under_way:
@@ -154,4 +153,4 @@ def _endless(loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])  # type: ignore[arg-type]
+    serve(sys.argv[1])

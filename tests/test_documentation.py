@@ -64,7 +64,7 @@ def test_every_plan_in_an_example_can_be_read(page: Path) -> None:
     text = page.read_text()
     plans = re.findall(r'--plan "([^"…]+)"', text) + [p for several in re.findall(r'--plans "([^"]+)"', text) for p in several.split(";")]
     for plan in plans:
-        if "majority" not in plan and "exponent" not in plan:  # of examples/extend, which is not installed here
+        if not any(name in plan for name in ("majority", "exponent", "loopback")):  # of examples/extend, which is not installed here
             assert str(Plan.parse(plan))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from commands import losses, paceline, write_job
+from commands import ended, events, losses, paceline, started, write_job
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "extend"
@@ -31,6 +33,11 @@ def loaded(code: str, installed: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": installed}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.name)
@@ -96,6 +103,43 @@ def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> No
         "print('torch' in sys.modules)"
     )
     assert loaded(code, installed) == ["exponent 1.0 0.5", "False"]
+
+
+# A transport
+
+
+def test_a_transport_from_a_package_carries_a_run(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", global_batch=18)
+    for plan in ("dp=2 transport=loopback", "fsdp=2 transport=loopback", "dp=2"):
+        shown = paceline("train", job, "--plan", plan, "--run", plan, folder=tmp_path, PYTHONPATH=installed)
+        assert shown.code == 0, shown.err
+        assert events(tmp_path / plan, "start")[0]["transport"] == ("loopback" if "loopback" in plan else "shm")
+    assert losses(tmp_path / "dp=2 transport=loopback") == pytest.approx(losses(tmp_path / "dp=2"), rel=1e-5)
+    shown = paceline("train", job, "--plan", "dp=2 transport=loop", folder=tmp_path, PYTHONPATH=installed)
+    assert shown.says('transport is auto or shm or gloo or tcp or loopback, not "loop"')
+
+
+# A launch engine
+
+
+def test_processes_of_an_engine_from_a_package_train_as_its_ranks(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", global_batch=18)
+    arguments = ("paceline", "train", job, "--run", "run")
+    port = str(free_port())
+    with ExitStack() as stack:
+        ranks = []
+        for rank in ("0", "1"):
+            names = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+            mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+            environment = {**mpi, "MASTER_PORT": port, "PYTHONPATH": installed}
+            ranks.append(stack.enter_context(started(*arguments, folder=tmp_path, environment=environment)))
+        for outcome in [ended(rank) for rank in ranks]:
+            assert outcome.code == 0, outcome.err
+    assert events(tmp_path / "run", "start")[0]["plan"] == "dp=2"
+    assert len(losses(tmp_path / "run")) == 6
+
+
+# Any
 
 
 def test_an_extension_that_is_no_description_is_refused_by_name(installed: str, tmp_path: Path) -> None:

@@ -143,11 +143,6 @@ _SOME = Path("/")
 _NAMES = frozenset(RankEnvironment(0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", _SOME), _SOME, _SOME, 0, 0, (0,)).to_env())
 
 
-def is_rank() -> bool:
-    """True in a rank process, of paceline's launcher or another such as torchrun."""
-    return RANK in os.environ
-
-
 def is_our_rank() -> bool:
     """True in a rank process that paceline's own launcher started and watches."""
     return _STATUS in os.environ

@@ -71,7 +71,7 @@ def meet(arguments):
             tensor = torch.ones(100_000)
             group.all_reduce(tensor)
             assert (tensor == 2).all()
-            transports.append((group.transport, group.transport_note))
+            transports.append((group.transport.name, group.transport_note))
     Path(arguments[0], f"transports-{group.rank}").write_text(str(transports))
 """
 

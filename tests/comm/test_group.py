@@ -23,7 +23,7 @@ from ranks import Backend, Ranks
 def collectives() -> dict[str, Any]:
     """The results of every collective, where rank r brings (r, r + 10) or r + 1 rows."""
     with joined(deadline_s=30) as group:
-        results: dict[str, Any] = {"rank": group.rank, "hosts": group.hosts, "transport": group.transport}
+        results: dict[str, Any] = {"rank": group.rank, "hosts": group.hosts, "transport": group.transport.name}
         for op in ("sum", "mean", "max"):
             tensor = torch.tensor([1.0, 10.0]) * (group.rank + 1)
             group.all_reduce(tensor, op)
@@ -72,7 +72,7 @@ def test_a_group_of_one_returns_what_it_is_given() -> None:
     assert group.gather_rows(rows, [2])[0] is rows
     assert group.gather_json({"a": [1]}) == [{"a": [1]}]
     assert group.empty(3, torch.float64).tolist() == [0.0] * 3
-    assert (group.transport, group.transport_note) == ("none", None)
+    assert (group.transport.name, group.transport_note) == ("none", None)
     assert (group.bytes_reduced, group.spans_hosts) == (0, False)
 
 
@@ -260,7 +260,7 @@ def several_groups() -> dict[str, Any]:
             tensor = torch.tensor([2.0**world.rank])
             group.all_reduce(tensor)
             sums.append(tensor.item())
-            results["transports"].add(group.transport)
+            results["transports"].add(group.transport.name)
         results |= {"sums": sums, "place": (row.rank, row.size, column.rank, again.size), "one_host": world.host is world}
         return results
 

@@ -21,7 +21,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from commands import BIN, ended, events, kill_rank, losses, paceline, processes_of, started, wait_for_step, write_job
 from paceline.comm.transport import choose
 from paceline.errors import ClusterError, LaunchError
-from paceline.plans.choices import Transport
 from ranks import Ranks
 
 _CLONE_NEWNET = 0x40000000
@@ -32,7 +31,7 @@ def store(name: str) -> Store:
     return PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
-def chosen(wanted: Transport, limits: dict[int, int]) -> tuple[str, str | None]:
+def chosen(wanted: str, limits: dict[int, int]) -> tuple[str, str | None]:
     """What the ranks choose; those in `limits` may make no larger file than that, which is what shared memory is to the kernel."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank in limits:
@@ -50,7 +49,7 @@ def test_on_one_host_it_is_shared_memory(ranks: Ranks, size: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "tcp"])
-def test_gloo_and_tcp_are_taken_where_they_are_asked_for(ranks: Ranks, transport: Transport) -> None:
+def test_gloo_and_tcp_are_taken_where_they_are_asked_for(ranks: Ranks, transport: str) -> None:
     assert ranks(2, chosen, transport, {}) == [(transport, None)] * 2
 
 

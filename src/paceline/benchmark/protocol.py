@@ -30,10 +30,10 @@ from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
 from paceline.job.job import Job
 from paceline.launch.signals import StopSignals
+from paceline.launch_engine import is_rank
 from paceline.planner.auto import auto_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
-from paceline.rank_environment import is_rank
 from paceline.runner.train import train
 from paceline.training.record.run import WARM_UP_STEPS, read_lines
 from paceline.tuning.auto import choose

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.rank_environment import is_rank
+from paceline.launch_engine import is_rank
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster

@@ -35,7 +35,8 @@ def command(
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     from paceline.launch.seed import warm_up
-    from paceline.rank_environment import is_rank, own_rank
+    from paceline.launch_engine import is_rank
+    from paceline.rank_environment import own_rank
 
     if not is_rank():
         warm_up()  # it imports torch while this process imports what is left and reads the job

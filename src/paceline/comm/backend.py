@@ -16,19 +16,21 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-import paceline.comm.tcp  # noqa: F401 - registers the backend, as the group's module does with that over shared memory
+# Imported before ranks are forked from a seed, which then have it; `register_transport` would import it in each.
+import paceline.comm.tcp  # noqa: F401
 from paceline.comm.address import host_identity, own_interface
 from paceline.comm.c10d.process_group import abort_all
+from paceline.comm.c10d.transport import register as register_transport
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
 from paceline.comm.transport import choose
 from paceline.errors import ClusterError, LaunchError, tell_of_failure
-from paceline.plans.choices import Transport
-from paceline.rank_environment import LOCAL_RANK, RankEnvironment, is_rank, take_store_fd
+from paceline.launch_engine import is_rank
+from paceline.rank_environment import LOCAL_RANK, RankEnvironment, take_store_fd
 
 
 @contextmanager
-def joined(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Iterator[Group]:
+def joined(*, deadline_s: float = 300.0, transport: str = "auto") -> Iterator[Group]:
     """The group of all ranks of this run, left again at the end."""
     group = join(deadline_s=deadline_s, transport=transport)
     try:
@@ -41,7 +43,7 @@ def joined(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Itera
         leave(group)
 
 
-def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
+def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without these, a group of one.
 
     NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, and our own TCP between
@@ -50,7 +52,7 @@ def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
 
     Raises:
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
-        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks, or `transport="shm"` cannot be had.
+        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks, or the transport asked for cannot be had.
     """
     device, store, note = _device(), None, None
     if not dist.is_initialized():
@@ -62,6 +64,7 @@ def join(*, deadline_s: float = 300.0, transport: Transport = "auto") -> Group:
         backend = "nccl"
         if device.type == "cpu":
             backend, note = choose(store, rank, size, transport, deadline_s)
+            register_transport(backend)
             _keep_gloo_to_the_interface()
         dist.init_process_group(
             backend,

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.allreduce.point_to_point import Messages, start_messages
+from paceline.comm.c10d.transport import Transport, transport_of
 from paceline.comm.checked import same_call, same_messages
 from paceline.comm.deadline import failed_wait, missing_ranks, register
-from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.subgroup import make_process_group
 from paceline.errors import LoaderProcessError, PacelineError, SyncError
 
@@ -72,16 +72,14 @@ class Group:
         return len(set(self.hosts)) > 1
 
     @property
-    def transport(self) -> str:
-        """The transport: `shm`, `tcp`, `gloo`, `nccl`, …; `none` in a group of one."""
-        if self.size == 1:
-            return "none"
-        return "shm" if isinstance(self.backend, ShmProcessGroup) else dist.get_backend(self.backend)
+    def transport(self) -> Transport:
+        """The transport, named `shm`, `tcp`, `gloo`, `nccl`, …; `none` in a group of one."""
+        return transport_of(self.backend if self.size > 1 else None)
 
     @property
     def is_fake(self) -> bool:
         """True in a dry run, where one process plays a rank without others (`paceline check --dry`)."""
-        return self.transport == "fake"
+        return self.transport.name == "fake"
 
     @property
     def bytes_reduced(self) -> int:
@@ -163,9 +161,10 @@ class Group:
         With the shared-memory transport it lies there, so that an all-reduce of it moves each byte once; it lives until
         `release`.
         """
-        if isinstance(self.backend, ShmProcessGroup) and self.size > 1:
+        transport = self.transport
+        if transport.shares_memory:
             with self._named("the start of a shared tensor"):
-                shared = self.backend.empty(numel, dtype)
+                shared = transport.empty(numel, dtype)
             if shared is not None:
                 return shared
             self.transport_note = (
@@ -175,8 +174,7 @@ class Group:
 
     def release(self, tensor: Tensor) -> None:
         """Free a tensor from `empty`."""
-        if isinstance(self.backend, ShmProcessGroup):
-            self.backend.release(tensor)
+        self.transport.release(tensor)
 
     # Collectives
 

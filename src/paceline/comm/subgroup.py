@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
+from paceline.comm.c10d.transport import register
 from paceline.comm.transport import choose
+from paceline.plans.transport_info import TRANSPORTS
 
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()  # how often each set of ranks was asked for, by parent
 
@@ -42,7 +44,9 @@ def make_process_group(
     backend = dist.get_backend(parent)
     if share_memory:
         found, _ = choose(store, own_rank, len(members), "auto", deadline_s)
-        backend = dist.Backend(found) if found == "shm" else backend
+        if TRANSPORTS[found].one_host:
+            register(found)
+            backend = dist.Backend(found)
     with _not_split_from_the_default_group():
         made, _ = distributed_c10d._new_process_group_helper(
             len(members), own_rank, members, backend, distributed_c10d._get_default_store(), name, timeout=timeout, group_desc=readable

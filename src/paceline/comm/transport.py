@@ -15,12 +15,13 @@ from paceline.comm.shm import futex
 from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
-from paceline.plans.choices import Transport
+from paceline.job.read.imports import load_object
+from paceline.plans.transport_info import TRANSPORTS
 
 _SEVERAL_HOSTS = "the ranks are on several hosts"
 
 
-def choose(store: Store, rank: int, size: int, wanted: Transport, timeout_s: float) -> tuple[str, str | None]:
+def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) -> tuple[str, str | None]:
     """The backend for ranks on CPUs, the same on all of them.
 
     `auto` is `shm` where all can share memory; between several hosts `tcp`; else, on one host, `gloo`, and then why. Between hosts `tcp`
@@ -30,17 +31,18 @@ def choose(store: Store, rank: int, size: int, wanted: Transport, timeout_s: flo
     Where `tcp` is asked for, groups whose ranks are all on one host are shared memory under that name.
 
     Raises:
-        ClusterError: `shm` is asked for, and cannot be had.
+        ClusterError: the transport that is asked for cannot be had.
     """
     if size == 1:
         return "gloo", None
-    if wanted in ("gloo", "tcp"):
+    if wanted != "auto":
+        obstacle = TRANSPORTS[wanted].obstacle
+        if obstacle is not None and (reason := load_object(obstacle)(store, rank, size, timeout_s)):
+            raise ClusterError(f"transport={wanted} cannot be had: {reason}. With transport=auto the ranks talk over TCP.")
         return wanted, None
     reason = why_not_shared(store, rank, size, timeout_s)
     if reason is None:
         return "shm", None
-    if wanted == "shm":
-        raise ClusterError(f"transport=shm cannot be had: {reason}. With transport=auto the ranks talk over TCP.")
     return ("tcp", None) if reason.startswith(_SEVERAL_HOSTS) else ("gloo", reason)
 
 

@@ -1,6 +1,6 @@
 """Named choices of a plan, one definition of each: a type and a tuple.
 
-The precisions are the job's: `paceline.job.job.Precision`.
+The precisions are the job's: `paceline.job.job.Precision`; rules, codecs and transports have descriptions beside this file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import Literal, get_args
 
 MemoryFormat = Literal["contiguous", "channels_last"]
 Compile = Literal["off", "on", "reduce-overhead"]
-Transport = Literal["auto", "shm", "gloo", "tcp"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 Remat = Literal["none", "selective", "block"]
 

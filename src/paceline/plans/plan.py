@@ -11,8 +11,9 @@ from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.nearest import nearest
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import REMATS, SCHEDULES, Compile, MemoryFormat, Remat, Schedule, Transport
+from paceline.plans.choices import REMATS, SCHEDULES, Compile, MemoryFormat, Remat, Schedule
 from paceline.plans.sync_info import problem_with, sync_info
+from paceline.plans.transport_info import problem_with_transport
 
 T = TypeVar("T")
 _LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "zero": 1}
@@ -23,9 +24,8 @@ _CHOICES = {
     "precision": get_args(Precision),
     "memory_format": get_args(MemoryFormat),
     "compile": get_args(Compile),
-    "transport": get_args(Transport),
 }
-_TEXTS = ("cut", "sync", "compress")
+_TEXTS = ("cut", "sync", "compress", "transport")
 _EXAMPLES = {
     "compile": "on",
     "transport": "gloo",
@@ -68,7 +68,7 @@ class Plan:
     fused: bool = False  # torch's fused optimizer step
     sync: str = "allreduce"  # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
     compress: str = "none"  # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
-    transport: Transport = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
+    transport: str = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
 
     def __post_init__(self) -> None:
         problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
@@ -186,6 +186,8 @@ def _problem(key: str, value: Any) -> str | None:
         return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
     if key in ("sync", "compress"):
         return problem_with(key, value)
+    if key == "transport":
+        return problem_with_transport(value)
     if key == "cut":
         named = isinstance(value, str) and (not value or all(value.split(",")))
         return None if named else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'

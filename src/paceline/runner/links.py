@@ -17,6 +17,7 @@ from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.launch.local import launch
 from paceline.launch.place import RankPlace, places_on
+from paceline.plans import transport_info
 
 if TYPE_CHECKING:
     from paceline.comm.measure.links import TransportMeasurement
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 SIZES = tuple(2**10 * 4**i for i in range(8))  # 1 KiB to 16 MiB
 ALGORITHMS = ("flat", "ring", "tree", "hierarchical", "auto")
-TRANSPORTS = ("shm", "gloo", "tcp", "nccl")
+TRANSPORTS = (*transport_info.TRANSPORTS.names, "nccl")
 _MOST_RANKS = 8  # on the cores of a host, where nobody asks for more
 _START_S, _CALL_S = 120, 20  # the longest that ranks may take to start, and for each collective at each size
 
@@ -91,7 +92,7 @@ def measure_as_rank(transport: str, wanted: Wanted) -> TransportMeasurement | No
     from paceline.comm.backend import joined
     from paceline.comm.measure.links import measure
 
-    with joined(deadline_s=60, transport=transport) as group:  # type: ignore[arg-type]  # it checks the name
+    with joined(deadline_s=60, transport=transport) as group:
         measured = measure(group, **_of_each(wanted))
         group.barrier()
         return measured if group.rank == 0 else None

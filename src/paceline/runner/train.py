@@ -24,10 +24,11 @@ from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
 from paceline.launch.seed import warm_up
+from paceline.launch_engine import is_rank
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan, cores_of
-from paceline.rank_environment import is_our_rank, is_rank
+from paceline.rank_environment import is_our_rank
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
 from paceline.training.record.progress import LiveProgress

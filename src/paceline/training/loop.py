@@ -172,7 +172,7 @@ class Loop:
                 "plan": str(self.run_directory.plan),
                 "replicas": engine.plan.dp,
                 "ranks": self.group.size,
-                "transport": self.group.transport,
+                "transport": self.group.transport.name,
                 "samples_per_epoch": cast(Partition, engine.loader.partition).samples,
                 "steps_per_epoch": self.epoch_steps,
                 "total_steps": self.total_steps,
@@ -184,7 +184,7 @@ class Loop:
         engine.compute.weighing.prepare()
         self.remarks.tell()
         if self.group.transport_note is not None:
-            self.events("transport", {"transport": self.group.transport, "reason": self.group.transport_note})
+            self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})
         if self.job.nonfinite == "rewind" and self.checkpoints.saving.at < 0:
             self.checkpoints.save()
         engine.meter.restart()

@@ -40,7 +40,7 @@ def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
         paceline.comm.allreduce.hierarchical._BLOCK_BYTES = 2**20  # so that some tensors take several
         algorithm = Hierarchical(group)
         wrong = [(*case, shared) for shared in ("shared", "private", "mixed") for case in CASES if not is_exact(algorithm, *case, shared)]
-        result = {"wrong": wrong, "memory": group.host.transport, "carriers": algorithm.parts}
+        result = {"wrong": wrong, "memory": group.host.transport.name, "carriers": algorithm.parts}
         algorithm.close()
         group.host.close()
         return result

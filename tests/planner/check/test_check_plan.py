@@ -116,7 +116,7 @@ def test_no_two_ranks_share_a_gpu(plan: str, changes: dict[str, Any], reason: st
 def test_memory_is_shared_within_a_host_only() -> None:
     two = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**34) for name in "ab"))
     assert check_plan(Plan.parse("dp=2 transport=shm"), job(), two) == []
-    reason = "plan dp=3 transport=shm needs memory that all ranks share, but they are on 2 hosts: transport=auto."
+    reason = "plan dp=3 transport=shm needs all ranks on one host, but they are on 2 hosts: transport=auto."
     assert check_plan(Plan.parse("dp=3 transport=shm"), job(), two) == [reason, "Nearest plan that works: dp=3."]
 
 

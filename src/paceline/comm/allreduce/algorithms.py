@@ -63,10 +63,10 @@ def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> A
         return (
             Auto(group, links)
             if group.spans_hosts
-            else BackendAllReduce(group, name, f"flat: all ranks are on one host, where {group.transport} is fastest")
+            else BackendAllReduce(group, name, f"flat: all ranks are on one host, where {group.transport.name} is fastest")
         )
     if name == "hierarchical" and not group.spans_hosts:
-        return BackendAllReduce(group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport}")
+        return BackendAllReduce(group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport.name}")
     return _made(group, name, f"{name}: as the plan says")
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.comm.allreduce.ring import OnPiece, ring_all_reduce
 from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.c10d.transport import Transport
 from paceline.comm.group import Group, Op
-from paceline.comm.shm import ShmProcessGroup
 from paceline.errors import SyncError
 
 _BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
@@ -58,25 +58,25 @@ class Hierarchical:
             self._sum_block(block, op)
 
     def _sum_block(self, block: Tensor, op: Op) -> None:
-        backend = self.host.backend
-        if not isinstance(backend, ShmProcessGroup):
+        memory = self.host.transport
+        if not memory.shares_memory:
             self._over_messages(block, op)
-        elif self._lies_alike(backend, block):
-            self._in_memory(backend, block, op)
+        elif self._lies_alike(memory, block):
+            self._in_memory(memory, block, op)
         else:
             if self._scratch is None:
                 self._scratch = self.host.empty(_BLOCK_BYTES, torch.uint8)
             shared = self._scratch[: block.nbytes].view(block.dtype)
             shared.copy_(block)
-            if self._lies_alike(backend, shared):
-                self._in_memory(backend, shared, op)
+            if self._lies_alike(memory, shared):
+                self._in_memory(memory, shared, op)
                 block.copy_(shared)
             else:  # the host has no memory left to be shared
                 self._over_messages(block, op)
 
-    def _lies_alike(self, backend: ShmProcessGroup, flat: Tensor) -> bool:
+    def _lies_alike(self, memory: Transport, flat: Tensor) -> bool:
         """Meet the ranks of the host: what each has to contribute is there now. Whether all lie at the same place of shared memory."""
-        arena, start = backend.place_of(flat)
+        arena, start = memory.place_of(flat)
         own = torch.tensor([arena, start, flat.nbytes])
         both = torch.cat((own, -own))
         self.host.all_reduce(both, "max")
@@ -88,14 +88,14 @@ class Hierarchical:
             )
         return arena != 0 and torch.equal(most, least)
 
-    def _in_memory(self, backend: ShmProcessGroup, flat: Tensor, op: Op) -> None:
+    def _in_memory(self, memory: Transport, flat: Tensor, op: Op) -> None:
         """Reduce in shared memory.
 
         No two ranks of a host read or write the same elements of anyone's memory, so they meet only before and after.
         """
         part = self._part(flat)
         if self.across is not None and len(part):
-            others = [theirs for r, theirs in enumerate(backend.everywhere(part)) if r != self.host.rank]
+            others = [theirs for r, theirs in enumerate(memory.everywhere(part)) if r != self.host.rank]
             reduction = Reduction.of(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, flat.dtype, 1)
 
             def add_up(start: int, end: int) -> None:

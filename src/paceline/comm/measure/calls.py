@@ -59,7 +59,7 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
     everywhere = torch.tensor([wrong], dtype=torch.int64, device=group.device)
     group.all_reduce(everywhere)
     return CollectiveSpeed(
-        group.transport,
+        group.transport.name,
         group.size,
         4 * numel,
         time_s / per_call,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.backend import joined
+from paceline.comm.c10d.transport import register
 from paceline.comm.group import Group
 from paceline.planner.calibrate import Collective, as_tuples
 
@@ -24,8 +25,8 @@ _BUDGET_S, _CALLS = 0.05, (4, 60)
 
 def run_rank(arguments: list[str]) -> None:
     """Measure over the transport `arguments[0]`; rank 0 writes the file `arguments[1]`, for `read`."""
-    with joined(deadline_s=60, transport=arguments[0]) as group:  # type: ignore[arg-type]  # it checks the name
-        found = measure_collectives(group, [group.transport])
+    with joined(deadline_s=60, transport=arguments[0]) as group:
+        found = measure_collectives(group, [group.transport.name])
         if group.rank == 0:
             Path(arguments[1]).write_text(json.dumps([asdict(one) for one in found]))
         group.barrier()
@@ -48,9 +49,10 @@ def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collect
 @contextmanager
 def _over(group: Group, transport: str) -> Iterator[Group]:
     """A group of the same ranks over another transport."""
-    if transport == group.transport:
+    if transport == group.transport.name:
         yield group
         return
+    register(transport)
     backend = dist.new_group(backend=transport, timeout=timedelta(seconds=group.deadline_s))
     other = Group(group.rank, group.size, backend, deadline_s=group.deadline_s, hosts=group.hosts)
     try:

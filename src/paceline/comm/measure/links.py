@@ -82,7 +82,7 @@ def run_rank(arguments: list[str]) -> None:
 def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]) -> TransportMeasurement:
     """Measure each collective of `BUS_FACTORS` at each size in bytes, the all-reduce by each algorithm. Every rank gets the same."""
     limit = measure_limit(group, sizes)
-    measured = TransportMeasurement(group.transport, limit, [], [], group.transport_note)
+    measured = TransportMeasurement(group.transport.name, limit, [], [], group.transport_note)
     for collective in collectives:
         for name in algorithms if collective == "all_reduce" else ("flat",):
             for found in _by_size(group, limit, collective, name, sorted(sizes)):

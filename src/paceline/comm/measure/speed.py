@@ -106,7 +106,7 @@ def measure(group: Group, size_bytes: int) -> CollectiveSpeed:
     for _ in range(2):  # the first meets untouched memory, and connections that are still to be made
         one_s = timed(group, lambda: group.all_reduce(tensor), 1)
     time_s, calls = median_s(group, lambda: group.all_reduce(tensor), one_s)
-    return CollectiveSpeed(group.transport, group.size, size_bytes, time_s, calls=calls)
+    return CollectiveSpeed(group.transport.name, group.size, size_bytes, time_s, calls=calls)
 
 
 def median_s(group: Group, call: Callable[[], object], one_s: float) -> tuple[float, int]:
@@ -144,7 +144,7 @@ def _slowest(group: Group, times_s: Sequence[float]) -> float:
 @contextmanager
 def _beside(group: Group) -> Iterator[list[Group]]:
     """A group of the same ranks over gloo, if their transport is shared memory."""
-    if group.transport != "shm":
+    if not group.transport.shares_memory:
         yield []
         return
     other = Group(group.rank, group.size, dist.new_group(backend="gloo"), deadline_s=group.deadline_s, hosts=group.hosts)

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from paceline.comm.shm.process_group import ShmProcessGroup
 
-__all__ = ["ShmProcessGroup"]
+__all__ = ["ShmProcessGroup", "create"]
 
 
-def _create(options: Any, _: Any) -> ShmProcessGroup:
+def create(options: Any, _: Any) -> ShmProcessGroup:
+    """Make a process group from the options that torch gives a backend."""
     return ShmProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
 
 
 if not hasattr(dist.Backend, "SHM"):
-    dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("shm", create, extended_api=True, devices=["cpu"])

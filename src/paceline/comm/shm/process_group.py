@@ -14,6 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.c10d.operation import OperationQueue, Steps
 from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
+from paceline.comm.c10d.transport import Transport
 from paceline.comm.shm.collectives import ShmCollectives
 from paceline.comm.shm.mailbox import ShmInbox, ShmOutbox, ShmReceive, receive_from_any
 from paceline.comm.shm.progress import Peer, ShmProgress
@@ -38,6 +39,11 @@ class ShmProcessGroup(DrivenProcessGroup):
         super().__init__(rank, size, timeout, name, progress, ShmCollectives(self._rounds))
         self._sending: dict[int, tuple[ShmOutbox, OperationQueue]] = {}
         self._inboxes: dict[int, ShmInbox] = {}
+
+    @property
+    def transport(self) -> Transport:
+        """This group's memory, for `Group`."""
+        return _SharedMemory(self)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A flat tensor of zeros in shared memory; all ranks ask for it together.
@@ -147,6 +153,28 @@ class ShmProcessGroup(DrivenProcessGroup):
 
     def getBackendName(self) -> str:
         return "shm"
+
+
+class _SharedMemory(Transport):
+    """Memory that the processes of one host share."""
+
+    shares_memory = True
+
+    def __init__(self, group: ShmProcessGroup) -> None:
+        super().__init__("shm")
+        self.group = group
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.group.empty(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self.group.release(tensor)
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int]:
+        return self.group.place_of(tensor)
+
+    def everywhere(self, tensor: Tensor) -> list[Tensor]:
+        return self.group.everywhere(tensor)
 
 
 class _SharedProgress:

@@ -14,10 +14,11 @@ from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.tcp.process_group import TcpProcessGroup
 from paceline.comm.transport import why_not_shared
 
-__all__ = ["TcpProcessGroup"]
+__all__ = ["TcpProcessGroup", "create"]
 
 
-def _create(options: Any, _: Any) -> TcpProcessGroup | ShmProcessGroup:
+def create(options: Any, _: Any) -> TcpProcessGroup | ShmProcessGroup:
+    """Make a process group from the options that torch gives a backend."""
     store, rank, size = options.store, options.group_rank, options.group_size
     shared = why_not_shared(store, rank, size, options.timeout.total_seconds()) is None
     kind = ShmProcessGroup if shared else TcpProcessGroup
@@ -25,4 +26,4 @@ def _create(options: Any, _: Any) -> TcpProcessGroup | ShmProcessGroup:
 
 
 if not hasattr(dist.Backend, "TCP"):
-    dist.Backend.register_backend("tcp", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("tcp", create, extended_api=True, devices=["cpu"])

@@ -12,6 +12,7 @@ from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.planner.check.sync_check import SYNC_CHECKS
 from paceline.plans.axes import DATA_AXES, DEGREES
 from paceline.plans.limits import multiplied, no_cuda_graphs, other_world, whole_batch_in_parts
+from paceline.plans.transport_info import TRANSPORTS
 from paceline.units import count, size
 
 if TYPE_CHECKING:
@@ -153,8 +154,9 @@ def _no_such_transport(context: PlanContext) -> str | None:
     plan, cluster = context.plan, context.cluster
     if plan.transport != "auto" and cluster.kind == "cuda":
         return f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: transport=auto."
-    if plan.transport == "shm" and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
-        return f"plan {plan} needs memory that all ranks share, but they are on {hosts} hosts: transport=auto."
+    one_host = plan.transport != "auto" and TRANSPORTS[plan.transport].one_host
+    if one_host and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
+        return f"plan {plan} needs all ranks on one host, but they are on {hosts} hosts: transport=auto."
     return None
 
 

@@ -1,0 +1,52 @@
+"""Descriptions of transports between ranks on CPUs, the values of `transport=` in a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import PlanError
+from paceline.extensions import ExtensionPoint
+
+
+@dataclass(frozen=True)
+class TransportInfo:
+    """Description of a transport, readable without torch.
+
+    Attributes:
+        backend: import path of a function that makes a backend or process group for torch, called with
+            `torch.distributed`'s options (store, group_rank, group_size, timeout, …) and None; None: torch has it.
+        one_host: True if all ranks must be on one host.
+        obstacle: import path of a function of (store, rank, size, timeout_s), called by all ranks together before they
+            have a group, that returns why they cannot use it, or None.
+    """
+
+    backend: str | None
+    one_host: bool = False
+    obstacle: str | None = None
+
+
+TRANSPORTS = ExtensionPoint(
+    "transport",
+    "paceline.transports",
+    TransportInfo,
+    {
+        "shm": TransportInfo("paceline.comm.shm:create", one_host=True, obstacle="paceline.comm.transport:why_not_shared"),
+        "gloo": TransportInfo(None),
+        "tcp": TransportInfo("paceline.comm.tcp:create"),
+    },
+    PlanError,
+    words=("auto",),
+)
+
+
+def problem_with_transport(name: object) -> str | None:
+    """The problem with a value of `transport`; None if it is valid."""
+    if name == "auto" or name in TRANSPORTS.built_in:
+        return None
+    if name not in TRANSPORTS.names:
+        return f'transport is {" or ".join(("auto", *TRANSPORTS.names))}, not "{name}"'
+    try:
+        TRANSPORTS[str(name)]
+    except PlanError as error:
+        return str(error)
+    return None
