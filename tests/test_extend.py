@@ -139,6 +139,59 @@ def test_processes_of_an_engine_from_a_package_train_as_its_ranks(installed: str
     assert len(losses(tmp_path / "run")) == 6
 
 
+# A device
+
+
+def test_a_plan_is_made_for_a_device_from_a_package(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    shown = paceline("plan", job, "--cluster", "2x8xH20", folder=tmp_path, PYTHONPATH=installed)
+    assert shown.code == 0, shown.err
+    assert shown.says("H20")
+    unknown = paceline("plan", job, "--cluster", "2x8xH20", folder=tmp_path)
+    assert unknown.error.startswith('"H20" is not in the catalogue of hardware.')
+
+
+# A tracker
+
+LOOP = """
+import torch, paceline
+from torch.utils.data import DataLoader, TensorDataset
+from paceline.errors import JobError
+from paceline.training.trackers import tracker
+
+data = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 1)), batch_size=4)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = paceline.setup(model, optimizer, torch.nn.functional.mse_loss, data, on_step=[tracker("csv", file="steps.csv")])
+for batch in engine.loader:
+    engine.step(batch)
+for name, settings in (("csv", {"path": "x"}), ("cvs", {})):
+    try: tracker(name, **settings)
+    except JobError as error: print(error)
+"""
+
+
+def test_a_tracker_from_a_package_logs_every_step(installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong, unknown = loaded(LOOP, installed)
+    assert wrong.startswith('tracker "csv" cannot be made:')
+    assert unknown == 'unknown tracker "cvs". Did you mean "csv"?'
+    header, *lines = Path("steps.csv").read_text().splitlines()
+    assert header == "step,loss,grad_norm"
+    assert [line.split(",")[0] for line in lines] == ["1", "2", "3"]
+
+
+# A report panel
+
+
+def test_a_panel_from_a_package_is_on_the_page_of_a_run(installed: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
+    shown = paceline("report", "run", folder=tmp_path, PYTHONPATH=installed)
+    assert shown.code == 0, shown.err
+    assert "<h2>Gradient norm</h2>" in (tmp_path / "run" / "report.html").read_text()
+
+
 # Any
 
 

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.errors import RunError
+from paceline.extensions import ExtensionPoint
+from paceline.job.read.imports import load_object
 from paceline.report import charts
 from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
@@ -30,22 +33,54 @@ class DrawnChart:
     chart: Chart
 
 
+@dataclass(frozen=True)
+class PanelInfo:
+    """Description of a panel of a run's page.
+
+    Attributes:
+        panel: import path of a function that takes a `RunRecord` and returns the charts that it has values for.
+    """
+
+    panel: str
+
+
+PANELS = ExtensionPoint(
+    "panel",
+    "paceline.panels",
+    PanelInfo,
+    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in ("losses", "metrics", "speeds", "memory")},
+    RunError,
+)
+
+
 def run_charts(record: RunRecord) -> list[DrawnChart]:
-    """All charts that the record has values for, in the order of the page."""
-    speeds = [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
-    return [*_losses(record), *_metrics(record), *speeds, *_memory(record)]
+    """All charts that the record has values for, in the order of the page; those of installed packages last.
+
+    Raises:
+        RunError: a panel of a package cannot be loaded, or fails; names it.
+    """
+    found: list[DrawnChart] = []
+    for name, info in PANELS.all().items():
+        try:
+            found += load_object(info.panel)(record)
+        except Exception as error:
+            if name in PANELS.built_in:
+                raise
+            raise RunError(f'the panel "{name}" of an installed package ({info.panel}) failed: {type(error).__name__}: {error}') from error
+    return found
 
 
-def _losses(record: RunRecord) -> Iterator[DrawnChart]:
+def losses(record: RunRecord) -> Iterator[DrawnChart]:
+    """Training and validation loss, over steps and over time."""
     steps = record.ranks[0]
-    losses = [s["loss"] for s in steps]
+    values = [s["loss"] for s in steps]
     clock_of = record.clock_of
     evaluated = [e for e in record.evaluations if "loss" in e["metrics"] and e["step"] in clock_of]
-    each = charts.steps_per_point(len(losses))
+    each = charts.steps_per_point(len(values))
     note = f"Each point is the mean of {each:,} steps." if each > 1 else ""
     places: dict[str, dict[int, float]] = {"steps": {s["step"]: s["step"] for s in steps}, "time": clock_of}
     for over, place in places.items():
-        training = charts.Line("training", list(place.values()), losses)
+        training = charts.Line("training", list(place.values()), values)
         held_out = charts.Line(
             "validation", [place[e["step"]] for e in evaluated], [e["metrics"]["loss"] for e in evaluated], charts.VERMILLION
         )
@@ -72,7 +107,8 @@ def _marks(record: RunRecord) -> dict[int, str]:
     return marks
 
 
-def _metrics(record: RunRecord) -> Iterator[DrawnChart]:
+def metrics(record: RunRecord) -> Iterator[DrawnChart]:
+    """Every validation metric but the loss."""
     names = dict.fromkeys(name for e in record.evaluations for name in e["metrics"] if name != "loss")
     for number, name in enumerate(names):
         measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
@@ -81,6 +117,11 @@ def _metrics(record: RunRecord) -> Iterator[DrawnChart]:
         yield DrawnChart(
             f"Validation: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label)
         )
+
+
+def speeds(record: RunRecord) -> list[DrawnChart]:
+    """Throughput, and the parts of rank 0's steps."""
+    return [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
 
 
 def _throughput(record: RunRecord) -> DrawnChart:
@@ -96,7 +137,8 @@ def _parts(record: RunRecord) -> DrawnChart:
     return DrawnChart("Where rank 0’s time went", list(PARTS), Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."))
 
 
-def _memory(record: RunRecord) -> Iterator[DrawnChart]:
+def memory(record: RunRecord) -> Iterator[DrawnChart]:
+    """Memory of each rank, on the host and on its GPU."""
     for key, (title, term) in _MEMORY.items():
         series = []
         for rank, steps in record.ranks.items():

@@ -36,6 +36,8 @@ class Accelerator:
         launch_s: shortest time from one kernel's start to the next one's.
         per_host: number of devices in its usual host.
         network: link of one device to other hosts in its maker's own systems, the default of a cluster without a stated rate.
+        multiprocessors: streaming multiprocessors (compute units) among which the tiles of a product are divided.
+        sustained: part of `peak_flops` that lasts within its power, where that binds.
         sources: for each attribute, or `all`, where the figure is printed.
     """
 
@@ -49,6 +51,8 @@ class Accelerator:
     per_host: int = 8
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     network: LinkSpec = LinkSpec("network, 100 Gbit/s", 12.5e9, 14e-6)
+    multiprocessors: int = 128
+    sustained: float = 1.0
 
     def peak(self, precision: str) -> float:
         """FLOPs per second, dense.

@@ -8,8 +8,12 @@ from difflib import get_close_matches
 from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
 from paceline.cluster.catalogue.devices import CATALOGUE
 from paceline.errors import ClusterError
+from paceline.extensions import ExtensionPoint
 
-__all__ = ["CATALOGUE", "Accelerator", "LinkSpec", "accelerator"]
+__all__ = ["CATALOGUE", "HARDWARE", "Accelerator", "LinkSpec", "accelerator"]
+
+# With the devices of installed packages, which are named exactly.
+HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
 
 # Families by how names spell them; in the order in which they are tried. What follows a number must not be one.
 _FAMILIES = {
@@ -48,8 +52,8 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         ClusterError: there is none; with the nearest names.
     """
-    if name in CATALOGUE:
-        return CATALOGUE[name]
+    if name in CATALOGUE or name in HARDWARE.installed:
+        return HARDWARE[name]
     text = re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
     family = None if _PART.search(text) else next((f for f, spelling in _FAMILIES.items() if re.search(spelling + r"(?!\d)", text)), None)
     if family is None:
@@ -69,9 +73,9 @@ def _by_key(text: str) -> Accelerator | None:
 
 
 def _nearest(text: str) -> str:
-    by_plain = {_plain(key): key for key in CATALOGUE}
+    by_plain = {_plain(key): key for key in HARDWARE.names}
     names = [by_plain[plain] for plain in get_close_matches(_MAKERS.sub("", text).replace(" ", ""), by_plain, n=3, cutoff=0.5)]
-    return f"The nearest there: {', '.join(names)}." if names else f"It has: {', '.join(CATALOGUE)}."
+    return f"The nearest there: {', '.join(names)}." if names else f"It has: {', '.join(HARDWARE.names)}."
 
 
 def _plain(key: str) -> str:

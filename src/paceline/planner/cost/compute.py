@@ -166,8 +166,8 @@ def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: 
         return max(2 * m * n * k * many / (peak_flops(device, precision) * constants.GEMM_TOP), moved)
     if alignment is None and size == 2 and many > 1:
         return max(2 * m * n * k * many / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
-    units = _multiprocessors(device)
-    each = peak_flops(device, precision) * constants.GEMM_TOP * _sustained(device) * (alignment or constants.UNALIGNED) / units
+    units = device.multiprocessors
+    each = peak_flops(device, precision) * constants.GEMM_TOP * device.sustained * (alignment or constants.UNALIGNED) / units
     fastest = float("inf")
     for rows, columns, use in constants.TILES:
         tiles = ceil(m / rows) * ceil(n / columns) * many
@@ -192,16 +192,6 @@ def _fused_attention_s(gemm: Gemm, config: BlockConfig) -> float:
     length = gemm.rows
     reached = constants.FUSED_ATTENTION[min(config.attention, 2)] * length / (length + constants.FUSED_ATTENTION_HALF)
     return flops / (peak_flops(config.device, config.precision) * reached)
-
-
-@lru_cache(maxsize=100)
-def _multiprocessors(device: Accelerator) -> int:
-    return next((units for name, units in constants.MULTIPROCESSORS.items() if device.name.startswith(name)), 128)
-
-
-@lru_cache(maxsize=100)
-def _sustained(device: Accelerator) -> float:
-    return next((part for name, part in constants.SUSTAINED.items() if device.name.startswith(name)), 1.0)
 
 
 def _alignment(n: float, k: float, size: int) -> float | None:

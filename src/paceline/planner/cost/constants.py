@@ -9,8 +9,6 @@ from __future__ import annotations
 # Matrix products
 # of the peak, what a large product reaches on an A100 within its power: 250 TFLOP/s
 GEMM_TOP = 0.80
-# of that, where power binds sooner
-SUSTAINED = {"H100": 0.88, "H200": 0.88, "H800": 0.88, "B200": 0.88, "GB200": 0.88, "MI300X": 0.65}
 # fitted: starting and ending a tile takes as long as so many steps of its inner loop
 GEMM_START_K = 16
 # of the result, and how well each uses a multiprocessor
@@ -23,17 +21,6 @@ ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
 UNALIGNED = 0.254  # fitted: below 16 bytes
 # below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
 UNALIGNED_BATCH = 0.9
-MULTIPROCESSORS = {
-    "V100": 80,
-    "A100": 108,
-    "A800": 108,
-    "H100-PCIe": 114,
-    "H100": 132,
-    "H800": 132,
-    "H200": 132,
-    "B200": 148,
-    "MI300X": 304,
-}
 
 # Attention in one kernel: of the peak, forward and backward together, long sequences (Dao, 2023, arXiv:2307.08691, figures 4 to 6)
 FUSED_ATTENTION = {1: 0.30, 2: 0.56}
