@@ -148,7 +148,7 @@ def test_a_plan_is_made_for_a_device_from_a_package(installed: str, tmp_path: Pa
     assert shown.code == 0, shown.err
     assert shown.says("H20")
     unknown = paceline("plan", job, "--cluster", "2x8xH20", folder=tmp_path)
-    assert unknown.error.startswith('"H20" is not in the catalogue of hardware.')
+    assert '"H20" is not in the catalogue of hardware. The nearest there: H200' in unknown.error
 
 
 # A tracker

@@ -54,7 +54,9 @@ PANELS = ExtensionPoint(
 
 
 def run_charts(record: RunRecord) -> list[DrawnChart]:
-    """All charts that the record has values for, in the order of the page; those of installed packages last.
+    """All charts that the record has values for, in the order of the page.
+
+    Those of installed packages come last.
 
     Raises:
         RunError: a panel of a package cannot be loaded, or fails; names it.

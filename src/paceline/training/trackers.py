@@ -1,4 +1,6 @@
-"""Trackers for loops of one's own: callbacks for `engine.on_step` that log on the first rank, and do nothing on the others.
+"""Trackers for loops of one's own: callbacks for `engine.on_step` that log every step.
+
+They log on the first rank, and do nothing on the others.
 
     engine = paceline.setup(model, optimizer, loss, loader, on_step=[trackers.tracker("tensorboard", folder="logs")])
 
