@@ -1,4 +1,7 @@
-"""Ranks that are forked from a process with torch and transformers in it, so that hundreds of small launches take seconds each."""
+"""Ranks forked from a process with torch and transformers in it.
+
+So hundreds of small launches take seconds each.
+"""
 
 from __future__ import annotations
 

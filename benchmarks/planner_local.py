@@ -1,6 +1,7 @@
 """How well the planner predicts paceline's own plans on this machine: step time and peak memory, all predicted before any is measured.
 
-    python benchmarks/planner_local.py [--json] [--only MODEL] [--quick] [--detail] [--plot FILE.html] [--save FILE] [--load FILE]
+    python benchmarks/planner_local.py [--json] [--only MODEL] [--quick] [--detail]
+                                       [--plot FILE.html] [--save FILE] [--load FILE]
 
 Four models under plans for one worker, two, and two emulated hosts (needs root): dp, fsdp, tp and pp, microbatches, remat, precision,
 transports. Each job is calibrated once, which takes some seconds; then all plans are predicted; then each is measured: the ranks of a

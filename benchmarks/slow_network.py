@@ -1,6 +1,7 @@
 """Time to a loss on a slow network: paceline's sync rules beside PyTorch's DistributedDataParallel (DDP), on emulated hosts.
 
-    python benchmarks/slow_network.py [--json] [--rates 25mbit,100mbit,1gbit,loopback] [--rules "bf16;int8;…"] [--page FILE.html]
+    python benchmarks/slow_network.py [--json] [--rates 25mbit,100mbit,1gbit,loopback] [--rules "bf16;int8;…"]
+                                      [--page FILE.html]
 
 A GPT of 3.3 million parameters learns real text byte by byte (Python's language reference, which comes with Python). 4 hosts with one
 rank of one thread each, 4 x 128 bytes a rank and step, AdamW at one learning rate for all. Needs root; the hosts are network namespaces.

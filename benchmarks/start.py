@@ -1,4 +1,6 @@
-"""How long it takes from a command to the end of the first step, and what ranks that are forked from a seed process cost.
+"""Time from a command to the end of the first step, and the cost of a further rank.
+
+The ranks are forked from a seed process.
 
     python benchmarks/start.py [--json] [--repeats N]
 

@@ -1,4 +1,6 @@
-"""The first step of a small network as people write it by hand, alone or under torchrun with DDP, for start.py to compare with.
+"""The first step of a small network as people write it by hand.
+
+Alone or under torchrun with DDP, for start.py to compare with.
 
 It imports nothing of paceline. It prints the loss of its one step and the time of day at the end of it.
 """

@@ -67,7 +67,9 @@ def run_processes(
     backend: Backend | None = None,
     listener: socket.socket | None = None,
 ) -> list[Any]:
-    """Call `function(*args)` in one process for each environment (over this process's own), and return the results in their order.
+    """Call `function(*args)` in one process for each environment; returns results in order.
+
+    Each environment adds to this process's own.
 
     Args:
         backend: of the process group that they then are in; None leaves joining one to the function.

@@ -1,4 +1,4 @@
-"""torch's compiler is imported where it is used, works there as ever, and is not imported by an ordinary run."""
+"""torch's compiler is imported on use, works there as ever, and not before."""
 
 from __future__ import annotations
 

@@ -155,9 +155,21 @@ def loader_with(kind: str) -> DataLoader[Any]:
 
 
 OWN = [
-    "subset", "weighted", "replacement", "generator", "no generator", "list", "drop_last", "half", "by epoch", "remembering",
-    "global state", "buckets", "batch sampler", "bulk",
-]  # fmt: skip
+    "subset",
+    "weighted",
+    "replacement",
+    "generator",
+    "no generator",
+    "list",
+    "drop_last",
+    "half",
+    "by epoch",
+    "remembering",
+    "global state",
+    "buckets",
+    "batch sampler",
+    "bulk",
+]
 
 
 def epochs_of(kinds: Iterable[str], epochs: int = 2) -> dict[str, list[list[list[int]]]]:
@@ -520,11 +532,24 @@ class Augmented(Dataset[Any]):
 def test_every_argument_of_a_dataloader_is_known_here() -> None:
     """A new one in torch must be honoured or refused before anybody finds out that it is dropped."""
     known = {
-        "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
-        "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
+        "dataset",
+        "batch_size",
+        "shuffle",
+        "sampler",
+        "batch_sampler",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "drop_last",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "prefetch_factor",
+        "persistent_workers",
         "pin_memory_device",  # deprecated in torch 2.13 without effect: the current accelerator is taken
         "in_order",  # False only permits another order; batches come in order
-    }  # fmt: skip
+    }
     assert set(inspect.signature(DataLoader.__init__).parameters) - {"self"} == known
 
 

@@ -250,8 +250,17 @@ def test_a_config_that_names_no_class_gets_the_first_where_its_kind_has_several(
 
 
 def test_the_number_of_classes_can_be_overridden(tmp_path: Path) -> None:
-    file = config(tmp_path, model_type="vit", image_size=[16, 24], patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                  num_channels=1, id2label={"0": "a", "1": "b", "2": "c"})  # fmt: skip
+    file = config(
+        tmp_path,
+        model_type="vit",
+        image_size=[16, 24],
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_channels=1,
+        id2label={"0": "a", "1": "b", "2": "c"},
+    )
     assert spec(hf=file, task="image_classification").input_shape() == (1, 16, 24)
     model_spec = spec(hf=file, task="image_classification", args={"image_size": 32, "num_labels": 5})
     assert model_spec.input_shape() == (1, 32, 32)

@@ -170,8 +170,12 @@ def test_a_host_sees_only_its_own_part_in_every_epoch(deal: dict[str, Any]) -> N
 @given(deals(kinds=("hierarchical",)))
 def test_all_hosts_work_in_every_step_in_which_they_can_and_finish_together(deal: dict[str, Any]) -> None:
     parts = partitions(deal)
-    steps = np.array([[sum(s for s, h in zip(parts[0].shares(n), deal["hosts"], strict=True) if h == host) for host in set(deal["hosts"])]
-                      for n in range(parts[0].steps_per_epoch)])  # fmt: skip
+    steps = np.array(
+        [
+            [sum(s for s, h in zip(parts[0].shares(n), deal["hosts"], strict=True) if h == host) for host in set(deal["hosts"])]
+            for n in range(parts[0].steps_per_epoch)
+        ]
+    )
     totals = steps.sum(axis=0)
     enough = totals * deal["global_batch"] >= deal["samples"]  # at least one sample for each step, by proportion
     full = deal["samples"] // deal["global_batch"]

@@ -321,9 +321,16 @@ def in_bfloat16(norms: bool) -> tuple[bool, str, str, str, list[str]]:
     seen = []
     model[2].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     fully = shard_fully(
-        [model], [model[2]], dict(model.named_parameters()), whole_parts(model), init_device_mesh("cpu", (2,)),
-        zero=3, precision="bf16", offload=True, pipelined=False,
-    )  # fmt: skip
+        [model],
+        [model[2]],
+        dict(model.named_parameters()),
+        whole_parts(model),
+        init_device_mesh("cpu", (2,)),
+        zero=3,
+        precision="bf16",
+        offload=True,
+        pipelined=False,
+    )
     out = model(torch.randn(3, 4))
     out.sum().backward()
     grad = model[0].weight.grad

@@ -103,7 +103,8 @@ def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: b
     if plot is not None and found.measured:
         from paceline.report.links_view import write_links_page
 
-        typer.echo(f"page  {write_links_page(found.measured, where.describe(), shlex.join(['paceline', *sys.argv[1:]]), about, plot)}")
+        command = shlex.join(["paceline", *sys.argv[1:]])
+        typer.echo(f"page  {write_links_page(found.measured, where.describe(), command, about, plot)}")
     if as_json:
         ranks = len(found.measured[0].limit.hosts) if found.measured else 0
         links = {"cluster": where.describe(), "ranks": ranks, "not_measured": found.failures}

@@ -141,7 +141,10 @@ def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> str | None:
 
 
 def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
-    """The largest number of microbatches up to `wanted` that divides every data-parallel rank's share evenly."""
+    """The largest number of microbatches up to `wanted` that divides every rank's share.
+
+    Shares are those of the data-parallel ranks.
+    """
     return next(m for m in range(wanted, 0, -1) if not any(n % m for n in shares))
 
 

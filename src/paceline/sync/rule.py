@@ -109,7 +109,7 @@ class SyncRule(Protocol):
     """
 
     def attach(self, replica: Replica) -> None:
-        """Start every replica from the first one's weights (`broadcast_state`), and register for its gradients."""
+        """Broadcast the first replica's weights (`broadcast_state`), and register for gradients."""
 
     def after_backward(self, step: int, scalars: Tensor) -> Agreement:
         """Replace local gradients by their sums over all replicas, and sum `scalars` with them.

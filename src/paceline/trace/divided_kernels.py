@@ -1,4 +1,7 @@
-"""Kernels that work on a rank's part, given the weights that tensor parallelism divides (Shoeybi et al., 2019, arXiv:1909.08053)."""
+"""Kernels that work on a rank's part under tensor parallelism.
+
+Shoeybi et al., 2019, arXiv:1909.08053.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ _BUDGET_S = 0.25  # per size
 _REPEATS = (5, 200)  # at least, at most
 _LONG_S = 0.2  # a call of so long is not repeated
 
+# Bus bandwidth / algorithm bandwidth over n ranks, by collective:
+# the share of the size that has to pass each rank's link, each way.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,  # of n parts, n - 1 have to come in to be added up, and as many sums again
     "all_gather": lambda n: (n - 1) / n,  # size: that of the whole; all parts but the own one come in
@@ -29,7 +31,6 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,  # all of it comes in
     "send_receive": lambda n: 1.0,  # size: that of the message
 }
-"""Bus bandwidth / algorithm bandwidth over n ranks, by collective: the share of the size that has to pass each rank's link, each way."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def _too_few_devices(context: PlanContext) -> str | None:
         return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
     others = plan.ranks // plan.dp
     most = context.devices // others
-    return f"{have}: {f'dp is at most {most}' if most else f'degrees that multiply to at most {context.devices}'}."
+    fits = f"dp is at most {most}" if most else f"degrees that multiply to at most {context.devices}"
+    return f"{have}: {fits}."
 
 
 def _too_little_memory(context: PlanContext) -> str | None:
