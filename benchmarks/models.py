@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -37,9 +39,9 @@ from pathlib import Path
 
 from measure import environment_line
 from models_cases import Case, cases
-from models_forked import RankFailure, fork_to_look, start_server
 from paceline.cluster.discover import discover, environment
 from paceline.errors import LaunchError, PacelineError
+from paceline.launch.seed import warm_up
 from paceline.parity.check import Checks
 from paceline.plans.plan import Plan
 
@@ -94,7 +96,8 @@ def main() -> None:
     axes = arguments.axes.split(",")
     if unknown := [axis for axis in axes if axis not in PLANS]:
         parser.error(f"no axis {', '.join(unknown)}; there are {', '.join(PLANS)}")
-    start_server(_IMPORTS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)  # where the seed finds models_libraries
+    warm_up(*_IMPORTS)
     results: list[Result] = []
     for case in wanted:
         for result in tried(case, axes):
@@ -115,7 +118,7 @@ def tried(case: Case, axes: list[str]) -> list[Result]:
         except Exception as error:  # noqa: BLE001 - a model that cannot be described is an outcome as well
             return [Result(case, axis, "crashed", f"no job: {error}", 0.0) for axis in axes]
         results = []
-        with Checks(job, discover(), steps=STEPS, launch=fork_to_look).opened() as checks:
+        with Checks(job, discover(), steps=STEPS).opened() as checks:
             for axis in axes:
                 started = time.monotonic()
                 outcome, why = outcome_of(checks, Plan.parse(PLANS[axis]))
@@ -129,11 +132,8 @@ def outcome_of(checks: Checks, plan: Plan) -> tuple[str, str]:
         parity = checks.check(plan)
         if parity.verdict == "cannot tell" and parity.undecided is None:
             parity = checks.check(replace(plan, precision="fp64"))
-    except RankFailure as error:
-        refused = error.record is not None and error.record.explained
-        return ("refused_late" if refused else "crashed"), str(error)
     except LaunchError as error:
-        return "crashed", str(error)
+        return ("refused_late" if error.explained else "crashed"), str(error)
     except PacelineError as error:
         return "refused_before_start", str(error)
     except Exception as error:  # noqa: BLE001 - whatever it is, a user would have seen it

@@ -12,9 +12,11 @@ import pytest
 
 from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
-from ranks import Ranks, run_on_ranks, start_fork_server
+from ranks import Ranks, run_on_ranks, start_seed
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models in tests are too small to share among threads
+_PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))  # ranks find what tests share
 
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),
@@ -37,21 +39,21 @@ def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def ranks(_fork_server: None) -> Ranks:
+def ranks(_seed: None) -> Ranks:
     """`ranks(4, function, *args, deadline_s=60)`: call a function of the test file on 4 real ranks, over gloo or `backend="shm"`."""
     return run_on_ranks
 
 
 @pytest.fixture
-def hosts(_fork_server: None) -> Iterator[Hosts]:
+def hosts(_seed: None) -> Iterator[Hosts]:
     """`hosts(2, rate="1gbit", ranks_per_host=2).run(function, *args)`: ranks on emulated hosts. For tests that are needs_root."""
     with emulating() as make:
         yield make
 
 
 @pytest.fixture(scope="session")
-def _fork_server(_own_temporary_folder: None) -> None:
-    start_fork_server()
+def _seed(_own_temporary_folder: None) -> None:
+    start_seed()
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,7 @@ from paceline.cluster.emulate.hosts import Emulation, LinkBytes
 from paceline.cluster.emulate.network import Wire, plug, unplug, wires
 from paceline.cluster.emulate.record import Record
 from paceline.launch.place import on_hosts
-from ranks import run_processes
-
-_PARTY = 128  # ranks that may call on the rendezvous at once
+from ranks import run_in_places
 
 
 class EmulatedHosts:
@@ -32,11 +30,7 @@ class EmulatedHosts:
         Raises:
             RankError: with the traceback of the rank that failed first, or the stacks of those that were not done at the deadline.
         """
-        with self.places[0].listen(None, _PARTY) as listener:
-            port = listener.getsockname()[1]
-            of_ranks = [place.environment(rank, len(self.places), self.places[0], port) for rank, place in enumerate(self.places)]
-            environments = [{**environment.to_env(), "CUDA_VISIBLE_DEVICES": ""} for environment in of_ranks]
-            return run_processes(environments, function, args, deadline_s, listener=listener)
+        return run_in_places(self.places, function, args, deadline_s)
 
     def cut(self, host: int) -> None:
         """Have the link of a host drop every packet, both ways, from now on."""

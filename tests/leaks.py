@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import psutil
 from paceline.cluster.emulate.cgroup import place_of_group
 from paceline.cluster.emulate.record import FOLDER, Record
 from paceline.errors import ClusterError
-from paceline.launch.seed import shared_pid
+from paceline.launch.seed import shared_pids
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
 _SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
@@ -110,11 +111,11 @@ def _children() -> set[str]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Living processes that this one started, or adopted. Python's resource tracker and the seed are one a process, and stay."""
+    """Living processes that this one started, or adopted. Python's resource tracker and the seeds belong to the whole session, and stay."""
     living = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            stays = child.pid == shared_pid() or any("resource_tracker" in word for word in child.cmdline())
+            stays = child.pid in shared_pids() or any("resource_tracker" in word for word in child.cmdline())
             if child.status() != psutil.STATUS_ZOMBIE and not stays:
                 living.append(child)
     return living
@@ -148,31 +149,31 @@ def _used_by_others(segment: str, ours: set[int]) -> bool:
     return False
 
 
-def of_the_transport() -> set[str]:
-    """What the transports of our own have in this process: mappings, descriptors and threads. None of it lies in /dev/shm."""
-    found = _memory_files() | _transport_threads()
-    if found:
-        gc.collect()  # a traceback that a test has looked at may hold a tensor in a cycle
-        found = _memory_files() | _transport_threads()
-    return found
+def of_the_transport() -> Counter[str]:
+    """What the transports of our own have in this process: mappings, descriptors and threads. None of it lies in /dev/shm.
 
-
-def _transport_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name in ("paceline-shm", "paceline-tcp")}
+    What a rank had when it began, to watch its launcher, is `before_the_transport`.
+    """
+    gc.collect()  # a traceback that a test has looked at may hold a tensor in a cycle
+    threads = [thread.name for thread in threading.enumerate() if thread.name in ("paceline-shm", "paceline-tcp")]
+    return Counter([*_mapped_memory_files(), *_open_memory_files(), *threads]) - before_the_transport
 
 
 def _memory_files() -> set[str]:
-    """Mapped anonymous memory (memfd), and open descriptors of it and of processes."""
-    mapped = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:paceline" in line}
-    return mapped | {link for link in _open_files() if link.startswith(("/memfd:", "anon_inode:[pidfd]", "pidfd:"))}
+    """Mapped memory that has no name in the file system (memfd), and open descriptors of such and of processes."""
+    return {*_mapped_memory_files(), *_open_memory_files()}
 
 
-def _open_files() -> set[str]:
-    links = set()
+def _mapped_memory_files() -> set[str]:
+    return {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:paceline" in line}
+
+
+def _open_memory_files() -> list[str]:
+    links = []
     for fd in _entries(Path("/proc/self/fd")):
         with suppress(OSError):
-            links.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return links
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [link for link in links if link.startswith(("/memfd:", "anon_inode:[pidfd]", "pidfd:"))]
 
 
 def _network_namespaces() -> set[str]:
@@ -228,6 +229,7 @@ _KINDS: dict[str, Callable[[], set[str]]] = {
     "temporary files": _temporary_files,
 }
 _seen_segments: set[str] = set()  # of other processes
+before_the_transport: Counter[str] = Counter()
 
 
 def _environment() -> dict[str, str]:

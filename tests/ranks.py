@@ -1,34 +1,39 @@
 """Run a function of a test on several real ranks: processes that talk over gloo or shared memory, with a deadline.
 
-The ranks are forked from a server that has torch imported, so that they start in milliseconds. A function is named by its file, so it may
-stand in any test file, which is not a module that a fresh process could import.
+They are started by `paceline.launch.run_on_ranks`, as ranks of users are, from a seed that has what tests import as well. A function is
+named by its file, so it may stand in any test file, which is not a module that a fresh process could import.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import base64
+import importlib
 import importlib.util
-import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from leaks import of_the_transport
+from leaks import before_the_transport, of_the_transport
+from paceline.deferred_compiler import COMPILER
+from paceline.errors import LaunchError
+from paceline.launch.place import RankPlace, on_this_machine
+from paceline.launch.run_on_ranks import run_on_ranks as run_rank_function
+from paceline.launch.seed import wait_for_imports, warm_up
+from paceline.rank_environment import RankEnvironment
 
-_fork_server = multiprocessing.get_context("forkserver")
 Backend = Literal["gloo", "shm", "tcp"]
 _GRACE_S = 10.0  # for the other ranks to end after one has failed
+_IMPORTS = ("numpy", "pytest", "hypothesis", COMPILER)
+_LAUNCHERS = {"PACELINE_STATUS", "PACELINE_ERROR_FILE", "PACELINE_LAUNCHER", "PACELINE_ATTEMPT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+_environment: dict[str, str] = {}  # in which the seed was started
 
 
 class RankError(AssertionError):
@@ -54,56 +59,69 @@ def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, deadline_s
     Raises:
         RankError: with the traceback of the rank that failed first.
     """
-    place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
-    environments = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return run_processes(environments, function, args, deadline_s, backend)
+    return run_in_places(on_this_machine(size), function, args, deadline_s, backend)
 
 
-def run_processes(
-    environments: Sequence[dict[str, str]],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    deadline_s: float,
-    backend: Backend | None = None,
-    listener: socket.socket | None = None,
+def run_in_places(
+    places: Sequence[RankPlace], function: Callable[..., Any], args: Sequence[Any], deadline_s: float, backend: Backend | None = None
 ) -> list[Any]:
-    """Call `function(*args)` in one process for each environment; returns results in order.
-
-    Each environment adds to this process's own.
+    """Call `function(*args)` on a rank in each place, and return the results in their order.
 
     Args:
-        backend: of the process group that they then are in; None leaves joining one to the function.
-        listener: the socket on which rank 0 serves the rendezvous, where the function joins.
+        backend: of the process group that they then are in; None leaves joining one to the function, which finds what a launcher sets.
 
     Raises:
         RankError: with the traceback of the rank that failed first.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        call = _Call(function.__code__.co_filename, function.__module__, function.__qualname__, pickle.dumps(tuple(args)))
-        started = [
-            _start(rank, _Start(call, environment, deadline_s, backend, None if rank else listener), Path(folder))
-            for rank, environment in enumerate(environments)
-        ]
+        module, name = function.__module__, function.__qualname__
+        arguments = _encoded(tuple(args))
+        call = Call(function.__code__.co_filename, module, name, arguments, backend, Path(folder), dict(os.environ), sys.path)
+        if not _environment:
+            start_seed()
+        wait_for_imports()
         try:
-            return _results(started, deadline_s)
-        finally:
-            for rank in started:
-                rank.process.kill()
-                rank.process.join()
-                rank.process.close()
-                rank.outcome.close()
+            with _in(_environment):
+                results = run_rank_function(
+                    be_rank,
+                    call,
+                    places=places,
+                    deadline_s=deadline_s,
+                    start_deadline_s=deadline_s,
+                    collect_s=_GRACE_S,
+                )
+        except SystemExit:  # Ctrl-C
+            raise KeyboardInterrupt from None
+        except LaunchError as error:
+            raise RankError(_first_failure(Path(folder), len(places)) or str(error)) from None
+        return [_decoded(result) for result in results]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A function and its arguments, for a process that cannot import the module under its name."""
+class Call:
+    """A function and its arguments, for a process that cannot import the module under its name.
+
+    Attributes:
+        folder: for the store of the backend, and for failures.
+        environment: of the test.
+        path: `sys.path` of the test.
+    """
 
     file: str
     module: str
     function: str
-    arguments: bytes
+    arguments: str
+    backend: Backend | None
+    folder: Path
+    environment: dict[str, str]
+    path: list[str]
 
     def __call__(self) -> Any:
+        return getattr(self._module(), self.function)(*_decoded(self.arguments))
+
+    def _module(self) -> ModuleType:
+        if self.module.startswith("paceline."):
+            return importlib.import_module(self.module)
         spec = importlib.util.spec_from_file_location(self.module, self.file)
         assert spec is not None
         assert spec.loader is not None
@@ -114,118 +132,72 @@ class _Call:
             sys.modules.setdefault(package, ModuleType(package))
         sys.modules[self.module] = module  # pickle finds the file's classes here
         spec.loader.exec_module(module)
-        return getattr(module, self.function)(*pickle.loads(self.arguments))
+        return module
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a rank is told."""
-
-    call: _Call
-    environment: dict[str, str]
-    deadline_s: float
-    backend: Backend | None
-    listener: socket.socket | None
-
-
-@dataclass(frozen=True)
-class _Started:
-    """A rank under way. `outcome` delivers (True, result) or (False, time, whether it only lost a peer, traceback)."""
-
-    rank: int
-    process: ForkServerProcess
-    outcome: Connection
-    stack: Path
-
-
-def _start(rank: int, start: _Start, folder: Path) -> _Started:
-    stack = folder / f"rank-{rank}.stack"
-    receive, send = _fork_server.Pipe(duplex=False)
-    start = replace(start, environment={**os.environ, **start.environment})
-    process = _fork_server.Process(target=_run_rank, args=(start, os.getcwd(), stack, send), name=f"rank {rank}")
-    process.start()
-    send.close()
-    return _Started(rank, process, receive, stack)
-
-
-def _run_rank(start: _Start, folder: str, stack: Path, outcome: Connection) -> None:
-    import torch
+def be_rank(call: Call) -> str:
+    """Call the function on one rank, as an engine that is not paceline's would have started it."""
     import torch.distributed as dist
 
-    import paceline.comm.shm
-    import paceline.comm.tcp
-    import paceline.comm.transport
-    from paceline.cluster.emulate.hosts import enter_host
+    from paceline.comm import shm, tcp, transport  # noqa: F401 - registers the backends
     from paceline.launch.failure import ErrorRecord
-    from paceline.rank_environment import HostEntry
 
+    before_the_transport.update(of_the_transport())
+    own = {name: value for name, value in os.environ.items() if name in RankEnvironment.names() - _LAUNCHERS}
+    own |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    if call.backend:  # no need of the launcher's rendezvous
+        if (listener := own.get("PACELINE_STORE_FD")) is not None:
+            os.close(int(listener))
+        own = {name: own[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
     os.environ.clear()
-    os.environ.update(start.environment)
-    os.chdir(folder)
-    enter_host(HostEntry.from_env())
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if start.listener is not None:
-        os.environ["PACELINE_STORE_FD"] = str(start.listener.detach())
-    with open(stack, "w") as file:
-        faulthandler.dump_traceback_later(start.deadline_s, file=file, exit=True)
-        try:
-            if start.backend == "tcp":  # between ranks of one host it would be shared memory
-                paceline.comm.transport.host_identity = lambda: f"the host of rank {rank}"
-            if start.backend:
-                dist.init_process_group(start.backend, init_method=f"file://{stack.parent}/store", rank=rank, world_size=size)
-            result = pickle.dumps((True, start.call()))
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            if found := of_the_transport():
-                raise AssertionError(f"still there after the end of the process group: {found}")
-        except BaseException as error:  # noqa: BLE001 - the test shows it
-            result = pickle.dumps((False, time.time(), ErrorRecord.of(error, rank).secondary, traceback.format_exc()))
-        outcome.send_bytes(result)
-        faulthandler.cancel_dump_traceback_later()
+    os.environ.update({**call.environment, **own})
+    sys.path[:] = call.path
+    rank, size = int(own["RANK"]), int(own["WORLD_SIZE"])
+    try:
+        if call.backend:
+            if call.backend == "tcp":  # between ranks of one host it would be shared memory
+                transport.host_identity = lambda: f"the host of rank {rank}"
+            dist.init_process_group(call.backend, init_method=f"file://{call.folder}/store", rank=rank, world_size=size)
+        result = _encoded(call())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if found := of_the_transport():
+            raise AssertionError(f"still there after the end of the process group: {sorted(found)}")
+    except BaseException as error:
+        if not ErrorRecord.of(error, rank).secondary:
+            (call.folder / f"failure-{rank}").write_text(traceback.format_exc())
+        raise
+    return result
 
 
-def _results(started: Sequence[_Started], deadline_s: float) -> list[Any]:
-    outcomes: dict[int, tuple[Any, ...]] = {}
-    died: list[_Started] = []
-    until = time.monotonic() + deadline_s + 1  # the ranks end themselves at the deadline, and leave their stacks
-    pending = {rank.outcome: rank for rank in started}
-    while pending and (left_s := until - time.monotonic()) > 0:
-        for ready in wait(list(pending), timeout=left_s):
-            rank = pending.pop(ready)  # type: ignore[call-overload]
-            try:
-                outcomes[rank.rank] = pickle.loads(rank.outcome.recv_bytes())
-            except EOFError:
-                died.append(rank)
-            if died or not outcomes[rank.rank][0]:
-                until = min(until, time.monotonic() + _GRACE_S)
-    for rank in started:
-        rank.process.join(max(0.0, until - time.monotonic()))
-    failed = sorted((outcome[2], outcome[1], rank) for rank, outcome in outcomes.items() if not outcome[0])
-    if failed and not (died and failed[0][0]):
-        rank = failed[0][2]
-        raise RankError(f"rank {rank} of {len(started)} failed first:\n{outcomes[rank][3]}")
-    late = [r for r in started if r.rank not in outcomes]
-    if late:
-        raise RankError("\n".join(_why_missing(r, deadline_s) for r in late))
-    stuck = [r.rank for r in started if r.process.exitcode != 0]
-    if stuck:
-        raise RankError(f"ranks {stuck} returned but did not end with exit code 0 in time: is a thread or a child of theirs still running?")
-    return [outcomes[rank.rank][1] for rank in started]
+def _first_failure(folder: Path, size: int) -> str | None:
+    """Traceback of the rank whose function raised first, but for those that only lost another rank."""
+    failures = sorted(folder.glob("failure-*"), key=lambda file: file.stat().st_mtime_ns)
+    return f"rank {failures[0].name.rpartition('-')[2]} of {size} failed first:\n{failures[0].read_text()}" if failures else None
 
 
-def _why_missing(rank: _Started, deadline_s: float) -> str:
-    rank.process.join(0)
-    stack = rank.stack.read_text()
-    if stack:
-        return f"rank {rank.rank} was not done after {deadline_s:g} s:\n{stack}"
-    return f"rank {rank.rank} ended without a result, exit code {rank.process.exitcode}"
+def _encoded(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
-def start_fork_server() -> None:
-    """Start the process that ranks are forked from, with what they import already there."""
-    from multiprocessing import forkserver
+def _decoded(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
-    imports = ["torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline.training.loop"]  # the first optimizer wants _dynamo
-    _fork_server.set_forkserver_preload(imports)
-    forkserver.ensure_running()
+
+@contextmanager
+def _in(environment: Mapping[str, str]) -> Iterator[None]:
+    """Within, the process has this environment: the seed's, so that a test that changes its own needs no new seed."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def start_seed() -> None:
+    """Start the process that ranks are forked from, with what tests import already there."""
+    _environment.update(os.environ)
+    warm_up(*_IMPORTS)

@@ -85,7 +85,8 @@ def train_and_tell(arguments: list[str]) -> None:
 
 def test_a_run_that_compiles_nothing_imports_no_compiler(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", small_job(stop={"steps": 3}), "dp=1").path
-    launch([f"{__file__}:train_and_tell", str(run), str(tmp_path / "told")], ranks=1, threads=1, pin_cores=None, deadline_s=60)
+    arguments, own_seed = [f"{__file__}:train_and_tell", str(run), str(tmp_path / "told")], {"OF_THIS_TEST": "1"}
+    launch(arguments, ranks=1, threads=1, pin_cores=None, deadline_s=60, env=own_seed)
     imported = (tmp_path / "told").read_text().split()
     assert "torch._dynamo" in imported
     assert not {"torch._dynamo.eval_frame", "sympy", "torch.distributed.fsdp", "transformers"} & set(imported)

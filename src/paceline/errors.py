@@ -72,9 +72,11 @@ class LaunchError(PacelineError):
 
     Attributes:
         rank_error: the name of the class of what the rank raised, if it raised.
+        explained: True if that was a PacelineError.
     """
 
     rank_error: str | None = None
+    explained: bool = False
 
 
 class SyncError(PacelineError):

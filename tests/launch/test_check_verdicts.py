@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forked_checks import checked
 from paceline.job.job import Job
-from ranks import Ranks
+from paceline.parity.check import Checks, Parity
+from paceline.plans.plan import Plan
 from small_jobs import small_job
 
 CODE = '''
@@ -151,70 +151,75 @@ def job(folder: Path, factory: str, loss: str = "cross_entropy", args: dict[str,
     return small_job(**({"model": {"factory": f"{file}:{factory}", "args": args or {}}, "data": data, "loss": own} | changes))
 
 
-def test_a_rank_whose_gradient_is_left_out_is_not_taken_for_the_rounding_of_bf16(ranks: Ranks, tmp_path: Path) -> None:
-    found = checked(ranks, job(tmp_path, "Chaotic", "lost_on_rank_1"), "dp=2 precision=bf16")
+def checked(work: Job, plan: str) -> Parity:
+    with Checks(work, steps=2).opened() as checks:
+        return checks.check(Plan.parse(plan))
+
+
+def test_a_rank_whose_gradient_is_left_out_is_not_taken_for_the_rounding_of_bf16(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, "Chaotic", "lost_on_rank_1"), "dp=2 precision=bf16")
     assert found.tolerance.gradient > 1, "the job magnifies the rounding of bf16 beyond all measure"
     assert found.verdict == "cannot tell"
     assert not found.holds
     assert "precision=fp64" in str(found.why_undecided)
 
 
-def test_a_rank_whose_gradient_is_left_out_is_found_where_bf16_rounds_as_usual(ranks: Ranks, tmp_path: Path) -> None:
-    assert checked(ranks, job(tmp_path, "plain", "lost_on_rank_1"), "dp=2 precision=bf16").verdict == "differs"
-    assert checked(ranks, job(tmp_path, "plain"), "dp=2 precision=bf16").verdict == "holds"
+def test_a_rank_whose_gradient_is_left_out_is_found_where_bf16_rounds_as_usual(tmp_path: Path) -> None:
+    assert checked(job(tmp_path, "plain", "lost_on_rank_1"), "dp=2 precision=bf16").verdict == "differs"
+    assert checked(job(tmp_path, "plain"), "dp=2 precision=bf16").verdict == "holds"
 
 
-def test_statistics_that_stray_on_one_rank_are_found(ranks: Ranks, tmp_path: Path) -> None:
-    found = checked(ranks, job(tmp_path, "Normed", args={"strays": True}), "dp=2")
+def test_statistics_that_stray_on_one_rank_are_found(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, "Normed", args={"strays": True}), "dp=2")
     assert found.verdict == "differs"
     assert found.largest.gradient < found.tolerance.gradient, "training normalises by the batch, so only the buffer shows it"
     worst = max((step.buffer for step in found.steps), key=lambda w: w.difference)
     assert (worst.name, worst.rank) == ("norm.running_mean", 1)
 
 
-def test_every_rank_has_the_statistics_of_its_own_samples(ranks: Ranks, tmp_path: Path) -> None:
-    assert checked(ranks, job(tmp_path, "Normed"), "dp=2 microbatches=2").verdict == "holds"
-    assert checked(ranks, job(tmp_path, "Normed", args={"track_running_stats": False}), "dp=2").verdict == "holds"
+def test_every_rank_has_the_statistics_of_its_own_samples(tmp_path: Path) -> None:
+    assert checked(job(tmp_path, "Normed"), "dp=2 microbatches=2").verdict == "holds"
+    assert checked(job(tmp_path, "Normed", args={"track_running_stats": False}), "dp=2").verdict == "holds"
 
 
-def test_uneven_shares_are_checked(ranks: Ranks, tmp_path: Path) -> None:
-    assert checked(ranks, job(tmp_path, "Normed", partition={"weights": [3, 1]}), "dp=2").verdict == "holds"
+def test_uneven_shares_are_checked(tmp_path: Path) -> None:
+    assert checked(job(tmp_path, "Normed", partition={"weights": [3, 1]}), "dp=2").verdict == "holds"
 
 
-def test_a_loss_with_float32_tensors_and_a_model_that_computes_in_float32_are_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
-    found = checked(ranks, job(tmp_path, "InFloat32", "weighed"), "dp=2 precision=fp64")
+def test_a_loss_with_float32_tensors_and_a_model_that_computes_in_float32_are_checked_in_float64(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, "InFloat32", "weighed"), "dp=2 precision=fp64")
     assert found.verdict == "holds"
     assert found.tolerance.loss == 1e-9, "what the model asks for in float32 is float64 as well"
-    assert checked(ranks, job(tmp_path, "InFloat32", "weighed"), "dp=2").verdict == "holds"
+    assert checked(job(tmp_path, "InFloat32", "weighed"), "dp=2").verdict == "holds"
 
 
-def test_what_a_forward_pass_writes_is_compared(ranks: Ranks, tmp_path: Path) -> None:
-    found = checked(ranks, job(tmp_path, "Spectral"), "dp=2")
+def test_what_a_forward_pass_writes_is_compared(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, "Spectral"), "dp=2")
     assert found.verdict == "holds", f"{found.steps} {found.tolerance}"
-    assert checked(ranks, job(tmp_path, "Spectral"), "dp=2 microbatches=2").verdict == "holds"
+    assert checked(job(tmp_path, "Spectral"), "dp=2 microbatches=2").verdict == "holds"
 
 
-def test_models_that_drop_paths_or_values_are_checked_without_dropping(ranks: Ranks, tmp_path: Path) -> None:
-    assert checked(ranks, job(tmp_path, "Dropping"), "dp=2").verdict == "holds"
+def test_models_that_drop_paths_or_values_are_checked_without_dropping(tmp_path: Path) -> None:
+    assert checked(job(tmp_path, "Dropping"), "dp=2").verdict == "holds"
 
 
-def test_a_model_that_draws_at_random_cannot_be_told(ranks: Ranks, tmp_path: Path) -> None:
-    found = checked(ranks, job(tmp_path, "Noisy"), "dp=2")
+def test_a_model_that_draws_at_random_cannot_be_told(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, "Noisy"), "dp=2")
     assert found.verdict == "cannot tell"
     assert "noise draws random numbers" in str(found.why_undecided)
 
 
-def test_a_split_is_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
-    assert checked(ranks, job(tmp_path, "InFloat32"), "fsdp=2 precision=fp64 remat=none").verdict == "holds"
+def test_a_split_is_checked_in_float64(tmp_path: Path) -> None:
+    assert checked(job(tmp_path, "InFloat32"), "fsdp=2 precision=fp64 remat=none").verdict == "holds"
 
 
-def test_stages_are_checked_in_float64(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_are_checked_in_float64(tmp_path: Path) -> None:
     """A stage leaves the model's forward pass early; what is drawn after that must have the model's own dtype again."""
-    found = checked(ranks, job(tmp_path, "plain"), "pp=2 microbatches=2 precision=fp64")
+    found = checked(job(tmp_path, "plain"), "pp=2 microbatches=2 precision=fp64")
     assert found.verdict == "holds", found.largest
 
 
-def test_a_model_that_cannot_run_in_float64_is_held_against_one_process_in_float32(ranks: Ranks, tmp_path: Path) -> None:
-    found = checked(ranks, job(tmp_path, "OnlyInFloat32"), "dp=2")
+def test_a_model_that_cannot_run_in_float64_is_held_against_one_process_in_float32(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, "OnlyInFloat32"), "dp=2")
     assert found.holds
     assert found.reference_precision == "fp32"

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch.local import launch
-from paceline.launch.seed import seed_for, shared_pid, warm_up, why_not
+from paceline.launch.seed import seed_for, shared_pids, warm_up, why_not
 
 WHAT = Path(__file__).with_name("what_ranks_do.py")
 
@@ -41,10 +41,10 @@ def test_a_fork_holds_no_socket_of_another_rank_or_of_the_launcher(tmp_path: Pat
 
 def test_ranks_of_all_attempts_and_launches_are_forked_from_one_process(tmp_path: Path) -> None:
     warm_up()
-    seed = shared_pid()
+    seed = shared_pids()[-1]
     told = run("tell_of_the_fork_and_fail_once", tmp_path, restarts=1)
     assert {"fork-1-0", "fork-1-1"} <= told.keys()
-    assert {one["parent"] for one in told.values()} == {seed} == {shared_pid()}
+    assert {one["parent"] for one in told.values()} == {seed} == {shared_pids()[-1]}
 
 
 def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,10 @@ def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPat
     assert seed_for({**os.environ, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "9", "RANK": "7"}) is before
     after = seed_for({**os.environ, "TORCH_LOGS": "dynamo"})  # read when torch is imported
     assert after is not before
-    assert before.lost
+    assert seed_for(os.environ) is before
+    third = seed_for({**os.environ, "TORCH_LOGS": "aot"})
+    assert after.lost
+    assert shared_pids() == [before.pid, third.pid]
 
 
 def test_a_signal_while_the_seed_imports_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

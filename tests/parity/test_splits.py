@@ -9,7 +9,8 @@ from _pytest.mark import ParameterSet
 
 from model_families import family_job
 from paceline.parity.check import TOLERANCES, Parity
-from paceline.parity.ranks import run_plan, run_reference
+from paceline.parity.ranks import compare, take_reference
+from paceline.parity.steps import Comparison, Parts, Steps
 from paceline.plans.plan import Plan
 from ranks import Ranks
 
@@ -89,14 +90,13 @@ def plans(*lists: list[str]) -> list[ParameterSet]:
 
 def parity(ranks: Ranks, folder: Path, family: str, text: str, *, backend: str = "shm") -> Parity:
     plan, job = Plan.parse(text), family_job(family, folder)
-    (folder / "job.yaml").write_text(job.to_yaml())
     normalises = family == "resnet"  # statistics are of the samples that are normalised together
-    alone = f"dp=1 precision=fp64 microbatches={plan.microbatches if normalises else 1}"
-    run_reference([str(folder), str(STEPS), alone, str(plan.data_ranks if normalises else 1)])
-    out = folder / "found"
-    out.mkdir()
-    ranks(plan.ranks, run_plan, [str(folder), str(STEPS), text, str(out)], deadline_s=100, backend=backend)  # type: ignore[arg-type]
-    return Parity.read(plan, out, folder, TOLERANCES[plan.precision or "fp32"])
+    parts = Parts(plan.microbatches, plan.data_ranks) if normalises else Parts(1, 1)
+    alone = Plan(precision="fp64", microbatches=parts.microbatches)
+    reference = take_reference(Steps(job, alone, STEPS, folder, parts))
+    comparison = Comparison(Steps(job, plan, STEPS, folder), reference)
+    found = ranks(plan.ranks, compare, comparison, deadline_s=100, backend=backend)  # type: ignore[arg-type]
+    return Parity.of(plan, found, reference, TOLERANCES[plan.precision or "fp32"])
 
 
 def held(found: Parity) -> None:

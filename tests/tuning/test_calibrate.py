@@ -13,7 +13,7 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.cluster.discover import discover
 from paceline.errors import ClusterError
 from paceline.job.job import Job
-from paceline.planner.calibrate import CalibrationPoint, PassTiming, cache_file
+from paceline.planner.calibrate import CalibrationPoint, Measurements, PassTiming, cache_file
 from paceline.planner.predict import predict
 from paceline.tuning import calibrate as module
 from paceline.tuning.calibrate import calibrate
@@ -42,11 +42,11 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What was asked of the ranks, which are not started."""
     asked: list[dict[str, Any]] = []
 
-    def measured(job: Job, host: Host, ranks: int, precisions: Any, axes: Any) -> dict[str, Any]:
+    def measured(job: Job, host: Host, ranks: int, precisions: Any, axes: Any) -> Measurements:
         asked.append({"precisions": tuple(precisions), "axes": tuple(axes)})
         timings = tuple(PassTiming(1, 1, p, "none", 16, (0.1,), (0.1,)) for p in precisions)
         points = tuple(CalibrationPoint(a, 1, "fp32", 16, 1, 0, 0.2, 0, 0, 0.1) for a in axes)
-        return {"segments": ("",), "parameters": 1, "timings": timings, "points": points}
+        return Measurements(1, ("",), timings, points, (), {}, 0, ())
 
     monkeypatch.setattr(module, "_measure", measured)
     monkeypatch.setattr(module, "reference_time_s", lambda: 1e-3)

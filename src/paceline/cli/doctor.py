@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -162,16 +161,14 @@ def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -
 
 
 def _collectives(ranks: int, variables: Mapping[str, str]) -> speed.Speeds:
-    from paceline.files import scratch_folder
-    from paceline.launch.local import launch
+    from paceline.launch.place import on_this_machine
+    from paceline.launch.run_on_ranks import run_on_ranks
+    from paceline.launch.seed import warm_up
 
-    with scratch_folder() as folder:
-        file = Path(folder, "speeds.json")
-        arguments = ["paceline.comm.measure.speed:run_rank", str(file)]
-        launch(arguments, ranks=ranks, threads=1, pin_cores=None, deadline_s=60, saves=False, env=variables)
-        from paceline.comm.measure.speed import Speeds  # with torch, so once the ranks have had the machine to themselves
+    warm_up()
+    from paceline.comm.measure.speed import SIZES, measure_on_rank
 
-        return Speeds.load(file)
+    return run_on_ranks(measure_on_rank, SIZES, places=on_this_machine(ranks), env=variables)[0]
 
 
 # On the screen

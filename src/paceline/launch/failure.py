@@ -70,12 +70,14 @@ class LaunchFailure:
     """Reason why an attempt failed.
 
     `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that the rank raised.
+    `explained`: that is a PacelineError.
     """
 
     text: str
     rank: int
     final: bool = False
     error: str | None = None
+    explained: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     if end.record:
         record = end.record
         final = record.explained and not record.secondary and not record.may_pass
-        return LaunchFailure(record.text(ranks), rank, final, record.type)
+        return LaunchFailure(record.text(ranks), rank, final, record.type, record.explained)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)

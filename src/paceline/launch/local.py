@@ -28,8 +28,8 @@ from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment
 
+COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TICK_S = 0.2
-_COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
 _OWN_ERROR_S = 5.0  # beyond the deadline: the error of the transport itself, which knows more, comes first
 _ANSWER_S = 1.0  # for a hung rank to write its stack
@@ -52,6 +52,7 @@ def launch(
     deadline_s: float,
     places: Sequence[RankPlace] | None = None,
     start_deadline_s: float = 300,
+    collect_s: float = COLLECT_S,
     port: int | None = None,
     restarts: int = 0,
     saves: bool = True,
@@ -72,6 +73,7 @@ def launch(
         deadline_s: the longest that a rank may stay in one phase of one step while it is not waiting for others.
         places: of the ranks, on emulated hosts; None is this machine as it is.
         start_deadline_s: the same for the start-up.
+        collect_s: after the first failure, for the other ranks to end by themselves before they are stopped.
         port: for the rendezvous at rank 0's address; None takes a free one.
         restarts: how often to start again after a failure that another attempt may survive.
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
@@ -91,7 +93,18 @@ def launch(
         number = 0
         while True:
             setting = _Setting(
-                module_args, places, threads, pin_cores, deadline_s, start_deadline_s, port, saves, env, number, tuple(inherited)
+                module_args,
+                places,
+                threads,
+                pin_cores,
+                deadline_s,
+                start_deadline_s,
+                collect_s,
+                port,
+                saves,
+                env,
+                number,
+                tuple(inherited),
             )
             with _Attempt(setting, signals, on_tick, on_event) as attempt:
                 failure = attempt.watch()
@@ -99,7 +112,7 @@ def launch(
                 return Launched(number + 1, signals.first)
             if failure.final or signals.first or number >= restarts:
                 error = LaunchError(failure.text)
-                error.rank_error = failure.error
+                error.rank_error, error.explained = failure.error, failure.explained
                 raise error
             number += 1
             if on_event:
@@ -116,6 +129,7 @@ class _Setting:
     pin_cores: list[list[int]] | None
     deadline_s: float
     start_deadline_s: float
+    collect_s: float
     port: int | None
     saves: bool
     env: Mapping[str, str]
@@ -218,7 +232,7 @@ class _Attempt:
                     f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they were stopped.", 0
                 )
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
-                self._note_ends_for(_COLLECT_S)
+                self._note_ends_for(self.setting.collect_s)
                 return self._failed()
             if hung := self._hung():
                 return self._hang(hung)

@@ -47,6 +47,7 @@ _AFTER_FORK = {
     "TRITON_CACHE_DIR",
 }
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread may be there when it forks
+_MOST_SEEDS = 2  # that one process keeps: an environment that is changed for a while, and changed back, costs no imports
 _ANSWER_S = 60.0
 _TICK_S = 0.2
 _LENGTH = struct.Struct("!I")
@@ -186,7 +187,7 @@ class Seed:
         return gone if answer is None else answer
 
 
-_shared: Seed | None = None
+_shared: list[Seed] = []  # of this process; the one that was used last is the last
 _sharing = threading.Lock()
 
 
@@ -205,40 +206,46 @@ def warm_up(*modules: str) -> None:
 def seed_for(variables: Mapping[str, str]) -> Seed:
     """Shared seed for ranks with this environment.
 
-    It is replaced where the environment, or what else processes inherit from this one, has changed since its start.
+    It is a new one where the environment, or what else processes inherit from this one, has changed since the start of
+    the others. Of these the one that was used last is kept.
     """
-    global _shared
     with _sharing:
-        if _shared is not None and (_shared.owner != os.getpid() or _shared.lost or _shared.made_for != made_for(variables)):
-            _shared.end()
-            _shared = None
-        if _shared is None:
-            _shared = Seed(_without_ranks(variables))
-            atexit.register(_shared.end)
-        return _shared
+        wanted = made_for(variables)
+        usable = [seed for seed in _shared if seed.owner == os.getpid() and not seed.lost]
+        found = [seed for seed in usable if seed.made_for == wanted] or [Seed(_without_ranks(variables))]
+        if found[0] not in usable:
+            atexit.register(found[0].end)
+        others = [seed for seed in usable if seed is not found[0]]
+        for seed in _shared:
+            if seed is not found[0] and seed not in others[1 - _MOST_SEEDS :]:
+                seed.end()
+        _shared[:] = [*others[1 - _MOST_SEEDS :], found[0]]
+        return found[0]
 
 
 def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
-    """Wait until the shared seed, if any, has imported everything and is idle."""
-    with suppress(LaunchError):  # the launch will tell
-        if _shared is not None and _shared.owner == os.getpid():
-            _shared.wait_until_ready(deadline_s)
+    """Wait until the shared seeds, if any, have imported everything and are idle."""
+    for seed in _shared:
+        if seed.owner == os.getpid():
+            with suppress(LaunchError):  # the launch will tell
+                seed.wait_until_ready(deadline_s)
 
 
-def shared_pid() -> int | None:
-    """Process id of the shared seed; None where there is none."""
-    return _shared.pid if _shared is not None else None
+def shared_pids() -> list[int]:
+    """Process ids of the shared seeds; the one that was used last is the last."""
+    return [seed.pid for seed in _shared]
 
 
 def cpu_s() -> float:
-    """CPU seconds of the shared seed process and its ended ranks; 0 without one."""
+    """CPU seconds of the shared seeds and of their ranks that have ended."""
     import psutil
 
-    if (pid := shared_pid()) is not None:
+    total = 0.0
+    for pid in shared_pids():
         with suppress(psutil.Error):
             times = psutil.Process(pid).cpu_times()
-            return float(times.user + times.system + times.children_user + times.children_system)
-    return 0.0
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,8 @@ from paceline.cluster.discover import to_run_on
 from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job, Precision
-from paceline.launch.probe import Launch, launch_to_look
+from paceline.launch.run_on_ranks import run_on_plan
+from paceline.parity.steps import Compared, Comparison, Parts, Reference, Steps
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.runner.preflight import refuse_what_cannot_divide
@@ -45,7 +45,6 @@ CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
 # Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step.
 ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
 STEPS = 5
-_RANK = "paceline.parity.ranks"
 
 
 @dataclass(frozen=True)
@@ -108,17 +107,15 @@ class Parity:
         )
 
     @classmethod
-    def read(cls, plan: Plan, found_in: Path, reference: Path, tolerance: Tolerance) -> Parity:
-        """Parity of what ranks wrote into `found_in` with the folder `reference`."""
-        found = [json.loads((found_in / f"rank-{rank}.json").read_text()) for rank in range(plan.ranks)]
-        parity = cls(plan, tolerance, [_step(found, i) for i in range(len(found[0]["losses"]))])
+    def of(cls, plan: Plan, found: Sequence[Compared], reference: Reference, tolerance: Tolerance) -> Parity:
+        """Parity of what the plan's ranks found with the one process."""
+        parity = cls(plan, tolerance, [_step(found, i, loss) for i, loss in enumerate(reference.losses)])
         parity.parameters = _largest(found)
-        parity.report = found[0]["report"]
-        of_one = json.loads((reference / "reference.json").read_text())
-        if of_one.get("random") is not None:
-            parity.undecided = _drawn(of_one["random"])
+        parity.report = found[0].report
+        if reference.random is not None:
+            parity.undecided = _drawn(reference.random)
         if not parity.holds:
-            parity.first_module = _first_difference(of_one["outputs"], found, tolerance[1])
+            parity.first_module = _first_difference(reference.outputs, found, tolerance[1])
         return parity
 
     @property
@@ -170,36 +167,18 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
         return checks.check(chosen)
 
 
-class _Parts(NamedTuple):
-    """Parts in which one process computes a batch: data-parallel ranks' microbatches, in turn.
-
-    `together`: instead the first microbatches of all ranks as one part, then the second, as layers see them that the ranks share.
-    """
-
-    microbatches: int
-    data_ranks: int
-    together: bool = False
-
-    @property
-    def arguments(self) -> list[str]:
-        return [str(self.data_ranks), "together" if self.together else "apart"]
-
-
 class Checks:
     """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike.
-
-    Args:
-        launch: runs the function that its first argument names, with the others, on the ranks of a plan.
 
     Attributes:
         reference_precision: that of the one process: float64, or float32 where the model cannot run in float64.
     """
 
-    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS, launch: Launch = launch_to_look) -> None:
-        self.job, self.cluster, self.steps, self._launch = job, to_run_on(cluster), steps, launch
+    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
+        self.job, self.cluster, self.steps = job, to_run_on(cluster), steps
         self.reference_precision: Precision = "fp64"
-        self._references: dict[_Parts, Path] = {}
-        self._roundings: dict[tuple[Path, str], Tolerance] = {}
+        self._references: dict[Parts, tuple[Path, Reference]] = {}
+        self._roundings: dict[tuple[Parts, str], Tolerance] = {}
 
     @contextmanager
     def opened(self) -> Iterator[Checks]:
@@ -217,26 +196,26 @@ class Checks:
         """
         if reasons := check_plan(plan, self.job, self.cluster):
             raise PlanError("\n".join(reasons))
-        refuse_what_cannot_divide(self.job, plan, self.cluster, launch=self._launch)
+        refuse_what_cannot_divide(self.job, plan, self.cluster)
         parts, precision = self._parts(plan), plan.precision_for(self.job)
-        reference = self._reference(parts)
-        if precision != "fp64" and (reference, precision) not in self._roundings:
+        self._reference(parts)
+        if precision != "fp64" and (parts, precision) not in self._roundings:
             alone = Plan(precision=precision, microbatches=parts.microbatches)
-            self._roundings[reference, precision] = self._compared(alone, reference, TOLERANCES[precision], parts).largest
-        rounding = self._roundings.get((reference, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
+            self._roundings[parts, precision] = self._compared(alone, TOLERANCES[precision], parts).largest
+        rounding = self._roundings.get((parts, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
         factor = ROUNDING[precision]
         tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
-        parity = self._compared(plan, reference, tolerance, parts)
+        parity = self._compared(plan, tolerance, parts)
         parity.reference_precision = self.reference_precision
         return parity
 
-    def _compared(self, plan: Plan, reference: Path, tolerance: Tolerance, parts: _Parts) -> Parity:
-        with tempfile.TemporaryDirectory(dir=self._folder) as out:
-            arguments = [f"{_RANK}:run_plan", str(reference), str(self.steps), str(plan), out, *parts.arguments]
-            self._launch(arguments, self.job, self.cluster, plan)
-            return Parity.read(plan, Path(out), reference, tolerance)
+    def _compared(self, plan: Plan, tolerance: Tolerance, parts: Parts) -> Parity:
+        folder, reference = self._reference(parts)
+        comparison = Comparison(Steps(self.job, plan, self.steps, folder, parts), reference)
+        found = run_on_plan(_compare, comparison, job=self.job, cluster=self.cluster, plan=plan)
+        return Parity.of(plan, found, reference, tolerance)
 
-    def _parts(self, plan: Plan) -> _Parts:
+    def _parts(self, plan: Plan) -> Parts:
         """Parts in which one process computes a batch, so that it can be compared.
 
         Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
@@ -244,31 +223,42 @@ class Checks:
         from paceline.trace.model_info import model_info
 
         if model_info(self.job.model).normalises_batches:
-            return _Parts(plan.microbatches, plan.data_ranks, together=self.job.batch_norm == "sync")
-        if plan.microbatches > 1 and json.loads((self._reference(_Parts(1, 1)) / "reference.json").read_text())["written"]:
-            return _Parts(plan.microbatches, plan.data_ranks, together=True)
-        return _Parts(1, 1)
+            return Parts(plan.microbatches, plan.data_ranks, together=self.job.batch_norm == "sync")
+        if plan.microbatches > 1 and self._reference(Parts(1, 1))[1].written:
+            return Parts(plan.microbatches, plan.data_ranks, together=True)
+        return Parts(1, 1)
 
-    def _reference(self, parts: _Parts) -> Path:
-        """Folder with the steps of one process, which computes a batch in these parts."""
+    def _reference(self, parts: Parts) -> tuple[Path, Reference]:
+        """Steps of one process that computes a batch in these parts, with its tensors' folder."""
         if parts not in self._references:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
-            (folder / "job.yaml").write_text(self.job.to_yaml())
-            self._take_reference(folder, parts, self.reference_precision)
-            self._references[parts] = folder
+            self._references[parts] = folder, self._taken(folder, parts, self.reference_precision)
         return self._references[parts]
 
-    def _take_reference(self, folder: Path, parts: _Parts, precision: Precision) -> None:
+    def _taken(self, folder: Path, parts: Parts, precision: Precision) -> Reference:
         plan = Plan(precision=precision, microbatches=parts.microbatches)
-        arguments = [f"{_RANK}:run_reference", str(folder), str(self.steps), str(plan), *parts.arguments]
+        steps = Steps(self.job, plan, self.steps, folder, parts)
         try:
-            self._launch(arguments, self.job, self.cluster, plan)
+            return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan)[0]
         except LaunchError:
             # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there is.
             if precision != "fp64" or self._references:
                 raise
-            self._take_reference(folder, parts, "fp32")
+            reference = self._taken(folder, parts, "fp32")
             self.reference_precision = "fp32"
+            return reference
+
+
+def _take_reference(steps: Steps) -> Reference:
+    from paceline.parity.ranks import take_reference
+
+    return take_reference(steps)
+
+
+def _compare(comparison: Comparison) -> Compared:
+    from paceline.parity.ranks import compare
+
+    return compare(comparison)
 
 
 def check_all(
@@ -302,15 +292,15 @@ def _drawn(module: str) -> str:
     )
 
 
-def _step(found: list[dict], i: int) -> StepParity:  # type: ignore[type-arg]
+def _step(found: Sequence[Compared], i: int, reference_loss: float) -> StepParity:
     gradient, parameter, buffer = (_worst(found, i, kind) for kind in ("gradient", "parameter", "buffer"))
-    return StepParity(found[0]["losses"][i], found[0]["reference_losses"][i], gradient, parameter, buffer)
+    return StepParity(found[0].losses[i], reference_loss, gradient, parameter, buffer)
 
 
-def _worst(found: list[dict], i: int, kind: str) -> LargestDifference:  # type: ignore[type-arg]
+def _worst(found: Sequence[Compared], i: int, kind: str) -> LargestDifference:
     worst = LargestDifference(0.0, "", 0)
     for rank, compared in enumerate(found):
-        for name, piece in compared["steps"][i].items():
+        for name, piece in compared.steps[i].items():
             if kind not in piece:
                 continue
             difference = math.inf if math.isnan(piece[kind]) else piece[kind]
@@ -319,20 +309,20 @@ def _worst(found: list[dict], i: int, kind: str) -> LargestDifference:  # type: 
     return worst
 
 
-def _largest(found: list[dict]) -> dict[str, float]:  # type: ignore[type-arg]
+def _largest(found: Sequence[Compared]) -> dict[str, float]:
     largest: dict[str, float] = {}
     for compared in found:
-        for pieces in compared["steps"]:
+        for pieces in compared.steps:
             for name, piece in pieces.items():
                 if "gradient" in piece:
                     largest[name] = max(largest.get(name, 0.0), piece["gradient"])
     return largest
 
 
-def _first_difference(reference: dict[str, list[float]], found: list[dict], tolerance: float) -> str | None:  # type: ignore[type-arg]
+def _first_difference(reference: dict[str, list[float]], found: Sequence[Compared], tolerance: float) -> str | None:
     """First module, in order of execution, whose outputs have another mean square."""
     for name, (count, _, square) in reference.items():
-        ours = [compared["outputs"][name] for compared in found if name in compared["outputs"]]
+        ours = [compared.outputs[name] for compared in found if name in compared.outputs]
         if not ours or not count:
             continue
         expected, mean = square / count, sum(o[2] for o in ours) / (sum(o[0] for o in ours) or 1.0)

@@ -7,13 +7,10 @@ replicas that drifted apart show as well. Gradients are those that the optimizer
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +26,8 @@ from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.partition import Partition
+from paceline.parity.steps import Compared, Comparison, Reference, Steps
 from paceline.plans.plan import Plan
-from paceline.rank_environment import is_our_rank
 from paceline.split.layout import ShardLayout
 from paceline.split.parts import local
 from paceline.training.build import build_engine, built, seed_all
@@ -41,73 +38,42 @@ VANISHING = 1e-3
 _LOOKED_AT = 4  # samples, to see whether the model draws at random
 
 
-@dataclass
-class Compared:
-    """Findings of one rank.
-
-    Attributes:
-        losses: of every step; the same on all ranks.
-        reference_losses: those of the one process.
-        steps: per step, how far every parameter and buffer that the rank holds a piece of differs: `gradient`, `parameter`, `buffer`.
-        outputs: for every module that the rank runs, what it added up of its outputs in the first step: number, sum, sum of squares.
-        report: what the plan divided, in words.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    reference_losses: list[float] = field(default_factory=list)
-    steps: list[dict[str, dict[str, float]]] = field(default_factory=list)
-    outputs: dict[str, list[float]] = field(default_factory=dict)
-    report: list[str] = field(default_factory=list)
-
-
-def run_reference(arguments: list[str]) -> None:
-    """Take the steps in this process alone: `FOLDER STEPS PLAN [RANKS HOW]`, where the plan is of one rank.
-
-    RANKS are the data-parallel ranks whose parts of a batch this process computes, `apart` or `together`; see `_Dealt`.
-    """
-    folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
-    job = Job.load(folder / "job.yaml")
-    with _comparable(job, plan):
-        _take_reference(_engine(job, plan, Group(), arguments[3:]), folder, steps)
+def take_reference(steps: Steps) -> Reference:
+    """Take the steps in this process alone, and write the tensors into the folder."""
+    with _comparable(steps.job, steps.plan):
+        engine = _engine(steps, Group())
+        drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
+        initial, losses = _tensors(engine), []
+        outputs = _Outputs(engine.model)
+        for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
+            losses.append(engine.step(batch).loss)
+            outputs.close()
+            save_file(_tensors(engine), steps.folder / f"reference-{step}.safetensors")
+        now = _tensors(engine)
+        buffers = [name for name in now if name.startswith("buffer/")]
+        written = sorted({name.split("/", 2)[2] for name in buffers if not torch.equal(now[name], initial[name])})
+        engine.close()
+        return Reference(losses, outputs.found, written, drawn)
 
 
-def _take_reference(engine: Engine, folder: Path, steps: int) -> None:
-    drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
-    initial, losses = _tensors(engine), []
-    outputs = _Outputs(engine.model)
-    for step, batch in enumerate(_steps(engine.loader, steps), 1):
-        losses.append(engine.step(batch).loss)
-        outputs.close()
-        save_file(_tensors(engine), folder / f"reference-{step}.safetensors")
-    now = _tensors(engine)
-    written = sorted({n.split("/", 2)[2] for n in now if n.startswith("buffer/") and not torch.equal(now[n], initial[n])})
-    found = {"losses": losses, "outputs": outputs.found, "written": written, "random": drawn}
-    (folder / "reference.json").write_text(json.dumps(found))
-    engine.close()
-
-
-def run_plan(arguments: list[str]) -> None:
-    """Take the steps as a rank of the plan, and write what differs.
-
-    Arguments: `FOLDER STEPS PLAN OUT [RANKS HOW]`; the last as for the reference.
-    """
-    folder, steps, plan = Path(arguments[0]), int(arguments[1]), Plan.parse(arguments[2])
-    job = Job.load(folder / "job.yaml")
+def compare(comparison: Comparison) -> Compared:
+    """Take the steps as a rank of the plan, and compare each with the reference."""
+    steps, reference = comparison.steps, comparison.reference
+    job, plan = steps.job, steps.plan
     with joined(deadline_s=job.deadline_s, transport=plan.transport) as group, _comparable(job, plan):
-        engine = _engine(job, plan, group, arguments[4:] if group.size == 1 else [])
-        reference = json.loads((folder / "reference.json").read_text())
-        found = Compared(reference_losses=reference["losses"])
+        engine = _engine(steps, group)
+        found = Compared()
         found.report = engine.split.report if engine.split is not None else []
         outputs = _Outputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
-        for step, batch in enumerate(_steps(engine.loader, steps), 1):
+        for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
             found.losses.append(engine.step(batch).loss)
             if outputs is not None:
                 outputs.close()
-            tensors = load_file(folder / f"reference-{step}.safetensors")
-            found.steps.append(_compare(engine, tensors, set(reference["written"])))
+            tensors = load_file(steps.folder / f"reference-{step}.safetensors")
+            found.steps.append(_compare(engine, tensors, set(reference.written)))
         found.outputs = outputs.found if outputs is not None else {}
-        (Path(arguments[3]) / f"rank-{group.rank}.json").write_text(json.dumps(asdict(found)))
         engine.close()
+        return found
 
 
 @contextmanager
@@ -117,9 +83,8 @@ def _comparable(job: Job, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
-    if is_our_rank():  # a process that a launcher started for this alone
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+def _engine(steps: Steps, group: Group) -> Engine:
+    job, plan = steps.job, steps.plan
     seed_all(job.seed)
     model = built(job, plan)
     without_dropout(model if isinstance(model, nn.Module) else model.model)
@@ -130,8 +95,8 @@ def _engine(job: Job, plan: Plan, group: Group, ranks: list[str]) -> Engine:
     engine = build_engine(alone, plan, model, data, group)
     if engine.precision == "fp64":
         engine.compute.step_loss = in_float64(engine.compute.step_loss)
-    if ranks and int(ranks[0]) > 1:
-        _Dealt(engine, job, data, int(ranks[0]), together="together" in ranks)
+    if group.size == 1 and steps.parts.data_ranks > 1:
+        _Dealt(engine, job, data, steps.parts.data_ranks, together=steps.parts.together)
     return engine
 
 

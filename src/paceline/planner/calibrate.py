@@ -122,6 +122,20 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Measurements:
+    """Measurements by the ranks of a calibration; see `Calibration`."""
+
+    parameters: int
+    segments: tuple[str, ...]
+    timings: tuple[PassTiming, ...]
+    points: tuple[CalibrationPoint, ...]
+    collectives: tuple[Collective, ...]
+    optimizer_s: dict[str, float]
+    baseline_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Measurements of a job on a machine; times in seconds, sizes in bytes.
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +106,6 @@ class Trial:
         predicted = shown_s(self.predicted_s) if self.predicted_s else ""
         step = _shown(self.step_s) if self.step_s else ""
         return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Trial:
-        """Result from the values of `dataclasses.asdict`."""
-        intervals = {name: Interval(**values[name]) for name in ("step_s", "ratio", "best_s") if values.get(name) is not None}
-        return cls(**(values | intervals))
 
 
 HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} {'ratio to the best, in the same rounds':<36} verdict"
@@ -230,11 +223,6 @@ class Comparison:
         if len(self.ratios) < LEAST_REPEATS:
             ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
         return Trial(str(knob), verdict, step, ratio, knob.predicted_s, best)
-
-
-def as_json(tried: Sequence[Trial]) -> list[dict[str, Any]]:
-    """The rows as plain values."""
-    return [asdict(row) for row in tried]
 
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:

@@ -5,19 +5,17 @@ Ranks are started here, on emulated hosts, or by torchrun.
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError
-from paceline.files import scratch_folder
-from paceline.launch.local import launch
-from paceline.launch.place import RankPlace, places_on
+from paceline.launch.place import places_on
+from paceline.launch.run_on_ranks import run_on_ranks
+from paceline.launch.seed import warm_up
 from paceline.plans import transport_info
+from paceline.rank_environment import own_rank
 
 if TYPE_CHECKING:
     from paceline.comm.measure.links import TransportMeasurement
@@ -34,10 +32,10 @@ _START_S, _CALL_S = 120, 20  # the longest that ranks may take to start, and for
 class Wanted:
     """Measurements wanted: collectives at sizes in bytes, over transports, all-reduce by each algorithm."""
 
-    transports: Sequence[str]
-    collectives: Sequence[str] = COLLECTIVES
-    algorithms: Sequence[str] = ("flat",)
-    sizes: Sequence[int] = SIZES
+    transports: tuple[str, ...]
+    collectives: tuple[str, ...] = COLLECTIVES
+    algorithms: tuple[str, ...] = ("flat",)
+    sizes: tuple[int, ...] = SIZES
 
 
 @dataclass
@@ -76,12 +74,23 @@ def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable
         ClusterError: the hosts cannot be emulated here.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
+    warm_up()
+    from paceline.comm.measure.links import LinksRequest, measure_on_rank
+
     found = LinkResults()
+    cells = len(wanted.sizes) * (len(wanted.collectives) + len(wanted.algorithms))
     with places_on(cluster, ranks) as places:
         for transport in wanted.transports:
             say(transport)
+            over = "auto" if transport == "nccl" else transport
             try:
-                found.measured.append(_launched(places, transport, wanted))
+                found.measured += run_on_ranks(
+                    measure_on_rank,
+                    LinksRequest(over, wanted.collectives, wanted.algorithms, wanted.sizes),
+                    places=places,
+                    start_deadline_s=_START_S + _CALL_S * cells,
+                    env={} if transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""},
+                )[:1]
             except LaunchError as error:
                 found.failures[transport] = str(error)
     return found
@@ -89,46 +98,8 @@ def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable
 
 def measure_as_rank(transport: str, wanted: Wanted) -> TransportMeasurement | None:
     """Measure among the ranks of a torchrun; the result on rank 0, else None."""
-    from paceline.comm.backend import joined
-    from paceline.comm.measure.links import measure
+    from paceline.comm.measure.links import LinksRequest, measure_on_rank
 
-    with joined(deadline_s=60, transport=transport) as group:
-        measured = measure(group, **_of_each(wanted))
-        group.barrier()
-        return measured if group.rank == 0 else None
-
-
-def _launched(places: Sequence[RankPlace], transport: str, wanted: Wanted) -> TransportMeasurement:
-    signals: list[str] = []
-
-    def note(event: str, details: dict[str, Any]) -> None:
-        if event == "stop":
-            signals.append(details["signal"])
-
-    cells = len(wanted.sizes) * (len(wanted.collectives) + len(wanted.algorithms))
-    with scratch_folder() as folder:
-        file = Path(folder, "links.json")
-        task = json.dumps(_of_each(wanted) | {"transport": "auto" if transport == "nccl" else transport})
-        try:
-            launch(
-                ["paceline.comm.measure.links:run_rank", task, str(file)],
-                ranks=len(places),
-                places=places,
-                threads=1,
-                pin_cores=None,
-                deadline_s=60,
-                start_deadline_s=_START_S + _CALL_S * cells,
-                saves=False,
-                on_event=note,
-                env={} if transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""},
-            )
-        finally:
-            if signals:
-                raise SystemExit(128 + signal.Signals[signals[0]])
-        from paceline.comm.measure.links import TransportMeasurement  # with torch, so once the ranks have had the machine to themselves
-
-        return TransportMeasurement.load(file)
-
-
-def _of_each(wanted: Wanted) -> dict[str, Any]:
-    return {name: list(getattr(wanted, name)) for name in ("collectives", "algorithms", "sizes")}
+    request = LinksRequest(transport, wanted.collectives, wanted.algorithms, wanted.sizes)
+    measured = measure_on_rank(request)
+    return measured if own_rank() == 0 else None

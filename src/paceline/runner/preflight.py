@@ -10,32 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PlanError
-from paceline.files import scratch_folder
 from paceline.job.job import Job
-from paceline.launch.probe import Launch, launch_to_look
+from paceline.launch.run_on_ranks import run_on_plan
 from paceline.planner.check.plan_context import loss_is_tried
 from paceline.planner.history import cache_folder, digests, made_cache_folder
 from paceline.plans.plan import Plan
 
 _FOLDER = "preflight"
-_ANSWER = "preflight.json"
 _WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "batch_norm", "precision", "partition", "clip_norm")
 
 
-def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None, *, launch: Launch = launch_to_look) -> None:
+def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
     """Return if shapes and a few samples say nothing against starting ranks.
 
     A plan that divides no model is not looked at, but for the losses of users and models.
 
     Args:
         world: the number of ranks that were started already; another plan that is proposed needs exactly these.
-        launch: starts the process that looks.
 
     Raises:
         PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest plan that works.
@@ -46,7 +44,7 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     known = _kept(job, plan)
     if known.is_file():
         return
-    reasons = _asked(job, plan, cluster, world, launch)
+    reasons = _asked(_Question(job, plan, cluster, world))
     if reasons:
         raise PlanError("\n".join(reasons))
     with suppress(OSError):  # a home that cannot be written: then the next start asks again
@@ -54,19 +52,31 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
         known.touch(mode=0o600)
 
 
-def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None, launch: Launch) -> list[str]:
+@dataclass(frozen=True)
+class _Question:
+    """A plan to look at; `world` is the number of ranks that were started already."""
+
+    job: Job
+    plan: Plan
+    cluster: Cluster
+    world: int | None
+
+
+def _asked(question: _Question) -> list[str]:
     """The answer of a process; [] where it could not tell, for then the ranks will."""
-    with scratch_folder() as folder:
-        (folder / "job.yaml").write_text(job.to_yaml())
-        (folder / "cluster.yaml").write_text(cluster.to_yaml())
-        (folder / "plan.txt").write_text(str(plan))
-        arguments = ["paceline.training.dry_run.preflight:run_rank", str(folder), *([] if world is None else [str(world)])]
-        try:
-            launch(arguments, job, discover() if cluster.emulate is not None else cluster, Plan())
-        except LaunchError:
-            return []
-        found: list[str] = json.loads((folder / _ANSWER).read_text())
-        return found
+    cluster = question.cluster
+    here = discover() if cluster.emulate is not None else cluster
+    try:
+        return run_on_plan(_refusal, question, job=question.job, cluster=here, plan=Plan())[0]
+    except LaunchError:
+        return []
+
+
+def _refusal(question: _Question) -> list[str]:
+    """Reasons against the plan, in the process that looks; [] where there are none."""
+    from paceline.training.dry_run.preflight import Preflight
+
+    return Preflight(question.job).refusal(question.plan, question.cluster, question.world)
 
 
 def _kept(job: Job, plan: Plan) -> Path:

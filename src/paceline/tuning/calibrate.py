@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -16,18 +13,15 @@ from paceline.cluster.discover import discover
 from paceline.errors import ClusterError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
-from paceline.launch.local import launch
 from paceline.launch.place import places_on
-from paceline.launch.probe import launch_to_look
+from paceline.launch.run_on_ranks import run_on_plan, run_on_ranks
 from paceline.launch.seed import wait_for_imports
 from paceline.planner.calibrate import (
     AXES,
     Axis,
     Calibration,
-    CalibrationPoint,
     Collective,
-    PassTiming,
-    as_tuples,
+    Measurements,
     cache_file,
     keep,
     kept,
@@ -100,7 +94,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
     say(f"calibrating: the parts of the model, {'updates and messages' if ranks > 1 else 'and updates'}, once for this machine")
     started = time.monotonic()
     busy = psutil.cpu_percent(_LOOK_S) / 100
-    values = _measure(job, host, ranks, wanted, [axis for axis in axes if axis == "none" or ranks > 1])
+    measured = _measure(job, host, ranks, wanted, [axis for axis in axes if axis == "none" or ranks > 1])
     made = Calibration(
         key=key,
         machine=machine_of(host),
@@ -110,23 +104,19 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         ranks=ranks,
         global_batch=job.global_batch,
         seconds=time.monotonic() - started,
-        **values,
+        **vars(measured),
     )
     kept_where = keep(made) if busy <= _MOST_OTHER_WORK else f"not kept, as other work took {percent(busy, 0)} of the cores"
     say(f"calibrated in {made.seconds:.1f} s, {kept_where}")
     return made
 
 
-def _between_hosts() -> tuple[Collective, ...]:
+def _between_hosts() -> list[Collective]:
     """Collectives over our own TCP, between two emulated hosts. Their link is as fast as the machine."""
-    from paceline.comm.measure.collectives import read
+    from paceline.comm.measure.collectives import measure_on_rank
 
-    cluster = Cluster(name="two hosts", emulate=Emulate(hosts=2))
-    with scratch_folder() as folder, places_on(cluster, 2) as places:
-        file = Path(folder, "links.json")
-        ranks = ["paceline.comm.measure.collectives:run_rank", "tcp", str(file)]
-        launch(ranks, ranks=2, places=places, threads=1, pin_cores=None, deadline_s=60, saves=False)
-        return read(file)
+    with places_on(Cluster(name="two hosts", emulate=Emulate(hosts=2)), 2) as places:
+        return run_on_ranks(measure_on_rank, "tcp", places=places)[0]
 
 
 def _this_host(cluster: Cluster | None) -> Host:
@@ -147,33 +137,39 @@ def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis])
     return set(precisions) <= set(found.precisions) and (found.ranks == 1 or set(axes) <= known)
 
 
-def _measure(job: Job, host: Host, ranks: int, precisions: Sequence[str], axes: Sequence[Axis]) -> dict[str, Any]:
-    """Start the ranks, and read their results."""
+@dataclass(frozen=True)
+class _Request:
+    """A job to measure on a machine with so many physical cores."""
+
+    job: Job
+    here: Cluster
+    cores: int
+    precisions: tuple[str, ...]
+    axes: tuple[Axis, ...]
+
+
+def _measure(job: Job, host: Host, ranks: int, precisions: tuple[str, ...], axes: Sequence[Axis]) -> Measurements:
+    """Start the ranks, and return what they measure."""
     here = Cluster(name="this machine", hosts=(host,))
-    possible, notes = [], []
-    for axis in axes:
-        reasons = _reasons_against(axis, job, here, ranks)
-        if reasons:
-            notes.append(f"{axis}={ranks}: {reasons[0]}")
-        else:
-            possible.append(axis)
-    with scratch_folder() as folder:
-        wanted = {"cores": host.physical_cores, "precisions": precisions, "axes": possible, "transports": TRANSPORTS}
-        Path(folder, "wanted.json").write_text(json.dumps(wanted))
-        Path(folder, "job.yaml").write_text(job.to_yaml())
-        Path(folder, "cluster.yaml").write_text(here.to_yaml())
-        launch_to_look(["paceline.tuning.calibrate_ranks:run_rank", str(folder)], job, here, Plan(dp=ranks))
-        values = json.loads(Path(folder, "found.json").read_text())
-    return {
-        "parameters": values["parameters"],
-        "segments": tuple(values["segments"]),
-        "timings": tuple(PassTiming(**as_tuples(v)) for v in values["timings"]),
-        "points": tuple(CalibrationPoint(**v) for v in values["points"]),
-        "collectives": tuple(Collective(**as_tuples(v)) for v in values["collectives"]),
-        "optimizer_s": values["optimizer_s"],
-        "baseline_bytes": values["baseline_bytes"],
-        "notes": (*notes, *values["notes"]),
-    }
+    against = {axis: _reasons_against(axis, job, here, ranks) for axis in axes}
+    possible = tuple(axis for axis, reasons in against.items() if not reasons)
+    request = _Request(job, here, host.physical_cores, precisions, possible)
+    found = run_on_plan(_calibrated, request, job=job, cluster=here, plan=Plan(dp=ranks))[0]
+    notes = [f"{axis}={ranks}: {reasons[0]}" for axis, reasons in against.items() if reasons]
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _calibrated(request: _Request) -> Measurements:
+    """Measure as one of the ranks."""
+    from paceline.comm.backend import joined
+    from paceline.tuning.calibrate_ranks import RankCalibration
+
+    job = request.job
+    with joined(deadline_s=job.deadline_s) as group, scratch_folder() as folder:
+        rank = RankCalibration(job, request.here, group, folder, request.cores, request.precisions, request.axes)
+        found = rank.run(TRANSPORTS)
+        group.barrier()
+        return found
 
 
 def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import signal
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
-from paceline.comm.backend import joined
 from paceline.comm.measure.collectives import measure_collectives
 from paceline.engine.calls import prepared
 from paceline.engine.engine import Engine
@@ -32,7 +29,7 @@ from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.model_call import call
 from paceline.job.stop import StopSpec
-from paceline.planner.calibrate import Axis, CalibrationPoint, PassTiming
+from paceline.planner.calibrate import Axis, CalibrationPoint, Measurements, PassTiming
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks, submodules
@@ -53,36 +50,36 @@ _PIPELINED = (2, 4)
 _ACCUMULATED = (1, 2)
 
 
-def run_rank(arguments: list[str]) -> None:
-    """Measure the job in the folder `arguments[0]` as its `wanted.json` asks; rank 0 writes `found.json`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
-    folder = Path(arguments[0])
-    wanted = json.loads((folder / "wanted.json").read_text())
-    job = Job.load(folder / "job.yaml")
-    with joined(deadline_s=job.deadline_s) as group:
-        found = _Calibrating(job, group, folder, **wanted).run()
-        if group.rank == 0:
-            (folder / "found.json").write_text(json.dumps(found))
-        group.barrier()
-
-
-class _Calibrating:
+class RankCalibration:
     """One rank of a calibration.
 
     Measurements of several ranks begin at the same moment on all; while one rank measures alone, the others wait.
+
+    Args:
+        here: the machine, for the record of the runs.
+        folder: for these runs; that of rank 0 is used.
+        cores: physical cores of the machine.
     """
 
     def __init__(
-        self, job: Job, group: Group, folder: Path, *, cores: int, precisions: list[str], axes: list[Axis], transports: list[str]
+        self,
+        job: Job,
+        here: Cluster,
+        group: Group,
+        folder: Path,
+        cores: int,
+        precisions: Sequence[str],
+        axes: Sequence[Axis],
     ) -> None:
-        self.job, self.group, self.folder, self.cores = job, group, folder, cores
-        self.precisions, self.axes, self.transports = precisions, axes, transports
+        self.job, self.here, self.group, self.cores = job, here, group, cores
+        self.folder = Path(group.gather_json(str(folder))[0])
+        self.precisions, self.axes = precisions, axes
         self.board, self.notes = StatusBoard.of_this_rank(), list[str]()
         self.threads = max(1, cores // group.size)
         self.segments: tuple[str, ...] = ("",)
 
-    def run(self) -> dict[str, Any]:
-        """Run all measurements and return the calibration's values."""
+    def run(self, transports: Sequence[str]) -> Measurements:
+        """Measure everything: passes, steps, updates, and the collectives over these transports."""
         seed_all(self.job.seed)
         torch.set_num_threads(self.threads)
         self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
@@ -90,19 +87,18 @@ class _Calibrating:
         # First, while the process has no more in it than one of a run.
         points = [point for axis in self.axes for precision in self._precisions(axis) for point in self._points(axis, precision)]
         timings, optimizer_s, parameters = self._timings()
-        collectives = [] if self.group.size == 1 else measure_collectives(self.group, self.transports)
-        return {
-            "segments": self.segments,
-            "parameters": parameters,
-            "timings": [asdict(timing) for timing in timings],
-            "points": [asdict(point) for point in points],
-            "collectives": [asdict(collective) for collective in collectives],
-            "optimizer_s": optimizer_s,
-            "baseline_bytes": baseline,
-            "notes": self.notes,
-        }
+        return Measurements(
+            parameters=parameters,
+            segments=self.segments,
+            timings=tuple(timings),
+            points=tuple(points),
+            collectives=tuple(measure_collectives(self.group, transports) if self.group.size > 1 else ()),
+            optimizer_s=optimizer_s,
+            baseline_bytes=baseline,
+            notes=tuple(self.notes),
+        )
 
-    def _precisions(self, axis: Axis) -> list[str]:
+    def _precisions(self, axis: Axis) -> Sequence[str]:
         """The job's own precision; further ones if the model stays whole, which shows their difference."""
         return self.precisions if axis in ("none", "dp") else self.precisions[:1]
 
@@ -217,7 +213,7 @@ class _Calibrating:
         """A run as in training, with its record, whose time counts to a step."""
         path = self.folder / str(plan).replace(" ", "-")
         if group.rank == 0:
-            Run.create(path, job, Cluster.load(self.folder / "cluster.yaml"), plan)
+            Run.create(path, job, self.here, plan)
         group.barrier()
         loop = Loop(Run(path), engine, self.data, group)
         loop.events.progress = None

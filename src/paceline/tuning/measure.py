@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError, PacelineError
-from paceline.files import scratch_folder
 from paceline.job.job import Job
-from paceline.launch.probe import launch_to_look
+from paceline.launch.run_on_ranks import run_on_plan
 from paceline.planner.knobs import SHARE_OF_RUN, Trial, knobs
 from paceline.planner.shortlist import START_S, Forecast, startable
 from paceline.plans.plan import Plan
@@ -58,32 +57,47 @@ def reason_of(error: PacelineError) -> str:
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
 
 
+@dataclass(frozen=True)
+class _Request:
+    """A trial to go on with."""
+
+    job: Job
+    cluster: Cluster
+    found: TuningResult
+
+
 def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: Tell) -> TuningResult:
-    with scratch_folder() as folder:
-        file = Path(folder, "findings.json")
-        Path(folder, "job.yaml").write_text(job.to_yaml())
-        Path(folder, "cluster.yaml").write_text(cluster.to_yaml())
-        found.write(file)
-        failures = 0
-        while True:
-            try:
-                rank = ["paceline.tuning.trial:run_rank", str(folder)]
-                launch_to_look(rank, job, cluster, Plan(dp=ranks), on_tick=lambda: tell(TuningResult.read(file).tried))
-                found = TuningResult.read(file)
-                tell(found.tried)
-                return found
-            except LaunchError as error:
-                found = TuningResult.read(file)
-                if found.under_way in (None, BEGINNING):
-                    raise
-                failures += 1
-                _leave_out(found, reason_of(error))
-                if failures >= _MOST_FAILURES:
-                    _give_up(job, cluster, found)
-                found.write(file)
-                tell(found.tried)
-                if failures >= _MOST_FAILURES:
-                    return found
+    newest = found
+
+    def note(so_far: TuningResult) -> None:
+        nonlocal newest
+        newest = so_far
+        tell(newest.tried)
+
+    failures = 0
+    while True:
+        try:
+            run_on_plan(_try, _Request(job, cluster, newest), job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note)
+            return newest
+        except LaunchError as error:
+            if newest.under_way in (None, BEGINNING):
+                raise
+            failures += 1
+            _leave_out(newest, reason_of(error))
+            if failures >= _MOST_FAILURES:
+                _give_up(job, cluster, newest)
+            tell(newest.tried)
+            if failures >= _MOST_FAILURES:
+                return newest
+
+
+def _try(request: _Request, report: Callable[[TuningResult], None]) -> TuningResult:
+    """Try plans and knobs as one of the ranks."""
+    from paceline.comm.backend import joined
+    from paceline.tuning.trial import RankTrial
+
+    with joined(deadline_s=request.job.deadline_s) as group:
+        return RankTrial(request.job, request.cluster, request.found, group, report).run()
 
 
 def _leave_out(found: TuningResult, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Result of a trial, as a file between ranks, launcher and cache.
+"""Result of a trial, as ranks report it and the cache keeps it.
 
 Needs no torch.
 """
@@ -6,12 +6,13 @@ Needs no torch.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from paceline.files import write_whole
-from paceline.planner.knobs import SHARE_OF_RUN, Trial, as_json
+from paceline.planner.knobs import SHARE_OF_RUN, Trial
 from paceline.planner.shortlist import Forecast
 
 BEGINNING = "the plan to begin with"
@@ -52,15 +53,16 @@ class TuningResult:
 
     @classmethod
     def read(cls, file: Path) -> TuningResult:
-        """Read a result from a file."""
-        values: dict[str, Any] = json.loads(file.read_text())
-        tried = [Trial.from_json(row) for row in values["tried"]]
-        return cls(**(values | {"tried": tried, "forecasts": [Forecast(**row) for row in values["forecasts"]]}))
+        """Read a result from a file.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        return TypeAdapter(cls).validate_python(json.loads(file.read_text()))
 
     def write(self, file: Path) -> None:
         """Write the file atomically."""
-        rows = {"tried": as_json(self.tried), "forecasts": [asdict(row) for row in self.forecasts]}
-        write_whole(file, json.dumps(self.__dict__ | rows, indent=1))
+        write_whole(file, json.dumps(TypeAdapter(TuningResult).dump_python(self, mode="json"), indent=1))
 
     @property
     def measured(self) -> bool:

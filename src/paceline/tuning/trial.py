@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
-from paceline.comm.backend import joined
 from paceline.engine.status import StatusBoard
 from paceline.job.job import Job
 from paceline.planner.knobs import (
@@ -40,31 +38,21 @@ from paceline.tuning.result import BEGINNING, TuningResult
 _DIVIDING_S = 1.0
 
 
-def run_rank(arguments: list[str]) -> None:
-    """Try plans and knobs for the job in the folder `arguments[0]`, as one rank. Rank 0 writes `findings.json` there."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
-    folder = Path(arguments[0])
-    job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
-    findings = TuningResult.read(folder / "findings.json")
-    with joined(deadline_s=job.deadline_s) as group:
-        _RankTrial(job, cluster, findings, group, folder / "findings.json").run()
+class RankTrial:
+    """One rank of a trial. `report` gets the result so far whenever there is more; rank 0's is the one that counts."""
 
-
-class _RankTrial:
-    """One rank of a trial."""
-
-    def __init__(self, job: Job, cluster: Cluster, findings: TuningResult, group: Group, file: Path) -> None:
-        self.job, self.cluster, self.findings, self.group, self.file = job, cluster, findings, group, file
-        self.default = Plan.parse(findings.default)
+    def __init__(self, job: Job, cluster: Cluster, found: TuningResult, group: Group, report: Callable[[TuningResult], None]) -> None:
+        self.job, self.cluster, self.findings, self.group, self.report = job, cluster, found, group, report
+        self.default = Plan.parse(found.default)
         self.board = StatusBoard.of_this_rank()
         self.cores = os.sched_getaffinity(0)
         # start of the time that counts against the budget
         self.since: float | None = None
-        self.spent_before_s = findings.spent_s
+        self.spent_before_s = found.spent_s
         seed_all(job.seed)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
-    def run(self) -> None:
+    def run(self) -> TuningResult:
         """Compare each plan with the best so far, then each knob on it."""
         self._now_trying(BEGINNING)
         self.best = self._candidate(Plan.parse(self.findings.best))
@@ -75,6 +63,7 @@ class _RankTrial:
             self._try(knobs(self.job, self.cluster, self.best.plan))
         self._now_trying(None)
         self.best.close()
+        return self.findings
 
     def _try(self, changes: list[Knob]) -> None:
         done = {row.knob for row in self.findings.tried}
@@ -167,8 +156,7 @@ class _RankTrial:
     def _now_trying(self, what: str | None) -> None:
         self.findings.under_way = what
         self.findings.spent_s = self._spent_s()
-        if self.group.rank == 0:
-            self.findings.write(self.file)
+        self.report(self.findings)
 
     def _note(self, tried: Trial) -> None:
         self.findings.tried.append(tried)

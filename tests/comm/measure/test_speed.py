@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.comm.backend import joined
-from paceline.comm.measure.speed import SIZES, CollectiveSpeed, Speeds, measure
-from paceline.launch.local import launch
+from paceline.comm.measure.speed import SIZES, CollectiveSpeed, measure, measure_on_rank
+from paceline.launch.place import on_this_machine
+from paceline.launch.run_on_ranks import run_on_ranks
 from ranks import Ranks
 
 
@@ -19,10 +19,9 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert speed.bus_bandwidth == pytest.approx(2**20 / 1e-3 * 2 * 3 / 4)
 
 
-def test_ranks_started_for_it_write_the_speeds_of_every_transport(tmp_path: Path) -> None:
-    file = tmp_path / "speeds.json"
-    launch(["paceline.comm.measure.speed:run_rank", str(file)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
-    found = Speeds.load(file)
+def test_ranks_started_for_it_measure_every_transport() -> None:
+    found, other = run_on_ranks(measure_on_rank, SIZES, places=on_this_machine(2))
+    assert found == other
     transports = ["gloo"] if found.note else ["gloo", "shm"]  # a note says why there is no shared memory
     assert [(s.size_bytes, s.transport) for s in found.speeds] == [(size, name) for size in SIZES for name in transports]
     assert all(speed.ranks == 2 and 1e-7 < speed.time_s < 60 for speed in found.speeds)

@@ -79,7 +79,7 @@ def killed_while(call: Callable[[Group], None], asleep: bool, folder: Path) -> N
 @pytest.mark.parametrize("asleep", [False, True], ids=["at some moment", "while the others sleep"])
 @pytest.mark.parametrize("call", [small, in_place, through_slots, from_its_root, in_the_background], ids=lambda f: f.__name__)
 def test_a_killed_rank_is_named_by_all_others(ranks: Ranks, call: Callable[[Group], None], asleep: bool, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 ended without a result, exit code -9"):  # and the others came to an end
+    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):  # and the others came to an end
         ranks(3, killed_while, call, asleep, tmp_path, backend="shm")
     for rank in (0, 2):
         error = (tmp_path / f"error-{rank}").read_text()
@@ -110,7 +110,7 @@ def lost_messages(direction: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("direction", ["from it", "middle", "to it", "from any"])
 def test_a_killed_rank_is_named_by_who_waits_for_a_message(ranks: Ranks, direction: str, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 ended without a result, exit code -9"):
+    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):
         ranks(2, lost_messages, direction, tmp_path, backend="shm")
     assert re.search(r"rank 1 \(pid \d+\) ended after", (tmp_path / "error").read_text())
 
@@ -126,7 +126,7 @@ def left(folder: Path) -> None:
 
 
 def test_a_rank_that_ends_well_but_too_early_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 ended without a result, exit code 0"):
+    with pytest.raises(RankError, match="rank 1 ended with exit code 0 before it had a result"):
         ranks(3, left, tmp_path, backend="shm")
     for rank in (0, 2):
         assert re.search(r"rank 1 \(pid \d+\) ended after", (tmp_path / f"error-{rank}").read_text())

@@ -204,7 +204,7 @@ def killed_in_the_middle(folder: Path) -> None:
 
 
 def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 ended without a result, exit code -9"):
+    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):
         ranks(3, killed_in_the_middle, tmp_path, backend="tcp")
     for rank in (0, 2):
         error = (tmp_path / f"error-{rank}").read_text()

@@ -15,7 +15,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.loss import LossSpec
 from paceline.job.zoo.models.gpt import GPT
-from paceline.launch.probe import launch_to_look
+from paceline.launch.run_on_ranks import run_on_plan
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.runner.preflight import _kept as kept_as
@@ -137,14 +137,15 @@ def test_training_is_refused_before_there_is_a_run(tmp_path: Path, monkeypatch: 
 
 def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked: list[str] = []
+    asked: list[Any] = []
 
-    def launch(arguments: list[str], *others: Any) -> None:
-        asked.append(arguments[0])
-        launch_to_look(arguments, *others)
+    def run(function: Any, request: Any, **where: Any) -> list[Any]:
+        asked.append(request)
+        return run_on_plan(function, request, **where)
 
+    monkeypatch.setattr("paceline.runner.preflight.run_on_plan", run)
     for plan in ("tp=2", "tp=2", "dp=2"):
-        refuse_what_cannot_divide(job("Recurrent"), Plan.parse(plan), discover(), launch=launch)
+        refuse_what_cannot_divide(job("Recurrent"), Plan.parse(plan), discover())
     assert len(asked) == 1
 
 

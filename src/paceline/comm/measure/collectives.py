@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,24 +14,18 @@ import torch.distributed as dist
 from paceline.comm.backend import joined
 from paceline.comm.c10d.transport import register
 from paceline.comm.group import Group
-from paceline.planner.calibrate import Collective, as_tuples
+from paceline.planner.calibrate import Collective
 
 SIZES = (2**10, 2**16, 2**20, 2**22)
 _BUDGET_S, _CALLS = 0.05, (4, 60)
 
 
-def run_rank(arguments: list[str]) -> None:
-    """Measure over the transport `arguments[0]`; rank 0 writes the file `arguments[1]`, for `read`."""
-    with joined(deadline_s=60, transport=arguments[0]) as group:
+def measure_on_rank(transport: str) -> list[Collective]:
+    """Join the other ranks of the launch over a transport, and measure. Every rank gets the same times."""
+    with joined(deadline_s=60, transport=transport) as group:
         found = measure_collectives(group, [group.transport.name])
-        if group.rank == 0:
-            Path(arguments[1]).write_text(json.dumps([asdict(one) for one in found]))
         group.barrier()
-
-
-def read(file: Path) -> tuple[Collective, ...]:
-    """Read the file that `run_rank` wrote."""
-    return tuple(Collective(**as_tuples(one)) for one in json.loads(file.read_text()))
+        return found
 
 
 def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collective]:

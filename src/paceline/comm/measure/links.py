@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from paceline import units
 from paceline.comm.allreduce.algorithms import algorithm_for
@@ -45,38 +42,23 @@ class TransportMeasurement:
     left_out: list[LeftOut] = field(default_factory=list)
     note: str | None = None
 
-    def save(self, file: Path) -> None:
-        """Write it as JSON."""
-        file.write_text(json.dumps(asdict(self)))
 
-    @classmethod
-    def load(cls, file: Path) -> TransportMeasurement:
-        """Read what `save` wrote."""
-        values = json.loads(file.read_text())
-        limit: dict[str, Any] = values["limit"]
-        limit["hosts"] = tuple(limit["hosts"])
-        if limit["copies"] is not None:
-            limit["copies"] = {int(size): (together, alone) for size, (together, alone) in limit["copies"].items()}
-        return cls(
-            values["transport"],
-            Limit(**limit),
-            [CollectiveSpeed(**speed) for speed in values["speeds"]],
-            [LeftOut(**left_out) for left_out in values["left_out"]],
-            values["note"],
-        )
+@dataclass(frozen=True)
+class LinksRequest:
+    """Measurements wanted of a launch's ranks; see `measure`."""
+
+    transport: str
+    collectives: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]
 
 
-def run_rank(arguments: list[str]) -> None:
-    """Measure on one rank; rank 0 writes the result to the file `arguments[1]`.
-
-    `arguments[0]` is JSON: a transport and the arguments of `measure`.
-    """
-    wanted = json.loads(arguments[0])
-    with joined(deadline_s=60, transport=wanted.pop("transport")) as group:
-        measured = measure(group, **wanted)
-        if group.rank == 0:
-            measured.save(Path(arguments[1]))
+def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
+    """Join the other ranks of the launch, and measure. Every rank gets the same."""
+    with joined(deadline_s=60, transport=request.transport) as group:
+        measured = measure(group, collectives=request.collectives, algorithms=request.algorithms, sizes=request.sizes)
         group.barrier()
+        return measured
 
 
 def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]) -> TransportMeasurement:

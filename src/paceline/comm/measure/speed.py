@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -82,23 +80,13 @@ class Speeds:
     speeds: list[CollectiveSpeed]
     note: str | None = None
 
-    @classmethod
-    def load(cls, file: Path) -> Speeds:
-        """Read what `run_rank` wrote."""
-        values = json.loads(file.read_text())
-        return cls([CollectiveSpeed(**speed) for speed in values["speeds"]], values["note"])
 
-
-def run_rank(arguments: list[str]) -> None:
-    """Measure all-reduces on every transport of this launch's ranks.
-
-    Rank 0 writes the `Speeds` to the file `arguments[0]`.
-    """
+def measure_on_rank(sizes: tuple[int, ...]) -> Speeds:
+    """Measure all-reduces of these sizes on every transport of this launch's ranks. Every rank gets the same."""
     with joined(deadline_s=60) as group, _beside(group) as others:
-        speeds = [measure(each, size) for size in SIZES for each in (*others, group)]
-        if group.rank == 0:
-            Path(arguments[0]).write_text(json.dumps(asdict(Speeds(speeds, group.transport_note))))
+        speeds = [measure(each, size) for size in sizes for each in (*others, group)]
         group.barrier()
+        return Speeds(speeds, group.transport_note)
 
 
 def measure(group: Group, size_bytes: int) -> CollectiveSpeed:

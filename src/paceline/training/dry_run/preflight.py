@@ -7,14 +7,11 @@ tensors without values says nothing about real ones; then the ranks are started 
 
 from __future__ import annotations
 
-import json
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -35,20 +32,6 @@ LOOK_S = 20.0  # of asking which of several plans can divide a model, before the
 _SMALL = 20_000_000  # parameters
 _MOST_CANDIDATES = 12  # other plans that are divided in the search for the nearest one that works
 _KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that decide how a model is divided
-ANSWER = "preflight.json"
-
-
-def run_rank(arguments: list[str]) -> None:
-    """Write the reasons against the plan in folder `arguments[0]` to `ANSWER`.
-
-    The folder holds job, cluster and plan; the list is empty where the plan can be started.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
-    folder = Path(arguments[0])
-    job, cluster = Job.load(folder / "job.yaml"), Cluster.load(folder / "cluster.yaml")
-    world = int(arguments[1]) if len(arguments) > 1 else None
-    reasons = Preflight(job).refusal(Plan.parse((folder / "plan.txt").read_text()), cluster, world)
-    (folder / ANSWER).write_text(json.dumps(reasons))
 
 
 def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
