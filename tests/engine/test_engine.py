@@ -186,7 +186,7 @@ def test_a_loss_over_the_whole_batch_is_the_same_on_any_number_of_replicas(ranks
 
 
 def test_a_loss_over_the_whole_batch_refuses_microbatches() -> None:
-    with pytest.raises(PlanError, match="use microbatches=1"):
+    with pytest.raises(PlanError, match="compares all samples of a batch with each other: microbatches=1"):
         engine_for(network(), loss=SpreadOut(), plan="dp=1 microbatches=2")
 
 
