@@ -188,7 +188,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
     choice = choose(job, two)
     found = verdicts(choice)
-    assert found["ep=2"].startswith("failed: ep=2: the model has no mixture of experts"), choice.lines
+    assert found["ep=2"].startswith("failed: ep=2 divides experts, but the model has no mixture of experts"), choice.lines
     assert found["fsdp=2"] == "kept", choice.lines
     assert found["dp=1"].startswith("not kept: slower"), choice.lines
     assert choice.plan.fsdp == 2

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline import units
-from paceline.planner.cost.pipeline import timeline
+from paceline.planner.cost.estimate import timeline
 from paceline.planner.cost.prediction import PARTS
 from paceline.planner.explain.batch_advice import BatchAdvice
 from paceline.planner.explain.explain import PART_NAMES, Explanation, shares_of_time

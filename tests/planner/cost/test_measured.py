@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import LinkSpec
+from paceline.cluster.cluster import Cluster, Host
+from paceline.job.job import Job
 from paceline.planner.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
-from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.estimate import estimate, inputs_of, step_parts, timeline
 from paceline.planner.cost.layout import Layout
-from paceline.planner.cost.measured import measured_step
+from paceline.planner.cost.measured import measured_inputs
 from paceline.planner.cost.measured_links import here
+from paceline.planner.search import branch_and_bound
+from paceline.planner.search.search import search
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
 BLOCK = BlockTrace("layer", gemms=(Gemm(8, 64, 64, divided="n"),), matrices=4096, boundary=512, reductions=2)
@@ -93,8 +97,8 @@ def layout(found: Calibration | None = FOUND, rate: float | None = None, **chang
 
 
 def step_s(**changes: Any) -> float:
-    parts = measured_step(layout(**changes))
-    assert parts is not None
+    given = layout(**changes)
+    parts = step_parts(given, inputs_of(given))
     assert all(seconds >= 0 for seconds in parts.values())
     return sum(parts.values())
 
@@ -111,7 +115,7 @@ def test_two_ranks_have_half_of_the_samples_each() -> None:
 
 
 def test_without_a_calibration_the_roofline_stands() -> None:
-    assert measured_step(layout(None)) is None
+    assert measured_inputs(layout(None)) is None
     assert estimate(layout(None)).step_time_s > 0
 
 
@@ -153,3 +157,30 @@ def test_the_breakdown_sums_to_the_step_and_the_memory_to_its_whole() -> None:
         found = estimate(layout(**degrees))
         assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
         assert sum(found.memory.values()) == pytest.approx(found.memory_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("found", [FOUND, None], ids=["measured", "catalogue"])
+def test_measured_or_not_the_parts_of_a_pipeline_are_put_together_alike(found: Calibration | None) -> None:
+    for degrees in ({}, {"tp": 2}):
+        given = layout(found, pp=2, microbatches=4, samples=4.0, **degrees)
+        inputs, parts = inputs_of(given), step_parts(given, inputs_of(given))
+        passes = sum(parts[name] for name in ("compute", "recompute", "launch", "tp", "pp", "bubble"))
+        assert passes == pytest.approx(inputs.whole_s)
+        assert parts["tp"] > 0 or not degrees
+        assert max(span.end_s for span in timeline(given)) == pytest.approx(inputs.whole_s, rel=1e-9 if found else 0.2)
+
+
+def test_the_best_plan_of_a_calibrated_machine_is_that_of_looking_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "vocab": 128}
+    common = {"data": "synthetic", "loss": "cross_entropy", "optimizer": "adamw", "stop": {"steps": 10}, "precision": "fp32"}
+    job = Job.model_validate({"model": {"transformer": sizes}, "global_batch": 4, **common})
+    here = Cluster(hosts=(Host(name="here", cores=4, memory_bytes=2**34),))
+    found = replace(FOUND, cores=4, segments=("", *(f"layers.{i}" for i in range(4)), "/end"))
+    every = search(job, here, calibration=found)
+    monkeypatch.setattr(branch_and_bound, "_MOST_MEASURED", every.considered - 1)
+    some = search(job, here, calibration=found)
+    assert every.gap == some.gap == 0
+    assert some.evaluated < every.evaluated
+    assert some.best[0].prediction.step_time_s == every.best[0].prediction.step_time_s
+    monkeypatch.setattr(branch_and_bound, "_MOST_MEASURED", 5)
+    assert 0 <= search(job, here, calibration=found).gap < 1, "how far the best can be missed is known"

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
+from paceline.planner.cost.estimate import timeline
 from paceline.planner.cost.layout import Layout, Machines
-from paceline.planner.cost.pipeline import pipeline_s, simulate, timeline, work_of
+from paceline.planner.cost.pipeline import pipeline_s, simulate, work_of
 from paceline.trace.transformer import transformer
 
 A100 = CATALOGUE["A100-SXM-80"]

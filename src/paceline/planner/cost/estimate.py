@@ -5,18 +5,18 @@ from __future__ import annotations
 from paceline.planner.cost import constants
 from paceline.planner.cost.compute import device_of, peak_flops
 from paceline.planner.cost.layout import Layout
-from paceline.planner.cost.measured import measured_step
+from paceline.planner.cost.measured import measured_inputs
 from paceline.planner.cost.measured_memory import measured_memory
 from paceline.planner.cost.memory import capacity_bytes, memory
-from paceline.planner.cost.pipeline import hop_s, pipeline_s
-from paceline.planner.cost.prediction import PARTS, Prediction
-from paceline.planner.cost.stages import StageCost, exposed_s, stage_times
+from paceline.planner.cost.pipeline import hop_s, pipeline_s, simulated
+from paceline.planner.cost.prediction import PARTS, Prediction, Span
+from paceline.planner.cost.stages import StageCost, StepInputs, exposed_s, stage_times
 from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path
 
 
 def estimate(layout: Layout) -> Prediction:
     """Predict the time, memory and breakdown of one step."""
-    parts = measured_step(layout) or _parts(layout)
+    parts = step_parts(layout, inputs_of(layout))
     step = sum(parts.values())
     held = measured_memory(layout, memory(layout))
     used = int(sum(held.values()))
@@ -33,26 +33,46 @@ def estimate(layout: Layout) -> Prediction:
     )
 
 
-def _parts(layout: Layout) -> dict[str, float]:
-    _, forwards, backwards, slow, working = stage_times(layout)
-    hop = hop_s(layout)
-    whole = pipeline_s(forwards, backwards, layout.microbatches, hop, layout.pp, layout.schedule)
+def inputs_of(layout: Layout) -> StepInputs:
+    """Inputs of a step: measured ones if the machine was calibrated, else the catalogue's."""
+    return measured_inputs(layout) or _catalogue_inputs(layout)
+
+
+def step_parts(layout: Layout, inputs: StepInputs) -> dict[str, float]:
+    """Seconds of a step by `PARTS`."""
+    slow, count = inputs.times.slowest, layout.microbatches
     parts = dict.fromkeys(PARTS, 0.0)
-    count = layout.microbatches
     parts["compute"] = count * (slow.forward_s + slow.backward_s)
     parts["recompute"] = count * slow.again_s
     parts["tp"] = count * (slow.tp_forward_s + slow.tp_backward_s)
     parts["cp"], parts["ep"] = count * slow.cp_s, count * slow.ep_s
     busy = sum(parts.values())
-    working *= count
-    parts["launch"] = max(working - busy, 0.0)
-    parts["pp"] = min(hop * (2 * (layout.pp - 1) + count * layout.chunks), max(whole - working, 0.0))
-    parts["bubble"] = max(whole - working - parts["pp"], 0.0)
-    parts["fsdp"] = _fsdp_s(layout, slow)
-    parts["dp"] = _dp_s(layout, slow)
-    parts["optimizer"] = _optimizer_s(layout, slow)
-    parts["other"] = constants.STEP_S
+    working, added = count * inputs.times.working_s, count * slow.added_s
+    parts["launch"] = max(working - added - busy, 0.0) + added
+    parts["pp"] = min(inputs.hop_s * (2 * (layout.pp - 1) + count * layout.chunks), max(inputs.whole_s - working, 0.0))
+    parts["bubble"] = max(inputs.whole_s - working - parts["pp"], 0.0)
+    parts["fsdp"], parts["dp"] = inputs.fsdp_s, inputs.dp_s
+    parts["optimizer"], parts["other"] = inputs.optimizer_s, inputs.other_s
     return parts
+
+
+def timeline(layout: Layout) -> list[Span]:
+    """Timeline of every pipeline stage in one step, by simulation of each rank's schedule."""
+    inputs = inputs_of(layout)
+    return simulated(layout, inputs.times, inputs.hop_s)
+
+
+def _catalogue_inputs(layout: Layout) -> StepInputs:
+    times, hop = stage_times(layout), hop_s(layout)
+    return StepInputs(
+        times=times,
+        hop_s=hop,
+        whole_s=pipeline_s(times.forwards, times.backwards, layout.microbatches, hop, layout.pp, layout.schedule),
+        fsdp_s=_fsdp_s(layout, times.slowest),
+        dp_s=_dp_s(layout, times.slowest),
+        optimizer_s=_optimizer_s(layout, times.slowest),
+        other_s=constants.STEP_S,
+    )
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:

@@ -21,8 +21,8 @@ from paceline.partition import contiguous
 from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
-from paceline.planner.cost.pipeline import simulate, work_of
-from paceline.planner.cost.prediction import PARTS
+from paceline.planner.cost.pipeline import simulated
+from paceline.planner.cost.stages import StageCost, StageTimes, StepInputs, times_of
 from paceline.plans.axes import DEGREES
 from paceline.trace.graph import ModelTrace
 
@@ -36,8 +36,8 @@ _UNSEEN = 1.3
 _TP_SHARES = (0.3, 1.2)
 
 
-class Times(NamedTuple):
-    """Times of one microbatch, by block of the trace."""
+class Passes(NamedTuple):
+    """Passes of one microbatch on one rank, by block of the trace."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -67,47 +67,48 @@ class Added:
     samples: float = 1.0
 
 
-def measured_step(layout: Layout) -> dict[str, float] | None:
-    """Seconds of a step by `PARTS`, from the layout's calibration; None without one."""
-    found = layout.machines.calibration
-    if found is None or not found.timings or not found.points:
+def measured_inputs(layout: Layout) -> StepInputs | None:
+    """Inputs of a step from the layout's calibration; None without one."""
+    found = calibration_of(layout)
+    if found is None:
         return None
     links = links_of(layout, found)
-    times, added = times_of(layout, found), added_by(layout, found)
-    parts = dict.fromkeys(PARTS, 0.0)
-    count = layout.microbatches
-    if layout.pp > 1:
-        whole, busy, again, hops = _pipelined(layout, times, added, links)
-        parts |= {"compute": busy - again - count * added.each_s, "recompute": again, "launch": count * added.each_s}
-        parts |= {"pp": hops, "bubble": max(0.0, whole - busy - hops)}
-    else:
-        parts["compute"], parts["recompute"] = count * times.seconds * added.share, count * times.again_s * added.share
-        parts["launch"] = count * added.each_s * _calls(layout) / 3 if layout.fsdp > 1 else count * added.each_s
-    parts["tp"], parts["cp"], parts["ep"] = (count * seconds for seconds in (links.tp_s(layout), links.cp_s(layout), links.ep_s(layout)))
-    parts["fsdp"] = links.fsdp_s(layout)
-    parts["dp"] = max(0.0, added.comm_s + _dp_s(layout, found, times, links))
-    parts["optimizer"] = added.optimizer_s
-    parts["other"] = _data_s(layout, added)
-    return parts
+    passes, added = passes_of(layout, found), added_by(layout, found)
+    times, hop = _stages(layout, passes, added, links)
+    return StepInputs(
+        times=times,
+        hop_s=hop,
+        whole_s=_whole_s(layout, times, hop),
+        fsdp_s=links.fsdp_s(layout),
+        dp_s=max(0.0, added.comm_s + _dp_s(layout, found, passes, links)),
+        optimizer_s=added.optimizer_s,
+        other_s=_data_s(layout, added),
+    )
+
+
+def calibration_of(layout: Layout) -> Calibration | None:
+    """The calibration of a layout's machines, if it has all that a step needs."""
+    found = layout.machines.calibration
+    return found if found is not None and found.timings and found.points else None
 
 
 # Times of a microbatch on one rank with the whole model
 
 
-def times_of(layout: Layout, found: Calibration) -> Times:
-    """Times at the layout's microbatch size, with as many busy ranks."""
+def passes_of(layout: Layout, found: Calibration) -> Passes:
+    """Passes at the layout's microbatch size, with as many busy ranks."""
     return _times(layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat)
 
 
 @lru_cache(maxsize=4096)
-def _times(trace: ModelTrace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Times:
+def _times(trace: ModelTrace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Passes:
     plain = found.timings_of(ranks, precision)
     sizes = [timing.samples for timing in plain]
     each = range(len(plain[0].forward_s))
     forward = [interpolated(sizes, [timing.forward_s[i] for timing in plain], samples) for i in each]
     backward = [interpolated(sizes, [timing.backward_s[i] for timing in plain], samples) for i in each]
     again = sum(forward) * _again(found, remat) if remat != "none" else 0.0
-    return Times(_by_block(trace, found.segments, forward), _by_block(trace, found.segments, backward), again)
+    return Passes(_by_block(trace, found.segments, forward), _by_block(trace, found.segments, backward), again)
 
 
 @lru_cache(maxsize=64)
@@ -194,7 +195,7 @@ def _added(trace: ModelTrace, found: Calibration, precision: str, axis: str, ran
     links = [links_of(layout, found) for layout in layouts]
     share = 1.0
     if axis == "pp":
-        bare = [_pipelined(layout, t, Added(), link)[0] for layout, t, link in zip(layouts, plain, links, strict=True)]
+        bare = [_whole_s(a, *_stages(a, t, Added(), link)) for a, t, link in zip(layouts, plain, links, strict=True)]
         over = [a.compute_s + a.bubble_s + a.comm_s - b for a, b in zip(points, bare, strict=True)]
         weights = [float(a.microbatches + layout.pp - 1) for a, layout in zip(points, layouts, strict=True)]
     else:
@@ -229,7 +230,7 @@ def _as_layout(trace: ModelTrace, found: Calibration, point: CalibrationPoint, p
     )
 
 
-def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], plain: Sequence[Times]) -> float:
+def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], plain: Sequence[Passes]) -> float:
     """Fraction of a pass that remains on a rank of tp. Two points separate it from the overhead of each microbatch."""
     per = [c / a.microbatches for a, c in zip(points, computed, strict=True)]
     long, short = plain[0].seconds, plain[-1].seconds
@@ -240,28 +241,36 @@ def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], pl
 # Parts of a step
 
 
-def _pipelined(layout: Layout, times: Times, added: Added, links: Links) -> tuple[float, float, float, float]:
-    """Seconds of a pipelined step, of its slowest rank's work, of recomputation, and of messages."""
-    again = times.again_s / max(times.seconds, 1e-12)
-    each = [f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)]
-    cut = layout.cut if sum(layout.cut) == len(each) else contiguous(each, min(layout.pp * layout.chunks, len(each)))
+def _stages(layout: Layout, passes: Passes, added: Added, links: Links) -> tuple[StageTimes, float]:
+    """Times of the pipeline's virtual stages, and seconds of a message between them."""
+    again = passes.again_s / max(passes.seconds, 1e-12)
+    each = [f + b for f, b in zip(passes.forward_s, passes.backward_s, strict=True)]
+    virtual = layout.pp * layout.chunks if layout.pp > 1 else 1
+    cut = layout.cut if layout.pp > 1 and sum(layout.cut) == len(each) else contiguous(each, min(virtual, len(each)))
     ends = list(accumulate(cut))
-    virtual = len(cut)
-    forwards, backwards, agains = [], [], []
-    for end, number in zip(ends, cut, strict=True):
-        own = slice(end - number, end)
-        over = again * sum(each[own])
-        forwards.append(added.share * sum(times.forward_s[own]) + added.each_s / 2 / layout.chunks)
-        backwards.append(added.share * (sum(times.backward_s[own]) + over) + added.each_s / 2 / layout.chunks)
-        agains.append(added.share * over)
-    hop = links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0))
-    orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
-    spans = simulate(forwards, backwards, orders, hop)
-    whole = max(span.end_s for span in spans)
-    busy = [layout.microbatches * sum(forwards[s] + backwards[s] for s in range(rank, virtual, layout.pp)) for rank in range(layout.pp)]
-    slowest = max(range(layout.pp), key=lambda rank: busy[rank])
-    computed_again = layout.microbatches * sum(agains[slowest :: layout.pp])
-    return whole, busy[slowest], computed_again, min(max(0.0, whole - busy[slowest]), 2 * (layout.pp - 1) * hop)
+    tp, cp, ep = (seconds * layout.pp / len(cut) for seconds in (links.tp_s(layout), links.cp_s(layout), links.ep_s(layout)))
+    calls = _calls(layout) / 3 if layout.fsdp > 1 and layout.pp == 1 else 1.0
+    costs = tuple(
+        StageCost(
+            forward_s=added.share * sum(passes.forward_s[end - number : end]),
+            backward_s=added.share * sum(passes.backward_s[end - number : end]),
+            again_s=added.share * again * sum(each[end - number : end]),
+            tp_forward_s=tp / 2,
+            tp_backward_s=tp / 2,
+            cp_s=cp,
+            ep_s=ep,
+            added_s=added.each_s * calls / layout.chunks,
+        )
+        for end, number in zip(ends, cut, strict=True)
+    )
+    hop = links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0)) if layout.pp > 1 else 0.0
+    return times_of(costs, layout.pp), hop
+
+
+def _whole_s(layout: Layout, times: StageTimes, hop: float) -> float:
+    if layout.pp == 1:
+        return layout.microbatches * times.working_s
+    return max(span.end_s for span in simulated(layout, times, hop))
 
 
 def _calls(layout: Layout) -> float:
@@ -270,7 +279,7 @@ def _calls(layout: Layout) -> float:
     return {3: 3.0, 2: 1 + once, 1: 2 * once}[layout.zero]
 
 
-def _dp_s(layout: Layout, found: Calibration, times: Times, links: Links) -> float:
+def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> float:
     """Seconds of the gradients' reduction beyond the calibration point's, which used shared memory."""
     if layout.dp == 1:
         return links.step_s(layout)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.planner.cost import constants
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.prediction import Span
-from paceline.planner.cost.stages import stages
+from paceline.planner.cost.stages import StageTimes
 from paceline.planner.cost.traffic import send_s
 
 
@@ -39,12 +39,10 @@ def hop_s(layout: Layout) -> float:
     return constants.PIPELINE_S + send_s(numbers * min(layout.number_bytes, 4), layout)
 
 
-def timeline(layout: Layout) -> list[Span]:
-    """Timeline of every stage in one step, by simulation of each rank's schedule."""
-    costs, hop = stages(layout), hop_s(layout)
-    forwards, backwards = [cost.forward for cost in costs], [cost.backward for cost in costs]
+def simulated(layout: Layout, times: StageTimes, hop: float) -> list[Span]:
+    """Spans of every rank in one step of a layout's schedule."""
     orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
-    return simulate(forwards, backwards, orders, hop)
+    return simulate(times.forwards, times.backwards, orders, hop)
 
 
 # (kind, virtual stage, microbatch)

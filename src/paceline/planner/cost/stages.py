@@ -39,6 +39,8 @@ class StageCost(NamedTuple):
     # compute time of the head beyond its launch time; nothing else is left to launch then
     tail_forward_s: float = 0.0
     tail_backward_s: float = 0.0
+    # measured overhead of a split, half of it forward
+    added_s: float = 0.0
 
     def __add__(self, other: tuple[float, ...]) -> StageCost:  # type: ignore[override]
         return StageCost(*[mine + theirs for mine, theirs in zip(self, other, strict=True)])
@@ -47,13 +49,13 @@ class StageCost(NamedTuple):
     def forward(self) -> float:
         """Seconds from a microbatch's arrival to its departure."""
         device = self.forward_s + self.tp_forward_s + (self.cp_s + self.ep_s) / 3
-        return _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0)
+        return _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0) + self.added_s / 2
 
     @property
     def backward(self) -> float:
         """Seconds from a gradient's arrival to its departure."""
         device = self.backward_s + self.again_s + self.tp_backward_s + (self.cp_s + self.ep_s) * 2 / 3
-        return _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
+        return _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0) + self.added_s / 2
 
 
 def _step_time_s(device_s: float, python_s: float, meets: bool) -> float:
@@ -79,6 +81,27 @@ class StageTimes(NamedTuple):
     backwards: tuple[float, ...]
     slowest: StageCost
     working_s: float
+
+
+class StepInputs(NamedTuple):
+    """Step inputs, by the catalogue or measured on this machine.
+
+    Attributes:
+        times: of the pipeline's virtual stages, for one microbatch.
+        hop_s: seconds to send one microbatch to the next stage.
+        whole_s: seconds from the first microbatch's start to the last gradient's end.
+        fsdp_s, dp_s: seconds of a step's collectives beside its passes.
+        optimizer_s: seconds of the update.
+        other_s: seconds of a step in which nothing of these is done.
+    """
+
+    times: StageTimes
+    hop_s: float
+    whole_s: float
+    fsdp_s: float
+    dp_s: float
+    optimizer_s: float
+    other_s: float
 
 
 def stages(layout: Layout) -> tuple[StageCost, ...]:
@@ -108,6 +131,11 @@ def _stage_times(
     cut = cut or _even(until, ranks * chunks)
     ends = accumulate(cut)
     costs = tuple(_between(until[end - count], until[end]) for count, end in zip(cut, ends, strict=True))
+    return times_of(costs, ranks)
+
+
+def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
+    """Stage times of virtual stages that are dealt to ranks in turn."""
     own = [costs[rank::ranks] for rank in range(ranks)]
     working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
     slowest = own[working.index(max(working))]

@@ -7,11 +7,11 @@ Memory: the state and the activations of an average rank, or of the pipeline's f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ from paceline.planner.cost.memory import FRAGMENTS, GATHERED_AT_ONCE, RUNTIME_BY
 from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
 from paceline.planner.cost.traffic import all_reduce_s, link_path
-from paceline.planner.search.space import Ints
-from paceline.plans.choices import STAGES_PER_RANK
+from paceline.planner.search.space import Ints, numbered
+from paceline.plans.choices import STAGES_PER_RANK, Remat
 from paceline.trace.graph import BlockTrace, ModelTrace
 
 Floats = NDArray[np.float64]
@@ -114,6 +114,12 @@ class Bounds:
     def rate_s(self, tp: int, cp: int, ep: int, threads: int, sequence: bool, remat: str) -> float:
         """Seconds per sample of all blocks on one rank, with the best microbatch size."""
         return self.rank_cost(ShardConfig(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
+
+    def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
+        """Least seconds of a step for each row of degrees, with the best microbatch size."""
+        keys, place = numbered(rows["tp"], rows["cp"], rows["ep"], rows["threads"])
+        rate = np.array([self.rate_s(tp, cp, ep, threads, sequence, remat) for tp, cp, ep, threads in keys])
+        return np.asarray(rate[place] * rows["samples"] * rows["microbatches"] / rows["pp"]) if len(keys) else np.zeros(0)
 
     def passes(self, pp: int, microbatches: int, schedule: str) -> tuple[float, float]:
         """Numbers of microbatches and of hops on the critical path of even stages."""

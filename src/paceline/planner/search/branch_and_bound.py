@@ -11,14 +11,16 @@ from numpy.typing import NDArray
 
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.measured import calibration_of
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.predict import Layouts
 from paceline.planner.search.bounds import Bounds, Floats, RankCost, ShardConfig
+from paceline.planner.search.measured_bounds import MeasuredBounds
 from paceline.planner.search.rejected import RejectionCounts
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import Ints, Space, divisors, numbered
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import REMATS, SCHEDULES, STAGES_PER_RANK
+from paceline.plans.choices import REMATS, SCHEDULES, STAGES_PER_RANK, Remat
 from paceline.trace.graph import ModelTrace
 
 # rows that are expanded together, most promising first
@@ -32,7 +34,7 @@ _FILL = 150
 _OFFLOADED = "the way of the state to host memory and back (offload) is not in this time"
 # number of tried plans that ends the search; the gap then says by how much the best may be missed
 _MOST_EVALUATIONS = 8000
-# the same without bounds
+# the same on a calibrated machine, whose pipelines are simulated; if there are no more plans, all of them are tried
 _MOST_MEASURED = 2000
 
 
@@ -85,11 +87,12 @@ class BranchAndBound:
         # what takes as long is of no interest any more
         self.limit = float("inf")
         self.layout = layouts.of(space.base)
-        self.bounds = Bounds(self.layout, self._trace_at)
+        measured = calibration_of(self.layout) is not None
+        self.bounds = (MeasuredBounds if measured else Bounds)(self.layout, self._trace_at)
         self.considered = int(space.plans_per_row.sum())
         self.rejections = RejectionCounts(self.bounds.capacity)
-        # of what was measured there are no bounds: as many are predicted as may be
-        self.exact = layouts.machines.calibration is None
+        self.most = _MOST_MEASURED if measured else _MOST_EVALUATIONS
+        self.everything = measured and self.considered <= self.most
         self._rank_costs: list[RankCost] = []
         self._places: dict[ShardConfig, int] = {}
         self._seen: set[tuple[int, ...]] = set()
@@ -99,7 +102,7 @@ class BranchAndBound:
 
     def run(self) -> float:
         """Search; returns the gap."""
-        gap = self._through_all(_MOST_EVALUATIONS if self.exact else _MOST_MEASURED)
+        gap = self._through_all(self.most)
         # of those that are much slower, the ones that promise most
         if len(self.found) < self.top:
             rejections, self.rejections = self.rejections, RejectionCounts(self.rejections.capacity)  # all were counted
@@ -125,25 +128,20 @@ class BranchAndBound:
 
     def _gap(self, unseen_s: float) -> float:
         best = min((one.prediction.step_time_s for one in self.found.values()), default=0.0)
-        return max(0.0, 1 - unseen_s / best) if best and self.exact else 1.0
+        return max(0.0, 1 - unseen_s / best) if best else 1.0
 
     @cached_property
     def _least_s(self) -> Floats:
         """Least seconds of each row, whatever its variants."""
         every = np.arange(len(self.space.rows["tp"]))
-        if not self.exact:
-            return np.zeros(len(every))
-        found = self._at_best_s(every, sequence=False, remat="none")
+        found = self._row_s(every, sequence=False, remat="none")
         divided = every[self.space.allows(every, True, "none")]
-        found[divided] = np.minimum(found[divided], self._at_best_s(divided, sequence=True, remat="none"))
+        found[divided] = np.minimum(found[divided], self._row_s(divided, sequence=True, remat="none"))
         return found
 
-    def _at_best_s(self, rows: Ints, sequence: bool, remat: str) -> Floats:
-        """Least seconds of these rows with the best microbatch size."""
-        table = {key: column[rows] for key, column in self.space.rows.items()}
-        keys, place = numbered(table["tp"], table["cp"], table["ep"], table["threads"])
-        rate = np.array([self.bounds.rate_s(tp, cp, ep, threads, sequence, remat) for tp, cp, ep, threads in keys])
-        return np.asarray(rate[place] * table["samples"] * table["microbatches"] / table["pp"]) if len(keys) else np.zeros(0)
+    def _row_s(self, rows: Ints, sequence: bool, remat: Remat) -> Floats:
+        """Least seconds of these rows."""
+        return self.bounds.least_s({key: column[rows] for key, column in self.space.rows.items()}, sequence, remat)
 
     def _search(self, rows: Ints, most: int) -> float | None:
         """Try all plans of these rows that may be among the best.
@@ -153,7 +151,7 @@ class BranchAndBound:
         plans = self._with_dp_fsdp(self._variants(rows))
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
-            if self.exact and plans.bound_s[i] >= self.limit:
+            if plans.bound_s[i] >= self.limit:
                 return None
             if len(self._seen) >= most:
                 return float(plans.bound_s[i])
@@ -172,12 +170,11 @@ class BranchAndBound:
     def _variants_of(self, rows: Ints, sequence: int, remat: int) -> list[PlanTable]:
         space, bounds, table = self.space, self.bounds, self.space.rows
         rows = rows[space.allows(rows, bool(sequence), REMATS[remat])]
-        if self.exact:
-            rows = rows[self._at_best_s(rows, bool(sequence), REMATS[remat]) < self.limit]
+        least = self._row_s(rows, bool(sequence), REMATS[remat])
+        rows, least = rows[least < self.limit], least[least < self.limit]
         cost = self._rank_costs_of(rows, bool(sequence), REMATS[remat])
-        if self.exact:
-            hopeful = self._of(cost, "seconds")[0] * table["microbatches"][rows] / table["pp"][rows] < self.limit
-            rows, cost = rows[hopeful], cost[hopeful]
+        hopeful = self._of(cost, "seconds")[0] * table["microbatches"][rows] / table["pp"][rows] < self.limit
+        rows, cost, least = rows[hopeful], cost[hopeful], least[hopeful]
         pp, microbatches, shared = (table[key][rows] for key in ("pp", "microbatches", "shared"))
         seconds, parameters, kept, repeated_kept, received, hop = self._of(cost, "seconds parameters kept repeated_kept received hop_s")
         uneven = bounds.unevenness_s(seconds, self._of(cost, "repeated_s")[0], pp, microbatches)
@@ -188,7 +185,7 @@ class BranchAndBound:
         for number, schedule in enumerate(SCHEDULES):
             works = space.runs(rows, schedule)
             work, hops = self._passes(rows, works, schedule)
-            times = seconds * work + hop * hops + uneven
+            times = np.maximum(seconds * work + hop * hops + uneven, least)
             held = bounds.activations_bytes(kept, pp, microbatches, schedule)
             first = bounds.first_bytes(repeated_kept, pp, microbatches, schedule)
             held = np.maximum(held, first) + np.where(pp > 1, 2 * microbatches * received, 0.0)
@@ -196,7 +193,7 @@ class BranchAndBound:
             held[(pp == 1) & (microbatches == 1) & (shared == 1)] = 0.0
             out_of_memory = works & (least_state + held > bounds.model_capacity)
             self.rejections.count_out_of_memory((least_state + held)[out_of_memory], space.factorisations[rows[out_of_memory]])
-            some = np.flatnonzero(works & ~out_of_memory & ((times < self.limit) | (not self.exact)))
+            some = np.flatnonzero(works & ~out_of_memory & (times < self.limit))
             ones = np.ones(len(some), np.int64)
             same = (number * ones, remat * ones, sequence * ones)
             found.append(PlanTable(rows[some], *same, cost[some], times[some], held[some], ones, 3 * ones))
@@ -240,7 +237,7 @@ class BranchAndBound:
         held += bounds.gathered_bytes(layer, pp, plans.fsdp, zero)
         out_of_memory = meant & (held > bounds.model_capacity)
         self.rejections.count_out_of_memory(held[out_of_memory], table["knobs"][plans.row[out_of_memory]])
-        fitting = plans.at(np.flatnonzero(meant & (held <= bounds.model_capacity) & ((plans.bound_s < self.limit) | (not self.exact))))
+        fitting = plans.at(np.flatnonzero(meant & (held <= bounds.model_capacity) & (plans.bound_s < self.limit)))
         fitting.zero = np.full(len(fitting), zero)
         return fitting
 
@@ -302,6 +299,8 @@ class BranchAndBound:
         """
         times = sorted(one.prediction.step_time_s for one in self.found.values())
         self._last_s = times[self.top - 1] if len(times) >= self.top else float("inf")
+        if self.everything:
+            return
         if self._filling or not times:
             self.limit = self._last_s
         else:
