@@ -576,14 +576,14 @@ def test_modules_that_are_not_called_from_their_parent_are_found(ranks: Ranks) -
 
 def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) -> None:
     words = {
-        "only_parameters": "train without pp",
+        "only_parameters": "the model can be cut into 1 at most: pp=1",
         "a_batch_norm_of_two_blocks": "is read before it, and changed after it for the next forward pass",
         "a_gradient_in_the_forward_pass": "runs autograd itself",
         "weights_clamped_in_the_forward_pass": "changes its parameter blocks.0.up.weight",
         "blocks_under_vmap": "within a transform of torch.func",
         "parameters_kept_in_a_list": "keeps the parameter blocks.0.up.weight in its attribute all",
         "accumulation_hooks": "register_post_accumulate_grad_hook",
-        "a_block_in_a_method_of_its_own": "train without pp",
+        "a_block_in_a_method_of_its_own": "the model can be cut into 1 at most: pp=1",
     }
     assert_refused(ranks(2, divided, list(words), PP, 2, backend="shm"), words)
 
