@@ -25,7 +25,7 @@ from paceline.rank_environment import RankEnvironment, is_our_rank
 
 _SPIN_S = 20e-6  # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
-_YIELD_CROWDED_S = 200e-6  # the same with more ranks than cores
+_YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
 _GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
 _WATCH_S = 0.5  # how long the thread looks out for more, which spares the callers from waking it each time
@@ -59,7 +59,7 @@ class ShmProgress:
     """Drives the operations of this process, of all its groups."""
 
     def __init__(self) -> None:
-        self.crowded = False  # whether there are more ranks on this host than cores for them
+        self.oversubscribed = False  # whether there are more ranks on this host than cores for them
         self._lock = threading.RLock()
         self._busy: dict[OperationQueue, None] = {}
         self._own = create(4096, "bell")
@@ -92,7 +92,7 @@ class ShmProgress:
         """
         pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)  # then its affinity says nothing of the other ranks' cores
         cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
-        self.crowded = self.crowded or ranks > min(cores, cpu_quota() or cores)
+        self.oversubscribed = self.oversubscribed or ranks > min(cores, cpu_quota() or cores)
 
     def close(self) -> None:
         """End the thread and let go of the peers."""
@@ -167,7 +167,7 @@ class ShmProgress:
 
     def _drive(self, is_over: Callable[[], bool]) -> None:
         started = time.perf_counter()
-        yield_after, sleep_after = (0.0, _YIELD_CROWDED_S) if self.crowded else (_SPIN_S, _YIELD_S)
+        yield_after, sleep_after = (0.0, _YIELD_OVERSUBSCRIBED_S) if self.oversubscribed else (_SPIN_S, _YIELD_S)
         while True:
             with self._lock:
                 self._advance()
