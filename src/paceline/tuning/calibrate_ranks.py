@@ -186,7 +186,8 @@ class RankCalibration:
 
     def _measured_steps(self, axis: Axis, precision: str, group: Group) -> list[CalibrationPoint]:
         counts = _PIPELINED if axis == "pp" else _ACCUMULATED
-        plan = Plan(**({} if axis == "none" else {axis: group.size}), microbatches=counts[0], precision=precision)  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {"precision": precision} | ({} if axis == "none" else {axis: group.size})
+        plan = Plan(**chosen, microbatches=counts[0])
         unit = plan.data_ranks * counts[1]
         job = _quiet(self.job, max(1, self.job.global_batch // 2 // unit) * unit)
         torch.set_num_threads(self.cores if axis == "none" else self.threads)
