@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from paceline.trace.recording.operation_mode import OperationMode
+from paceline.trace.recording.trees import tensors_in
 
 # What a rank sends in an operation among n ranks, for each byte that it puts in: the least that any algorithm can
 # (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
@@ -34,7 +35,7 @@ _SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
 _PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")  # of the operations of c10d: the result comes first
 
 
-class MemoryWatch(TorchDispatchMode):
+class MemoryWatch(OperationMode):
     """Dispatch mode, inside a `FakeTensorMode`, that counts live and sent bytes.
 
     A tensor whose value is read answers "no", or 1, as it has none.
@@ -47,7 +48,7 @@ class MemoryWatch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._operation, self._answer)
         self.live_bytes = self.peak_bytes = 0
         self.sent_bytes: Counter[str] = Counter()
         self.asked: set[str] = set()
@@ -77,21 +78,14 @@ class MemoryWatch(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        try:
-            made = func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            return self._answer(args[0].dtype)
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args)
         elif func.namespace == "paceline":
             self._count_ring(func, args)
-        for leaf in (made,) if isinstance(made, Tensor) else tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+        for leaf in tensors_in(made):
+            if leaf.device.type != "meta":
                 self._note((leaf._local_tensor if isinstance(leaf, DTensor) else leaf).untyped_storage())
-        return made
 
     def _answer(self, dtype: torch.dtype) -> bool | int | float:
         if (asking := _asking(sys._getframe(2))) is not None:
