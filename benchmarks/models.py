@@ -82,7 +82,8 @@ class Result:
     def line(self) -> str:
         """For people."""
         why = " ".join(self.why.split())
-        return f"{self.case.name:34} {self.axis:8} {self.outcome:21} {self.seconds:5.1f} s  {why[:_REASON]}".rstrip()
+        line = f"{self.case.name:34} {self.axis:8} {self.outcome:21} {self.seconds:5.1f} s"
+        return f"{line}  {why[:_REASON]}".rstrip()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A transport: gloo over the loopback interface only, so that nothing of a rehearsal on one host can leave it."""
+"""A transport: gloo over the loopback interface only, so that nothing of a trial leaves the host."""
 
 from typing import Any
 

@@ -2,7 +2,8 @@
 
 They log on the first rank, and do nothing on the others.
 
-    engine = paceline.setup(model, optimizer, loss, loader, on_step=[trackers.tracker("tensorboard", folder="logs")])
+    log = trackers.tracker("tensorboard", folder="logs")
+    engine = paceline.setup(model, optimizer, loss, loader, on_step=[log])
 
 Any function of a `StepResult` is one. TensorBoard, wandb and mlflow are imported when theirs is made.
 """
