@@ -20,7 +20,7 @@ class LaunchEngine:
         raise NotImplementedError
 
     def place(self) -> RankEnvironment | None:
-        """This process's rank and rendezvous; None where it is no rank, and paceline starts the ranks.
+        """This process's rank and rendezvous; None where paceline starts the ranks.
 
         Raises:
             LaunchError: the environment is incomplete.
@@ -32,7 +32,7 @@ class LaunchEngine:
 
 
 class Local(LaunchEngine):
-    """Paceline's own launcher, `launch/local.py`, on this machine or on emulated hosts; it needs no other engine."""
+    """Paceline's own launcher, `launch/local.py`, on this machine or on emulated hosts."""
 
     def detect(self) -> bool:
         return True
@@ -77,7 +77,7 @@ def _detected() -> LaunchEngine:
 
 
 def is_rank() -> bool:
-    """True if this process is a rank, of a launcher of paceline's or of another engine such as torchrun."""
+    """True in a rank process, of paceline's launcher or another engine such as torchrun."""
     if RANK not in os.environ:
         own_engine()
     return RANK in os.environ
