@@ -128,7 +128,7 @@ def test_a_yaml_file_may_name_the_catalogue(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="leave `hosts` and `emulate` out"):
         Cluster.load(file)
     file.write_text("catalogue: H100-SXM\nprice_per_hour: -1\n")
-    with pytest.raises(ClusterError, match='line 2: "price_per_hour" of the cluster'):
+    with pytest.raises(ClusterError, match="line 2: price_per_hour should be at least 0"):
         Cluster.load(file)
 
 
@@ -142,7 +142,7 @@ def test_machines_at_hand_can_have_a_price_too() -> None:
 
 def test_what_cluster_takes_is_a_file_or_a_name(tmp_path: Path) -> None:
     assert cluster_from("8xH100-SXM, 2.5/h").devices == 8
-    with pytest.raises(ClusterError, match="cannot be read"):
+    with pytest.raises(ClusterError, match="no such file"):
         cluster_from(str(tmp_path / "missing.yaml"))
 
 

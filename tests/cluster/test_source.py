@@ -27,14 +27,14 @@ hosts:
         (
             "  cores: 2\n  memory_bytes: 8000000000\n  gpus",
             "  core: 2\n  memory_bytes: 8000000000\n  gpus",
-            'line 4: unknown key "core" in a host. Did you mean "cores"?',
+            'line 4: unknown key "core" in hosts[0]. Did you mean "cores"?',
         ),
-        ("name: lab", "colour: red", 'line 1: unknown key "colour" in the cluster. It has: name, hosts'),
-        ("name: T4", "name: T4, indx: 1", 'line 7: unknown key "indx" in a device. Did you mean "index"?'),
-        ("- name: b\n  cores: 2", '- name: b\n  cores: "2"', "line 9: \"cores\" of a host: Input should be a valid integer, not '2'"),
-        ("- name: b", "- cpu: b", 'line 8: a host needs "name"'),
+        ("name: lab", "colour: red", 'line 1: unknown key "colour" in the cluster. Known: name, hosts'),
+        ("name: T4", "name: T4, indx: 1", 'line 7: unknown key "indx" in hosts[0].gpus[0]. Did you mean "index"?'),
+        ("- name: b\n  cores: 2", '- name: b\n  cores: "2"', "line 9: hosts[1].cores should be a whole number, got '2'"),
+        ("- name: b", "- cpu: b", 'line 8: hosts[1] needs the key "name"'),
         ("name: b", "name: a", "two hosts are named 'a'"),
-        ("index: 0", "index: -1", 'line 7: "index" of a device: Input should be greater than or equal to 0, not -1'),
+        ("index: 0", "index: -1", "line 7: hosts[0].gpus[0].index should be at least 0, got -1"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
@@ -57,7 +57,13 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "a cluster is a mapping"), ("- a", "a cluster is a mapping"), ("a: [", "is not valid YAML"), ("\xff", "cannot be read")],
+    [
+        ("", "is empty; a cluster needs at least hosts, emulate or catalogue"),
+        ("- a", "line 1: a cluster is a group of keys with values, such as `emulate: .*`, not a list"),
+        ("a: [", "this is not valid YAML"),
+        ("\xff", "is not UTF-8 text: byte 0 is 0xff"),
+        ("name: a\nname: b", 'line 2: the key "name" is there already, in line 1'),
+    ],
 )
 def test_a_file_that_is_no_cluster_at_all_is_named(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "cluster.yaml"
@@ -67,5 +73,5 @@ def test_a_file_that_is_no_cluster_at_all_is_named(tmp_path: Path, content: str,
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(ClusterError, match=r"nowhere\.yaml: no such file"):
         Cluster.load(tmp_path / "nowhere.yaml")

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.cluster.emulate.rate import bits_per_s
+from paceline.errors import ClusterError
 from paceline.units import count, size
 
 T = TypeVar("T")
@@ -195,16 +196,26 @@ class Cluster(_Part):
         Raises:
             ClusterError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a misspelled one.
         """
-        from paceline.cluster.source import read_cluster
+        from paceline.messages import explain
+        from paceline.yaml_file import FileKind, read_yaml
 
-        return read_cluster(Path(file))
+        example = "`emulate: {hosts: 4, rate: 100mbit}`, or `catalogue: 64x8xH100-SXM, 400gbit`"
+        kind = FileKind("cluster", "hosts, emulate or catalogue", example, ClusterError)
+        values, positions = read_yaml(Path(file), kind)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ClusterError(explain(error, cls, positions, name="cluster")) from None
+        except ClusterError as error:  # this machine cannot be what it is to emulate, or the catalogue has no such thing
+            key = "catalogue" if "catalogue" in values else "emulate"
+            raise ClusterError(f"{positions.place((key,))[1]}: {error}") from error
 
     def to_yaml(self) -> str:
         """The cluster as YAML that `Cluster.load` reads back to an equal cluster (defaults omitted)."""
-        import yaml
+        from paceline.yaml_file import to_yaml
 
         data = self.model_dump(mode="json", exclude_defaults=True, exclude={"hosts"} if self.only_planned else None)
-        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=140, allow_unicode=True)
+        return to_yaml(data, flow=True)
 
     @property
     def only_planned(self) -> bool:

@@ -14,11 +14,21 @@ from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
 from paceline.job.read.imports import import_path_of
-from paceline.job.read.messages import explain
 from paceline.job.spec import Spec
 from paceline.job.stop import StopSpec
+from paceline.messages import explain
 
 Precision = Literal["fp32", "bf16", "fp64"]
+_ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'
+_HINTS = {
+    "accumulate": _ACCUMULATION,
+    "accumulate_steps": _ACCUMULATION,
+    "accumulation": _ACCUMULATION,
+    "accumulation_steps": _ACCUMULATION,
+    "gradient_accumulation": _ACCUMULATION,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "batch_size": 'Did you mean "global_batch", at the top of the job? It counts the samples of an optimizer step over all replicas.',
+}
 
 
 class EvaluateSpec(Spec):
@@ -101,7 +111,8 @@ class Job(Spec):
         try:
             return validate(values)
         except ValidationError as error:
-            raise JobError(explain(error, cls, (info.context or {}).get("positions"))) from None
+            positions = (info.context or {}).get("positions")
+            raise JobError(explain(error, cls, positions, name="job", hints=_HINTS)) from None
 
     @classmethod
     def load(cls, file: str | Path) -> Job:
@@ -111,12 +122,14 @@ class Job(Spec):
             JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
                 misspelled one.
         """
-        from paceline.job.read.yaml_file import read_job
+        from paceline.yaml_file import FileKind, read_yaml
 
-        return read_job(Path(file))
+        kind = FileKind("job", "model, data, loss, optimizer, global_batch and stop", "`model: mlp`", JobError)
+        values, positions = read_yaml(file := Path(file), kind)
+        return cls.model_validate(values, context={"base": file.parent.resolve(), "positions": positions})
 
     def to_yaml(self) -> str:
         """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""
-        from paceline.job.read.yaml_file import to_yaml
+        from paceline.yaml_file import to_yaml
 
         return to_yaml(self.model_dump(mode="json", exclude_defaults=True))

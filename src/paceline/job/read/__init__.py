@@ -1,4 +1,1 @@
-"""Readers of job files: YAML with line numbers, import paths, and helpful error messages.
-
-Read `yaml_file.py` first, then `messages.py`.
-"""
+"""Names in a job: code by import path, and models by their dimensions."""

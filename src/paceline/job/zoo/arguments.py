@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import JobError
-from paceline.job.read.messages import wrong_value
+from paceline.messages import wrong_value
 from paceline.nearest import nearest
 
 

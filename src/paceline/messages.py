@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, Union, get_args, get_origin
 
-from pydantic import JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.job.spec import Spec
 from paceline.nearest import closest, nearest
 
-Path: TypeAlias = tuple[str | int, ...]  # keys and list indices, from the top of the job down
-_Located: TypeAlias = tuple[Path, type[Spec] | None, ErrorDetails]  # with the spec that has, or lacks, the path's last key
-
-_ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'
-_HINTS = {
-    "accumulate": _ACCUMULATION,
-    "accumulate_steps": _ACCUMULATION,
-    "accumulation": _ACCUMULATION,
-    "accumulation_steps": _ACCUMULATION,
-    "gradient_accumulation": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "batch_size": 'Did you mean "global_batch", at the top of the job? It counts the samples of an optimizer step over all replicas.',
-}
+Path: TypeAlias = tuple[str | int, ...]  # keys and list indices, from the top of the file down
+_Located: TypeAlias = tuple[Path, type[BaseModel] | None, ErrorDetails]  # with the spec that has, or lacks, the path's last key
 
 
 class Positions(Protocol):
-    """Line numbers of a job file's keys, for the start of each message."""
+    """Line numbers of a file's keys, for the start of each message."""
 
     def place(self, path: Path) -> tuple[int, str]:
         """Position of the deepest existing key on `path`: `(line, "examples/digits.yaml, line 7")`; line 0 for none."""
 
 
-def explain(error: ValidationError, spec: type[Spec], positions: Positions | None = None) -> str:
+def explain(
+    error: ValidationError,
+    spec: type[BaseModel],
+    positions: Positions | None = None,
+    *,
+    name: str,
+    hints: Mapping[str, str] = {},
+) -> str:
     """All findings of `error`, one per line, in the order of the file.
 
     Each starts with its place if `positions` are given.
+
+    Args:
+        spec: model of the whole file.
+        name: of what the file describes: `job`.
+        hints: what to do about some unknown keys.
     """
+    about = _File(spec, name, hints)
     findings: dict[str, int] = {}
     located: list[_Located] = [(*_named(details["loc"], spec), details) for details in error.errors(include_url=False)]
     for path, group in itertools.groupby(_without_misspelled(located), key=lambda entry: entry[0]):
@@ -47,11 +49,25 @@ def explain(error: ValidationError, spec: type[Spec], positions: Positions | Non
         entries = list(group)  # several where a value may be of several types and is of none
         wanted = [_WANTED[details["type"]] for _, _, details in entries if details["type"] in _WANTED]
         if len(wanted) == len(entries):
-            text = f"{_dotted(path)} should be {' or '.join(wanted)}, got {_shown(entries[0][2]['input'])}"
+            text = f"{about.dotted(path)} should be {' or '.join(wanted)}, got {_shown(entries[0][2]['input'])}"
         else:
-            text = "\n".join(_finding(details, path, owner, spec) for _, owner, details in entries)
+            text = "\n".join(_finding(details, path, owner, about) for _, owner, details in entries)
         findings[f"{place}: {text}" if place else text] = line
     return "\n".join(sorted(findings, key=lambda text: findings[text]))
+
+
+@dataclass(frozen=True)
+class _File:
+    """The file whose mistakes are told."""
+
+    spec: type[BaseModel]
+    name: str
+    hints: Mapping[str, str]
+
+    def dotted(self, path: Path) -> str:
+        """The path as text: `hosts[0].cores`; `the job` for its top."""
+        text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+        return text.removeprefix(".") or f"the {self.name}"
 
 
 def wrong_value(details: ErrorDetails) -> str:
@@ -103,47 +119,48 @@ def _without_misspelled(located: list[_Located]) -> list[_Located]:
     return [entry for entry in located if entry[2]["type"] != "missing" or entry[0] not in meant]
 
 
-def _finding(details: ErrorDetails, path: Path, owner: type[Spec] | None, job: type[Spec]) -> str:
+def _finding(details: ErrorDetails, path: Path, owner: type[BaseModel] | None, about: _File) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind in ("extra_forbidden", "invalid_key"):
-        return _unknown_key(path, owner, job)
+        return _unknown_key(path, owner, about)
     if kind == "missing":
         last = path[-1]
-        return f"{_dotted(path[:-1])} has too few entries" if isinstance(last, int) else f'{_dotted(path[:-1])} needs the key "{last}"'
+        return (
+            f"{about.dotted(path[:-1])} has too few entries"
+            if isinstance(last, int)
+            else f'{about.dotted(path[:-1])} needs the key "{last}"'
+        )
     if kind == "union_tag_invalid":
         kinds = [k.strip("'") for k in context["expected_tags"].split(", ")]
-        return f'{_dotted(path)} has no kind "{context["tag"]}". {nearest(context["tag"], kinds)}'
+        return f'{about.dotted(path)} has no kind "{context["tag"]}". {nearest(context["tag"], kinds)}'
     if kind == "union_tag_not_found":
         kinds = [
-            tag for part in _specs(job.model_fields[str(path[-1])].annotation) for tag in get_args(part.model_fields["kind"].annotation)
+            tag
+            for part in _specs(about.spec.model_fields[str(path[-1])].annotation)
+            for tag in get_args(part.model_fields["kind"].annotation)
         ]
-        return f'{_dotted(path)} needs the key "kind". {nearest("", kinds)}'
+        return f'{about.dotted(path)} needs the key "kind". {nearest("", kinds)}'
     if kind == "value_error":
-        return f"{_dotted(path)}: {wrong_value(details)}" if path else wrong_value(details)
-    return f"{_dotted(path)} {wrong_value(details)}"
+        return f"{about.dotted(path)}: {wrong_value(details)}" if path else wrong_value(details)
+    return f"{about.dotted(path)} {wrong_value(details)}"
 
 
-def _unknown_key(path: Path, owner: type[Spec] | None, job: type[Spec]) -> str:
+def _unknown_key(path: Path, owner: type[BaseModel] | None, about: _File) -> str:
     key, known = str(path[-1]), list(owner.model_fields) if owner else []
-    text = f'unknown key "{key}" in {_dotted(path[:-1])}. '
-    if key in _HINTS:
-        return text + _HINTS[key]
+    text = f'unknown key "{key}" in {about.dotted(path[:-1])}. '
+    if key in about.hints:
+        return text + about.hints[key]
     if key != "name":  # which several parts have
-        homes = [f'under "{section}"' for section in _sections_with(key, job) if section != path[0]]
-        if key in job.model_fields:
-            homes.append("at the top of the job")
+        homes = [f'under "{section}"' for section in _sections_with(key, about.spec) if section != path[0]]
+        if key in about.spec.model_fields:
+            homes.append(f"at the top of the {about.name}")
         if homes:
             return f"{text}It belongs {' or '.join(homes)}."
     return text + nearest(key, known)
 
 
-def _sections_with(key: str, job: type[Spec]) -> list[str]:
-    return [name for name, field in job.model_fields.items() if any(key in part.model_fields for part in _specs(field.annotation))]
-
-
-def _dotted(path: Path) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return text.removeprefix(".") or "the job"
+def _sections_with(key: str, spec: type[BaseModel]) -> list[str]:
+    return [name for name, field in spec.model_fields.items() if any(key in part.model_fields for part in _specs(field.annotation))]
 
 
 class _Step(NamedTuple):
@@ -156,14 +173,14 @@ class _Step(NamedTuple):
     internal: bool
 
 
-def _named(location: Path, spec: type[Spec]) -> tuple[Path, type[Spec] | None]:
+def _named(location: Path, spec: type[BaseModel]) -> tuple[Path, type[BaseModel] | None]:
     """The keys of pydantic's `location` and the spec that has (or lacks) the last one.
 
     Pydantic's own entries are left out.
     """
     path: list[str | int] = []
     annotation: Any = spec
-    owner: type[Spec] | None = spec
+    owner: type[BaseModel] | None = spec
     for part in location:
         step = _step(annotation)
         if step.internal:
@@ -201,7 +218,7 @@ def _member(members: Sequence[Any], tag: str) -> Any:
     return None
 
 
-def _below(annotation: Any, part: str | int) -> tuple[type[Spec] | None, Any]:
+def _below(annotation: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
     """The spec that `annotation` is (if any), and the annotation of the value under its key `part`."""
     if _is_spec(annotation):
         field = annotation.model_fields.get(str(part))
@@ -210,12 +227,12 @@ def _below(annotation: Any, part: str | int) -> tuple[type[Spec] | None, Any]:
     return None, values[-1] if values and get_origin(annotation) is not Literal else None
 
 
-def _specs(annotation: Any) -> list[type[Spec]]:
+def _specs(annotation: Any) -> list[type[BaseModel]]:
     return [m for m in _step(annotation).members if _is_spec(m)]
 
 
 def _is_spec(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Spec)
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Reader of job files: YAML that remembers the line of every key for error messages."""
+"""Reader of YAML files that remembers the line of every key, for error messages."""
 
 from __future__ import annotations
 
@@ -10,24 +10,43 @@ from typing import Any
 
 import yaml
 
-from paceline.errors import JobError
-from paceline.job.job import Job
+from paceline.errors import PacelineError
 
 
-def read_job(file: Path) -> Job:
-    """Read a job from a YAML file; relative paths start at the file's own folder.
+@dataclass(frozen=True)
+class FileKind:
+    """Kind of YAML file, for messages.
+
+    Attributes:
+        name: `job`.
+        needs: the keys that it cannot do without, as text.
+        example: a key with its value, in backticks.
+        error: class of its errors.
+    """
+
+    name: str
+    needs: str
+    example: str
+    error: type[PacelineError]
+
+
+def read_yaml(file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions]:
+    """Read the keys and values of a file, and where they stand.
 
     Raises:
-        JobError: the file cannot be read, is not YAML, or has wrong keys or values. Each mistake is a line of its own,
-            with its place.
+        PacelineError: of the kind's class; the file cannot be read, is not YAML, or not a mapping. Names the line.
     """
-    values, positions = _parse(_read_text(file), file)
-    return Job.model_validate(values, context={"base": file.parent.resolve(), "positions": positions})
+    return _parse(_read_text(file, kind), file, kind)
 
 
-def to_yaml(values: dict[str, Any]) -> str:
-    """Plain values as YAML that `read_job` reads back to equal ones."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+def to_yaml(values: dict[str, Any], *, flow: bool = False) -> str:
+    """Plain values as YAML that `read_yaml` reads back to equal ones.
+
+    With `flow`, the innermost lists and mappings are on one line each.
+    """
+    style: dict[str, Any] = {"default_flow_style": None, "width": 140, "allow_unicode": True} if flow else {}
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, **style)
+    return text
 
 
 @dataclass(frozen=True)
@@ -62,37 +81,38 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
-def _read_text(file: Path) -> str:
+def _read_text(file: Path, kind: FileKind) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise JobError(f"{file}: no such file") from None
+        raise kind.error(f"{file}: no such file") from None
     except IsADirectoryError:
-        raise JobError(f"{file} is a folder; name the job's YAML file in it") from None
+        raise kind.error(f"{file} is a folder; name the {kind.name}'s YAML file in it") from None
     except UnicodeDecodeError as error:
-        raise JobError(f"{file} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+        raise kind.error(f"{file} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
     except OSError as error:
-        raise JobError(f"{file} cannot be read: {error.strerror}") from None
+        raise kind.error(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _parse(text: str, file: Path) -> tuple[dict[Any, Any], YamlPositions]:
+def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions]:
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
-            raise JobError(f"{file} is empty; a job needs at least model, data, loss, optimizer, global_batch and stop")
+            raise kind.error(f"{file} is empty; a {kind.name} needs at least {kind.needs}")
         if not isinstance(root, yaml.MappingNode):
             found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise JobError(f"{file}, line {_line(root)}: a job is a group of keys with values, such as `model: mlp`, not {found}")
+            wanted = f"a {kind.name} is a group of keys with values, such as {kind.example}"
+            raise kind.error(f"{file}, line {_line(root)}: {wanted}, not {found}")
         if repeated := "\n".join(f"{file}, {finding}" for finding in _repeated_keys(root, set())):
-            raise JobError(repeated)
+            raise kind.error(repeated)
         return loader.construct_document(root), YamlPositions(file, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise JobError(f"{file}{place}: this is not valid YAML: {error.problem or error.context}") from None
+        raise kind.error(f"{file}{place}: this is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character that YAML does not allow; a date that does not exist
-        raise JobError(f"{file}: this is not valid YAML: {' '.join(str(error).split())}") from None
+        raise kind.error(f"{file}: this is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[str]:
