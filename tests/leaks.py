@@ -141,10 +141,15 @@ def _shared_memory() -> set[str]:
 
 
 def _used_by_others(segment: str, ours: set[int]) -> bool:
-    needle = f"/dev/shm/{segment}"
+    """True if another process maps the segment. By inode: a semaphore is mapped before it gets its name."""
+    try:
+        inode = str(os.stat(f"/dev/shm/{segment}").st_ino)
+    except FileNotFoundError:
+        return True
     for pid in set(psutil.pids()) - ours:
         with suppress(OSError):
-            if needle in Path(f"/proc/{pid}/maps").read_text():
+            mapped = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+            if any(len(fields) > 5 and fields[4] == inode and fields[5].startswith("/dev/shm/") for fields in mapped):
                 return True
     return False
 

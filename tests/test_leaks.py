@@ -1,6 +1,7 @@
 """The check that every test gets does see what a test leaves behind."""
 
 import mmap
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -9,12 +10,13 @@ import tempfile
 import threading
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from leaks import Snapshot
+from leaks import Snapshot, _used_by_others
 
 
 @pytest.fixture
@@ -82,3 +84,10 @@ def test_changed_settings_are_seen_and_put_back(before: Snapshot) -> None:
     assert "PACELINE_NEW" not in os.environ
     assert os.getcwd() == folder
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_semaphore_is_whose_process_maps_it_though_it_is_mapped_under_another_name() -> None:
+    lock: Any = multiprocessing.get_context("spawn").Lock()
+    name = f"sem.{lock._semlock.name.removeprefix('/')}"
+    assert _used_by_others(name, ours=set())
+    assert not _used_by_others(name, ours={os.getpid()})

@@ -104,5 +104,7 @@ class StepSignals:
         return Agreed(loss * rescale, rescale, votes, slowest_s)
 
     def _rescale(self, items: float) -> float:
+        if items == 1.0 or items <= 0.0:
+            return 1.0
         rounding = 16 * torch.finfo(self.tensor.dtype).eps
-        return 1.0 if abs(items - 1.0) < rounding or items <= 0.0 else 1.0 / items
+        return 1.0 if abs(items - 1.0) < rounding else 1.0 / items

@@ -17,7 +17,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate.hosts import LinkBytes
 from paceline.console import Console as SafeConsole
-from paceline.deferred_compiler import COMPILER
+from paceline.deferred_compiler import COMPILER, defer_compiler
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
@@ -81,6 +81,7 @@ def train(
     job.model.must_be_at_hand()
     cluster = to_run_on(cluster)
     if is_rank():
+        defer_compiler()
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     console.print(cluster.describe(), highlight=False, markup=False)
