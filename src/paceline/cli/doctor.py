@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Host
     from paceline.cluster.doctor import probe
     from paceline.cluster.doctor.checks import Finding
-    from paceline.comm.measure import speed
+    from paceline.comm.measure import calls, speed
 
 EXAMPLE = "Example: paceline doctor --json"
 _WIDTH = 100
@@ -156,19 +156,21 @@ def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -
                 measured.failures.append(f"all-reduce of {ranks} ranks: {error}")
                 continue
         measured.collectives.append(found.speeds)
+        wrong = [f"{s.label} of {s.size_bytes} bytes: {s.wrong} numbers are wrong" for s in found.speeds if s.wrong]
+        measured.failures.extend(wrong)
         if found.note is not None:
             measured.failures.append(f"all-reduce of {ranks} ranks over shared memory: {found.note}")
 
 
-def _collectives(ranks: int, variables: Mapping[str, str]) -> speed.Speeds:
+def _collectives(ranks: int, variables: Mapping[str, str]) -> calls.Speeds:
     from paceline.launch.place import on_this_machine
     from paceline.launch.run_on_ranks import run_on_ranks
     from paceline.launch.seed import warm_up
 
     warm_up()
-    from paceline.comm.measure.speed import SIZES, measure_on_rank
+    from paceline.comm.measure.calls import SIZES, measure_all_reduces
 
-    return run_on_ranks(measure_on_rank, SIZES, places=on_this_machine(ranks), env=variables)[0]
+    return run_on_ranks(measure_all_reduces, SIZES, places=on_this_machine(ranks), env=variables)[0]
 
 
 # On the screen

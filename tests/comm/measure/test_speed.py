@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.comm.backend import joined
-from paceline.comm.measure.speed import SIZES, CollectiveSpeed, measure, measure_on_rank
+from paceline.comm.measure.calls import SIZES, measure_all_reduces, measure_call
+from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.launch.place import on_this_machine
 from paceline.launch.run_on_ranks import run_on_ranks
 from ranks import Ranks
@@ -20,7 +21,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 def test_ranks_started_for_it_measure_every_transport() -> None:
-    found, other = run_on_ranks(measure_on_rank, SIZES, places=on_this_machine(2))
+    found, other = run_on_ranks(measure_all_reduces, SIZES, places=on_this_machine(2))
     assert found == other
     transports = ["gloo"] if found.note else ["gloo", "shm"]  # a note says why there is no shared memory
     assert [(s.size_bytes, s.transport) for s in found.speeds] == [(size, name) for size in SIZES for name in transports]
@@ -29,7 +30,7 @@ def test_ranks_started_for_it_measure_every_transport() -> None:
 
 def one_size() -> Any:
     with joined(deadline_s=30) as group:
-        return measure(group, 2**10)
+        return measure_call(group, "all_reduce", 2**10)
 
 
 def test_every_rank_gets_the_time_of_the_slowest(ranks: Ranks) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.allreduce.algorithms import Algorithm
+from paceline.comm.backend import joined
+from paceline.comm.c10d.transport import register
 from paceline.comm.group import Group
-from paceline.comm.measure.speed import CollectiveSpeed, median_s, timed
+from paceline.comm.measure.speed import CollectiveSpeed, repeats_within, timed
 
 _PERIOD = 251  # of the numbers in a buffer: a prime, so that a block that lands in the wrong place does not look right
+_BUDGET_S, _CALLS = 0.25, (5, 200)  # of each measurement
+_LONG_S = 0.2  # a call of so long is not repeated
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,11 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
     per_call = 2 if collective == "send_receive" else 1  # there and back
     try:
         call.fill()
-        one_s = timed(group, call.run, 1)
+        one_s = timed(group, call.run)
         wrong = call.wrong()
         call.clear()
-        time_s, calls = median_s(group, call.run, one_s)
+        calls = 1 if one_s > _LONG_S else repeats_within(one_s, _BUDGET_S, _CALLS)
+        time_s = timed(group, call.run, calls) if calls > 1 else one_s
         if calls > 1:
             call.fill()
             call.run()
@@ -68,6 +76,44 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
         calls=calls,
         wrong=int(everywhere.item()),
     )
+
+
+SIZES = (2**10, 2**20, 2**24)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """One launch's measurements. `note` says why a faster transport was not among them, or is None."""
+
+    speeds: list[CollectiveSpeed]
+    note: str | None = None
+
+
+def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
+    """Join the other ranks of a launch, and measure all-reduces: over gloo beside shared memory, too."""
+    with (
+        joined(deadline_s=60) as group,
+        over(group, "gloo" if group.transport.shares_memory else group.transport.name) as other,
+    ):
+        groups = dict.fromkeys((other, group))
+        speeds = [measure_call(each, "all_reduce", size) for size in sizes for each in groups]
+        group.barrier()
+        return Speeds(speeds, group.transport_note)
+
+
+@contextmanager
+def over(group: Group, transport: str) -> Iterator[Group]:
+    """A group of the same ranks over a transport; the group itself where it is over that one."""
+    if transport == group.transport.name:
+        yield group
+        return
+    register(transport)
+    backend = dist.new_group(backend=transport, timeout=timedelta(seconds=group.deadline_s))
+    other = Group(group.rank, group.size, backend, deadline_s=group.deadline_s, hosts=group.hosts)
+    try:
+        yield other
+    finally:
+        other.close()
 
 
 def pair(hosts: Sequence[int]) -> tuple[int, int]:

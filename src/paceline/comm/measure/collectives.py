@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from paceline.comm.backend import joined
-from paceline.comm.c10d.transport import register
 from paceline.comm.group import Group
+from paceline.comm.measure.calls import over
+from paceline.comm.measure.speed import repeats_within, timed, timed_with_cpu
 from paceline.planner.calibrate import Collective
 
 SIZES = (2**10, 2**16, 2**20, 2**22)
@@ -32,24 +28,9 @@ def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collect
     """The all-reduce, all-gather, reduce-scatter and message over each transport. Every rank calls this, and gets the same."""
     found = []
     for transport in transports:
-        with _over(group, transport) as ranks:
+        with over(group, transport) as ranks:
             found += [_measured(ranks, transport, name) for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")]
     return found
-
-
-@contextmanager
-def _over(group: Group, transport: str) -> Iterator[Group]:
-    """A group of the same ranks over another transport."""
-    if transport == group.transport.name:
-        yield group
-        return
-    register(transport)
-    backend = dist.new_group(backend=transport, timeout=timedelta(seconds=group.deadline_s))
-    other = Group(group.rank, group.size, backend, deadline_s=group.deadline_s, hosts=group.hosts)
-    try:
-        yield other
-    finally:
-        other.close()
 
 
 def _measured(group: Group, transport: str, name: str) -> Collective:
@@ -61,13 +42,9 @@ def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
     """Wall-clock seconds of a call on the slowest rank, and mean CPU seconds."""
     call, per_call = _call(group, name, size_bytes // 4)
     for _ in range(2):
-        one_s = _timed(call)
-    count = min(max(_CALLS[0], int(_BUDGET_S / max(_agreed(group, one_s, "max"), 1e-6))), _CALLS[1])
-    group.barrier()
-    cpu_s = time.process_time()
-    times_s = [_timed(call) for _ in range(count)]
-    cpu_s = (time.process_time() - cpu_s) / count
-    return _agreed(group, statistics.median(times_s), "max") / per_call, _agreed(group, cpu_s, "mean") / per_call
+        one_s = timed(group, call)
+    time_s, cpu_s = timed_with_cpu(group, call, repeats_within(one_s, _BUDGET_S, _CALLS))
+    return time_s / per_call, cpu_s / per_call
 
 
 def _call(group: Group, name: str, numel: int) -> tuple[Callable[[], None], int]:
@@ -89,15 +66,3 @@ def _call(group: Group, name: str, numel: int) -> tuple[Callable[[], None], int]
             group.send(whole, 0)
 
     return there_and_back, 2
-
-
-def _timed(call: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _agreed(group: Group, value: float, op: str) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64)
-    group.all_reduce(tensor, op)  # type: ignore[arg-type]
-    return float(tensor)

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from paceline.comm.backend import joined
 from paceline.comm.group import Group
-
-SIZES = (2**10, 2**20, 2**24)
-_BUDGET_S = 0.25  # per size
-_REPEATS = (5, 200)  # at least, at most
-_LONG_S = 0.2  # a call of so long is not repeated
 
 # Bus bandwidth / algorithm bandwidth over n ranks, by collective:
 # the share of the size that has to pass each rank's link, each way.
@@ -73,71 +65,29 @@ class CollectiveSpeed:
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """One launch's measurements. `note` says why a faster transport was not among them, or is None."""
-
-    speeds: list[CollectiveSpeed]
-    note: str | None = None
+def timed(group: Group, call: Callable[[], object], repeats: int = 1) -> float:
+    """The slowest rank's median seconds of `repeats` calls, the same on every rank. All ranks begin at the same time."""
+    return timed_with_cpu(group, call, repeats)[0]
 
 
-def measure_on_rank(sizes: tuple[int, ...]) -> Speeds:
-    """Measure all-reduces of these sizes on every transport of this launch's ranks. Every rank gets the same."""
-    with joined(deadline_s=60) as group, _beside(group) as others:
-        speeds = [measure(each, size) for size in sizes for each in (*others, group)]
-        group.barrier()
-        return Speeds(speeds, group.transport_note)
-
-
-def measure(group: Group, size_bytes: int) -> CollectiveSpeed:
-    """Time all-reduces of a tensor of `group.empty`. Every rank of the group calls this, and gets the same."""
-    tensor = group.empty(size_bytes // 4, torch.float32)
-    for _ in range(2):  # the first meets untouched memory, and connections that are still to be made
-        one_s = timed(group, lambda: group.all_reduce(tensor), 1)
-    time_s, calls = median_s(group, lambda: group.all_reduce(tensor), one_s)
-    return CollectiveSpeed(group.transport.name, group.size, size_bytes, time_s, calls=calls)
-
-
-def median_s(group: Group, call: Callable[[], object], one_s: float) -> tuple[float, int]:
-    """The slowest rank's median seconds over repeated calls, and the number of calls.
-
-    Calls are repeated for a quarter of a second. `one_s` is the time of an earlier one, the same on every rank; a long
-    one is taken as it is.
-    """
-    if one_s > _LONG_S:
-        return one_s, 1
-    least, most = _REPEATS
-    repeats = min(max(least, int(_BUDGET_S / one_s)), most)
-    return timed(group, call, repeats), repeats
-
-
-def timed(group: Group, call: Callable[[], object], repeats: int) -> float:
-    """The slowest rank's median time of `repeats` calls, the same on every rank. All ranks begin at the same time."""
+def timed_with_cpu(group: Group, call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Time calls as `timed` does; also the mean CPU seconds of a call over the ranks."""
     wait = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
     times_s = []
     group.barrier()
+    cpu_s = time.process_time()
     for _ in range(repeats):
         started = time.perf_counter()
         call()
         wait()
         times_s.append(time.perf_counter() - started)
-    return _slowest(group, times_s)
+    cpu_s = (time.process_time() - cpu_s) / repeats
+    own = torch.zeros((2, group.size), dtype=torch.float64, device=group.device)
+    own[:, group.rank] = torch.tensor([statistics.median(times_s), cpu_s], dtype=torch.float64)
+    group.all_reduce(own)
+    return float(own[0].max()), float(own[1].mean())
 
 
-def _slowest(group: Group, times_s: Sequence[float]) -> float:
-    median = torch.tensor([statistics.median(times_s)], dtype=torch.float64, device=group.device)
-    group.all_reduce(median, "max")
-    return float(median.item())
-
-
-@contextmanager
-def _beside(group: Group) -> Iterator[list[Group]]:
-    """A group of the same ranks over gloo, if their transport is shared memory."""
-    if not group.transport.shares_memory:
-        yield []
-        return
-    other = Group(group.rank, group.size, dist.new_group(backend="gloo"), deadline_s=group.deadline_s, hosts=group.hosts)
-    try:
-        yield [other]
-    finally:
-        other.backend = None  # as `leave` does: whoever holds it keeps its threads alive
+def repeats_within(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
+    """How often a call that takes `one_s` is repeated to be timed: as the budget allows, within the limits."""
+    return min(max(limits[0], int(budget_s / max(one_s, 1e-9))), limits[1])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 from paceline.comm.group import Group
+from paceline.comm.measure.speed import timed
 
 _SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21  # bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
 _FAST_S = 0.03  # a large message that takes less is repeated with a larger one
@@ -47,7 +46,7 @@ def _latency_s(group: Group, ranks: Sequence[int]) -> float:
 def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed:
     """Latency between two ranks, and bandwidth with `ranks` all sending to the next at once."""
     latency_s = _latency_s(group, pair)
-    _agreed_s(group, _messages(group, ranks, _WARM))  # what a shaped link lets through at once does not tell its rate
+    timed(group, _messages(group, ranks, _WARM))  # what a shaped link lets through at once does not tell its rate
     nbytes, time_s = _LARGE, _quickest_s(group, _messages(group, ranks, _LARGE))
     if time_s < _FAST_S:
         nbytes, time_s = _LARGER, _quickest_s(group, _messages(group, ranks, _LARGER))
@@ -56,7 +55,7 @@ def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed
 
 def _quickest_s(group: Group, call: Callable[[], None]) -> float:
     """The shorter of two times, as other work on the hosts only slows a message."""
-    return min(_agreed_s(group, call) for _ in range(2))
+    return min(timed(group, call) for _ in range(2))
 
 
 def _messages(group: Group, ranks: Sequence[int], nbytes: int) -> Callable[[], None]:
@@ -74,29 +73,15 @@ def _memory(group: Group) -> LinkSpeed:
     host = group.host
     small, large = torch.zeros(_SMALL // 4, device=group.device), host.empty(_MEMORY_BYTES // 4, torch.float32)
     meeting_s = _small_s(group, lambda: host.all_reduce(small))
-    _agreed_s(group, lambda: host.all_reduce(large))  # untouched memory
-    large_s = _agreed_s(group, lambda: host.all_reduce(large))
+    timed(group, lambda: host.all_reduce(large))  # untouched memory
+    large_s = timed(group, lambda: host.all_reduce(large))
     host.release(large)
     return LinkSpeed(meeting_s, _MEMORY_BYTES / max(large_s, 1e-9))
 
 
 def _small_s(group: Group, call: Callable[[], None]) -> float:
     """The median time of a call that takes little, after one that makes connections."""
-    _agreed_s(group, call)
-    once_s = _agreed_s(group, call)
+    timed(group, call)
+    once_s = timed(group, call)
     repeats = min(int(_BUDGET_S / max(once_s, 1e-9)), _MOST)
-    return _agreed_s(group, call, repeats) if repeats > 1 else once_s
-
-
-def _agreed_s(group: Group, call: Callable[[], None], repeats: int = 1) -> float:
-    """The slowest rank's median time of a call, the same number on every rank."""
-    times_s = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        if group.device.type == "cuda":
-            torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - started)
-    slowest = torch.tensor([statistics.median(times_s)], dtype=torch.float64, device=group.device)
-    group.all_reduce(slowest, "max")
-    return float(slowest.item())
+    return timed(group, call, repeats) if repeats > 1 else once_s
