@@ -56,26 +56,22 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """All-gather of `x` along `dim`; the gradient is this rank's slice. Every rank must use the result in the same way."""
-    result: Tensor = _Gather.apply(x, group, dim % x.dim())
-    return result
+    return _applied("gather", x, group, dim)
 
 
 def take(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
     """This rank's part of a replicated `x`; the gradients of the parts are all-gathered."""
-    result: Tensor = _Take.apply(x, group, dim % x.dim())
-    return result
+    return _applied("take", x, group, dim)
 
 
 def gather_partial(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
     """All-gather of `x` whose gradients are partial sums: they are reduce-scattered. Each rank uses the result in another way."""
-    result: Tensor = _GatherPartial.apply(x, group, dim % x.dim())
-    return result
+    return _applied("gather_partial", x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
     """Reduce-scattered sum of `x`; the gradients of the parts are all-gathered."""
-    result: Tensor = _ReduceScatter.apply(x, group, dim % x.dim())
-    return result
+    return _applied("reduce_scatter", x, group, dim)
 
 
 class _Copy(torch.autograd.Function):
@@ -107,48 +103,22 @@ class _Reduce(torch.autograd.Function):
         return copy(grad, ctx.group) if torch.is_grad_enabled() else grad, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
+class _Conjugate(torch.autograd.Function):
+    """One of `_CONJUGATES`; its backward pass is the other of its pair, for gradients of gradients as well."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return take(grad, ctx.group, ctx.dim), None, None
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, name: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.name = group, dim, name
+        return _CONJUGATES[name][0](x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather(grad, ctx.group, ctx.dim), None, None
+        return _applied(_CONJUGATES[ctx.name][1], grad, ctx.group, ctx.dim), None, None, None
 
 
-class _GatherPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _scattered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_partial(grad, ctx.group, ctx.dim), None, None
+def _applied(name: str, x: Tensor, group: Group, dim: int) -> Tensor:
+    result: Tensor = _Conjugate.apply(x, group, dim % x.dim(), name)
+    return result
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:
@@ -201,6 +171,15 @@ def _own(x: Tensor, group: Group, dim: int) -> Tensor:
     if reason := undivided_tokens(x.shape[dim], "tp", group.size):
         raise PlanError(f"sequence=on tp={group.size} {reason}")
     return x.narrow(dim, group.rank * size, size).contiguous()
+
+
+# collective of the forward pass, and the name of the one of its backward pass
+_CONJUGATES: dict[str, tuple[Callable[[Tensor, Group, int], Tensor], str]] = {
+    "gather": (_gathered, "take"),
+    "take": (_own, "gather"),
+    "gather_partial": (_gathered, "reduce_scatter"),
+    "reduce_scatter": (_scattered, "gather_partial"),
+}
 
 
 def _torch_group(group: Group) -> dist.ProcessGroup:
