@@ -24,10 +24,10 @@ demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against
 WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 
 test: check ## Run every check and every test that is not slow.
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-all: check ## Run every check and every test.
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --slow
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --slow
 
 check: $(VENV)/.test ## Run the linters and the type checker.
 	@$(BIN)/ruff check .

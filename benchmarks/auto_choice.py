@@ -4,14 +4,15 @@ All are measured by hand, for the digits and a small GPT.
 
     python benchmarks/auto_choice.py [--json]
 
-Figures, for `digits` and `gpt`, each as its example has it (a run of seconds, in which little or nothing is measured) and as a `long` run:
-- `digits_regret`, `gpt_regret`, `digits_long_regret`, `gpt_long_regret`: step time of the chosen plan without its knobs / that of the best
-  plan measured by hand − 1, in neighbouring blocks; 0 where it is that plan.
+Figures, for `digits` and `gpt`, each as its example has it (a run of seconds, in which little or nothing is measured)
+and as a `long` run:
+- `digits_regret`, `gpt_regret`, `digits_long_regret`, `gpt_long_regret`: step time of the chosen plan without its knobs
+  / that of the best plan measured by hand − 1, in neighbouring blocks; 0 where it is that plan.
 - `digits_gain`, …: step time of the chosen plan with its knobs / that of the plain default.
 - `digits_seconds`, …: what the choice took, on a machine that knows nothing of the job.
 
-By hand, every plan has ranks of its own, as in a run, started anew in each of some rounds over all plans; a block's time is that of
-its slowest rank. `remat` is left out of what is measured by hand: it only saves memory.
+By hand, every plan has ranks of its own, as in a run, started anew in each of some rounds over all plans; a block's
+time is that of its slowest rank. `remat` is left out of what is measured by hand: it only saves memory.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ def main() -> None:
             figures |= figures_of(case, choice, found, auto_plan(job, cluster))
     print(f"\n{environment_line()}")
     if arguments.json:
-        print(json.dumps({"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}))
+        print(
+            json.dumps(
+                {"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}
+            )
+        )
 
 
 @dataclass
@@ -96,7 +101,10 @@ def chosen(job: Job, cluster: Cluster) -> Timed:
 
 
 def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[float]]:
-    """Seconds a step of every plan, round by round; the i-th blocks are neighbours in time. Plans that fail are left out, and told."""
+    """Seconds a step of every plan, round by round; the i-th blocks are neighbours in time.
+
+    Plans that fail are left out, and told.
+    """
     plans = dict.fromkeys([*legal_plans(job, cluster, range(1, RANKS + 1)), *chosen, *map(without_knobs, chosen)])
     times: dict[Plan, list[float]] = {plan: [] for plan in plans}
     with tempfile.TemporaryDirectory() as folder:

@@ -4,18 +4,21 @@ gloo is PyTorch's transport for CPUs; all ranks are on one host.
 
     python benchmarks/collectives.py [--json]
 
-Figures, of fp32 all-reduces of 1 KiB to 64 MiB on 2 and 4 ranks of one thread, called as users do: `dist.all_reduce(tensor, group=…)`:
-- `smallest_ratio_to_gloo`, `median_ratio_to_gloo`: gloo's time / ours, the smallest and the median over all sizes and both numbers of
-  ranks; tensors that live in shared memory (from `Group.empty`, as paceline's gradients do).
-- `smallest_ratio_to_gloo_private`, `median_ratio_to_gloo_private`: the same for ordinary tensors, which are copied in and out.
-- `large_share_of_memory_bandwidth`: the least time that the memory allows / ours, in place, the smaller one of 16 and 64 MiB, 2 ranks.
-  An all-reduce of n bytes on W ranks has to read W n bytes and to write W n bytes. The bandwidth is that of all ranks (but no more than
-  there are cores) copying private buffers of 64 MiB at once, bytes read + bytes written; copying takes turns with the all-reduces. More
-  than 1 is possible: a copy has the processor read what it overwrites, which nobody counts, and a sum in place has read it anyway.
+Figures, of fp32 all-reduces of 1 KiB to 64 MiB on 2 and 4 ranks of one thread, called as users do:
+`dist.all_reduce(tensor, group=…)`:
+- `smallest_ratio_to_gloo`, `median_ratio_to_gloo`: gloo's time / ours, the smallest and the median over all sizes and
+  both numbers of ranks; tensors that live in shared memory (from `Group.empty`, as paceline's gradients do).
+- `smallest_ratio_to_gloo_private`, `median_ratio_to_gloo_private`: the same for ordinary tensors, which are copied in
+  and out.
+- `large_share_of_memory_bandwidth`: the least time that the memory allows / ours, in place, the smaller one of 16 and
+  64 MiB, 2 ranks. An all-reduce of n bytes on W ranks has to read W n bytes and to write W n bytes. The bandwidth is
+  that of all ranks (but no more than there are cores) copying private buffers of 64 MiB at once, bytes read + bytes
+  written; copying takes turns with the all-reduces. More than 1 is possible: a copy has the processor read what it
+  overwrites, which nobody counts, and a sum in place has read it anyway.
 
-The same processes hold a group of each transport and take turns with them, in blocks of calls of about 20 ms. A block's time is that of
-its slowest rank; each ratio is of neighbouring blocks. Before any time is taken, every result is held to gloo's, and all ranks to the
-same bits. The processes are started anew several times.
+The same processes hold a group of each transport and take turns with them, in blocks of calls of about 20 ms. A block's
+time is that of its slowest rank; each ratio is of neighbouring blocks. Before any time is taken, every result is held
+to gloo's, and all ranks to the same bits. The processes are started anew several times.
 """
 
 from __future__ import annotations
@@ -73,7 +76,10 @@ def main() -> None:
         serve(arguments.serve)
         return
     found = {ranks: all_reduces(ranks) for ranks in (2, 4)}
-    print(f"all-reduce, fp32: microseconds a call (median of {STARTS} x {BLOCKS} blocks), and gloo's time / ours (95 % interval)")
+    print(
+        f"all-reduce, fp32: microseconds a call (median of {STARTS} x {BLOCKS} blocks), and gloo's time / ours "
+        "(95 % interval)"
+    )
     for ranks, by_size in found.items():
         print("\n".join(lines(ranks, by_size)))
     print("worst cases and the other collectives, ordinary tensors; the size is that of a rank's larger buffer")
@@ -120,7 +126,9 @@ def served(ranks: int) -> Ranks:
 def measured(group: Ranks, case: Case) -> Times:
     """The times of a case: of each block those of the slowest rank."""
     answers: list[Times] = group.ask(asdict(case) | {"blocks": BLOCKS, "block_s": BLOCK_S})
-    return {form: [max(block) for block in zip(*(answer[form] for answer in answers), strict=True)] for form in case.forms}
+    return {
+        form: [max(block) for block in zip(*(answer[form] for answer in answers), strict=True)] for form in case.forms
+    }
 
 
 # What the times say
@@ -137,7 +145,9 @@ def share_of_bandwidth(ranks: int, size: int, times_s: Times) -> Interval:
     The copies are those measured beside it; in place.
     """
     bytes_moved, bytes_copied = 2 * ranks * size, 2 * copying(ranks) * COPY_BYTES
-    return median_interval([bytes_moved / bytes_copied * a / b for a, b in zip(times_s[COPY], times_s[SHARED], strict=True)])
+    return median_interval(
+        [bytes_moved / bytes_copied * a / b for a, b in zip(times_s[COPY], times_s[SHARED], strict=True)]
+    )
 
 
 def copying(ranks: int) -> int:
@@ -165,7 +175,10 @@ def lines(ranks: int, by_size: dict[int, Times]) -> Iterator[str]:
     yield f"  {heading(ranks):28} {GLOO:>10} {SHARED:>15} {PRIVATE:>15}   {'ratio in place':30} ratio private"
     for size, times_s in by_size.items():
         gloo, shared, private = (f"{statistics.median(times_s[form]) * 1e6:.1f}" for form in (GLOO, SHARED, PRIVATE))
-        yield (f"  {size_text(size):28} {gloo:>10} {shared:>15} {private:>15}   {ratios(times_s, SHARED)!s:30} {ratios(times_s, PRIVATE)}")
+        yield (
+            f"  {size_text(size):28} {gloo:>10} {shared:>15} {private:>15}   {ratios(times_s, SHARED)!s:30} "
+            f"{ratios(times_s, PRIVATE)}"
+        )
     for size, times_s in by_size.items():
         if COPY in times_s:
             bandwidth = 2 * copying(ranks) * COPY_BYTES / statistics.median(times_s[COPY]) / 1e9
@@ -234,9 +247,13 @@ class Call:
 
 
 def prepared(case: Case, form: str, ours: Group, gloo: dist.ProcessGroup) -> Call:
-    """The call of a form. Tensors hold zeros: sums that are repeated stay what they are, and a sum of zeros takes no less time."""
+    """The call of a form.
+
+    Tensors hold zeros: sums that are repeated stay what they are, and a sum of zeros takes no less time.
+    """
     if form == COPY:
-        source, result = torch.ones(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)  # zeros never written would all be one page
+        # zeros never written would all be one page
+        source, result = torch.ones(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)
         return Call(source, result, partial(result.copy_, source) if ours.rank < copying(ours.size) else lambda: None)
     if form == SHARED:
         tensor = ours.empty(case.numel, torch.float32)

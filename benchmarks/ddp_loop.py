@@ -1,7 +1,9 @@
-"""Data-parallel training as people write it by hand: PyTorch's DistributedDataParallel over gloo, for local_speed.py to compare with.
+"""Data-parallel training as people write it by hand.
 
-It imports nothing of paceline, so that its memory is that of such a script. The folder in the first argument has the data, the weights to
-start from, and the order of the samples; `--bucket-view` is DDP's `gradient_as_bucket_view`.
+PyTorch's DistributedDataParallel over gloo, for local_speed.py to compare with.
+
+It imports nothing of paceline, so that its memory is that of such a script. The folder in the first argument has the
+data, the weights to start from, and the order of the samples; `--bucket-view` is DDP's `gradient_as_bucket_view`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ def cifar_cnn() -> nn.Module:
 def wide() -> nn.Module:
     """25 million parameters, as many as ResNet-50 has, in four layers."""
     return nn.Sequential(
-        nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        nn.Linear(1024, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 10),
     )
 
 
@@ -76,7 +84,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[list[torch.Tensor]], sampler: GivenOrder) -> Iterator[float]:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[list[torch.Tensor]], sampler: GivenOrder
+) -> Iterator[float]:
     """Train; yields the loss of this rank's part of each batch."""
     for inputs, target in batches(loader, sampler):
         optimizer.zero_grad()
@@ -94,11 +104,16 @@ def batches(loader: Iterable[list[torch.Tensor]], sampler: GivenOrder) -> Iterat
 
 
 def answer(losses: Iterator[float], data: Iterator[object]) -> None:
-    """Answer questions on stdin: `["losses", n]` of n steps, `["steps", n]` seconds a step, `["batches", n]` seconds a batch alone."""
+    """Answer questions on stdin.
+
+    `["losses", n]` of n steps, `["steps", n]` seconds a step, `["batches", n]` seconds a batch alone.
+    """
     for line in sys.stdin:
         question, n = json.loads(line)
         found: list[float] | float = (
-            [next(losses) for _ in range(n)] if question == "losses" else timed(losses if question == "steps" else data, n)
+            [next(losses) for _ in range(n)]
+            if question == "losses"
+            else timed(losses if question == "steps" else data, n)
         )
         print(json.dumps(found), flush=True)
 

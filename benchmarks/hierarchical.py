@@ -1,16 +1,23 @@
-"""Adding up over two hosts of two ranks each: by host first (paceline's `hierarchical`), beside gloo's all-reduce over all ranks (`flat`).
+"""Adding up over two hosts of two ranks each.
+
+By host first (paceline's `hierarchical`), beside gloo's all-reduce over all ranks (`flat`).
 
     python benchmarks/hierarchical.py [--json]
 
-Needs root: the hosts are emulated on this machine (network namespaces, links shaped by `tc tbf` to 1 Gbit/s each way). Figures, of fp32
-all-reduces of 16 MiB, in tensors that each form recommends (`empty`), the median over blocks that take turns:
+Needs root: the hosts are emulated on this machine (network namespaces, links shaped by `tc tbf` to 1 Gbit/s each way).
+Figures, of fp32 all-reduces of 16 MiB, in tensors that each form recommends (`empty`), the median over blocks that take
+turns:
 - `ratio_to_flat`: flat's time / hierarchical's.
-- `share_of_link_limit`: the time that 2 (h - 1) / h x 16 MiB take at the link's rate, without any headers / hierarchical's time.
-- `flat_link_bytes`, `hierarchical_link_bytes`: bytes that crossed each host's link each way, headers included / 2 (h - 1) / h x 16 MiB.
-- `median_error_of_formulas`: over all algorithms and 2 to 8 ranks, the median of measured / predicted time or its inverse, whichever is
-  larger; predictions are those of `cluster/doctor/link_speed.py`, from latencies and bandwidths that ranks measured when they met.
+- `share_of_link_limit`: the time that 2 (h - 1) / h x 16 MiB take at the link's rate, without any headers /
+  hierarchical's time.
+- `flat_link_bytes`, `hierarchical_link_bytes`: bytes that crossed each host's link each way, headers included / 2 (h -
+  1) / h x 16 MiB.
+- `median_error_of_formulas`: over all algorithms and 2 to 8 ranks, the median of measured / predicted time or its
+  inverse, whichever is larger; predictions are those of `cluster/doctor/link_speed.py`, from latencies and bandwidths
+  that ranks measured when they met.
 
-A block's time is that of its slowest rank. Before any time is taken, every result is held to the exact one, and all ranks to the same bits.
+A block's time is that of its slowest rank. Before any time is taken, every result is held to the exact one, and all
+ranks to the same bits.
 """
 
 from __future__ import annotations
@@ -57,7 +64,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """The main comparison: times by algorithm, neighbours in time, and bytes over each link and way of one all-reduce."""
+    """The main comparison.
+
+    Times by algorithm, neighbours in time, and bytes over each link and way of one all-reduce.
+    """
 
     times_s: Times
     link_bytes: dict[str, float]
@@ -184,12 +194,16 @@ def figures(found: Found, growth: list[Growth]) -> dict[str, float]:
 
 def comparison_lines(found: Found) -> Iterator[str]:
     """The table of the main comparison."""
-    yield f"all-reduce of 16 MiB fp32 on {HOSTS} hosts x {RANKS_PER_HOST} ranks, links of 1 Gbit/s (median of {STARTS} x {BLOCKS} blocks)"
+    yield (
+        f"all-reduce of 16 MiB fp32 on {HOSTS} hosts x {RANKS_PER_HOST} ranks, links of 1 Gbit/s (median of "
+        f"{STARTS} x {BLOCKS} blocks)"
+    )
     yield f"  {'':14} {'ms':>8} {'bytes over each link':>22} {'x the least':>12}   share of what the link allows"
     for name, times_s in found.times_s.items():
         carried = found.link_bytes[name]
         yield (
-            f"  {name:14} {statistics.median(times_s) * 1e3:8.1f} {carried / 1e6:19.1f} MB {carried / least_bytes():12.2f}   "
+            f"  {name:14} {statistics.median(times_s) * 1e3:8.1f} {carried / 1e6:19.1f} MB "
+            f"{carried / least_bytes():12.2f}   "
             f"{share(found, name)}"
         )
     yield f"  flat's time / hierarchical's: {ratio(found)}"
@@ -197,7 +211,10 @@ def comparison_lines(found: Found) -> Iterator[str]:
 
 def growth_lines(growth: list[Growth]) -> Iterator[str]:
     """The table of how times grow with the ranks."""
-    yield f"growth with the ranks, links of {SCALING_RATE}: ms measured (median of {SCALING_BLOCKS}, 95 % interval) and predicted"
+    yield (
+        f"growth with the ranks, links of {SCALING_RATE}: ms measured (median of {SCALING_BLOCKS}, 95 % interval) "
+        "and predicted"
+    )
     yield f"  {'hosts x ranks':14} {'size':>8} {'algorithm':14} {'measured':>28} {'predicted':>10} {'ratio':>7}"
     for row in growth:
         where, size = f"{row.hosts} x {row.ranks_per_host}", f"{row.nbytes // 1024} KiB"
@@ -219,7 +236,9 @@ def serve() -> None:
         for line in sys.stdin:
             question = json.loads(line)
             if "predict" in question:
-                print(json.dumps({name: each.predicted_s(question["predict"]) for name, each in made.items()}), flush=True)
+                print(
+                    json.dumps({name: each.predicted_s(question["predict"]) for name, each in made.items()}), flush=True
+                )
                 continue
             case = Case(**question)
             algorithm, key = made[case.algorithm], (case.algorithm, case.numel)

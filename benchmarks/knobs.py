@@ -5,11 +5,13 @@ Plans and knobs, those tried and those chosen.
     python benchmarks/knobs.py [--json]
 
 Figures, for each of `cifar_cnn`, `resnet50`, `bert` and `gpt`:
-- `gain_MODEL`: step time of the chosen plan over that of the plan that the search begins with, by the ratios measured in turn; 1 where
-  nothing was better.
-- `seconds_MODEL`: what the choice took, the start of the ranks included. A later start of the same job takes none of them.
+- `gain_MODEL`: step time of the chosen plan over that of the plan that the search begins with, by the ratios measured
+  in turn; 1 where nothing was better.
+- `seconds_MODEL`: what the choice took, the start of the ranks included. A later start of the same job takes none of
+  them.
 
-All data is synthetic. The jobs are of 2,000 steps, to be run ten times; measuring may take a tenth of that, and at most some seconds.
+All data is synthetic. The jobs are of 2,000 steps, to be run ten times; measuring may take a tenth of that, and at most
+some seconds.
 """
 
 from __future__ import annotations

@@ -2,23 +2,26 @@
 
     python benchmarks/local_speed.py [--json]
 
-`cifar_cnn`, 32 samples a rank, 2 ranks of one thread, fp32, AdamW, invented data of CIFAR's shape. DDP runs ddp_loop.py, a
-script as people write it.
+`cifar_cnn`, 32 samples a rank, 2 ranks of one thread, fp32, AdamW, invented data of CIFAR's shape. DDP runs
+ddp_loop.py, a script as people write it.
 
 Figures; step times are compared:
-- `ratio_to_ddp_same_layout`: DDP / paceline, both in the default layout and with the memory-allocator settings of paceline's launcher.
+- `ratio_to_ddp_same_layout`: DDP / paceline, both in the default layout and with the memory-allocator settings of
+  paceline's launcher.
 - `ratio_to_ddp_as_run_same_layout`: the same, DDP with the allocator as torchrun leaves it.
 - `ratio_to_ddp`: DDP as written and as run / paceline with the knobs that it chooses itself.
 - `ratio_to_ddp_equal_allocator`: the same, DDP with those allocator settings.
-- `share_of_no_communication_limit`: two ranks that train alone, side by side and with the same knobs / paceline; the smaller one of both
-  layouts.
-- `memory_ratio_to_ddp`: memory of a rank after 60 steps (proportional set size: shared pages count by their share), paceline / DDP with
-  `gradient_as_bucket_view`, each as run. `memory_ratio_to_ddp_large`: the same for 25 million parameters, after 8 steps.
-- `peak_memory_ratio_to_ddp`, `peak_memory_ratio_to_ddp_large`: the same of the most seen while those steps ran, after two first ones.
+- `share_of_no_communication_limit`: two ranks that train alone, side by side and with the same knobs / paceline; the
+  smaller one of both layouts.
+- `memory_ratio_to_ddp`: memory of a rank after 60 steps (proportional set size: shared pages count by their share),
+  paceline / DDP with `gradient_as_bucket_view`, each as run. `memory_ratio_to_ddp_large`: the same for 25 million
+  parameters, after 8 steps.
+- `peak_memory_ratio_to_ddp`, `peak_memory_ratio_to_ddp_large`: the same of the most seen while those steps ran, after
+  two first ones.
 
-All ways to train are pairs of processes that live side by side and take turns in blocks of 20 steps, so what else the machine does falls
-on all alike. A block's time is that of its slower rank; each ratio is of neighbouring blocks. The pairs are started anew several times.
-Before any time is taken, all that exchange gradients show the same losses.
+All ways to train are pairs of processes that live side by side and take turns in blocks of 20 steps, so what else the
+machine does falls on all alike. A block's time is that of its slower rank; each ratio is of neighbouring blocks. The
+pairs are started anew several times. Before any time is taken, all that exchange gradients show the same losses.
 """
 
 from __future__ import annotations
@@ -89,7 +92,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-speed-") as folder:
         tuned = own_knobs(Path(folder))
         print(f"paceline's own knobs: {tuned}")
-        print(f"cifar_cnn, 32 samples a rank, 2 ranks of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} steps (invented data)")
+        print(
+            f"cifar_cnn, 32 samples a rank, 2 ranks of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} "
+            "steps (invented data)"
+        )
         times_s, data_s = step_times(Path(folder), tuned)
         found = ratios(times_s)
         print("\n".join(lines(times_s, data_s, found)), flush=True)
@@ -101,7 +107,10 @@ def main() -> None:
 
 
 def own_knobs(folder: Path) -> Plan:
-    """The knobs that `--plan auto` finds for this job, measured now, whatever an earlier start found; on two ranks of one thread."""
+    """The knobs that `--plan auto` finds for this job, measured now, whatever an earlier start found.
+
+    On two ranks of one thread.
+    """
     os.environ["XDG_CACHE_HOME"] = str(folder)
     chosen = choose(Job.model_validate(CNN), discover(), lambda line: print(line, flush=True)).plan
     if chosen.dp != 2:
@@ -129,7 +138,14 @@ class Work:
         model = spec.model.build()
         data: Any = spec.data.build(input_shape=spec.model.input_shape(), seed=0).train
         parts = [
-            Partition(spec.partition, samples=len(data), global_batch=spec.global_batch, seed=spec.seed, replica=rank, replicas=2)
+            Partition(
+                spec.partition,
+                samples=len(data),
+                global_batch=spec.global_batch,
+                seed=spec.seed,
+                replica=rank,
+                replicas=2,
+            )
             for rank in range(2)
         ]
         work = {
@@ -138,14 +154,18 @@ class Work:
             "target": data.target,
             "weights": model.state_dict(),
             "batch": spec.global_batch // 2,
-            "orders": [[[i for batch in part.batches(epoch) for i in batch] for part in parts] for epoch in range(EPOCHS)],
+            "orders": [
+                [[i for batch in part.batches(epoch) for i in batch] for part in parts] for epoch in range(EPOCHS)
+            ],
         }
         torch.save(work, folder / "work.pt")
         return cls(folder, job)
 
     def ddp(self, *flags: str, allocator: dict[str, str] | dict[str, None]) -> Ranks:
         """Two ranks of the hand-written loop."""
-        return Ranks([str(Path(__file__).with_name("ddp_loop.py")), str(self.folder), *flags], ranks=2, environment={**allocator})
+        return Ranks(
+            [str(Path(__file__).with_name("ddp_loop.py")), str(self.folder), *flags], ranks=2, environment={**allocator}
+        )
 
     def paceline(self, plan: Plan) -> Ranks:
         """The ranks of a run of paceline; those of `dp=1` are two runs side by side, each of half the batch."""
@@ -198,7 +218,8 @@ def prove_same_work(sides: dict[str, Ranks]) -> None:
         SystemExit: a side does other work than DDP.
     """
     losses = {
-        name: [statistics.fmean(step) for step in zip(*side.ask(["losses", PROOF_STEPS]), strict=True)] for name, side in sides.items()
+        name: [statistics.fmean(step) for step in zip(*side.ask(["losses", PROOF_STEPS]), strict=True)]
+        for name, side in sides.items()
     }
     for name in losses.keys() - {DDP, LIMIT, LIMIT_TUNED}:
         worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[DDP], strict=True))
@@ -272,14 +293,20 @@ def memory_cases() -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def memory_bytes(folder: Path, job: dict[str, Any], steps: int) -> dict[str, Memory]:
-    """The memory of the larger rank, of paceline and DDP; one pair at a time, as what they share would count for less."""
+    """The memory of the larger rank, of paceline and DDP.
+
+    One pair at a time, as what they share would count for less.
+    """
     work = Work.lay_out(Path(tempfile.mkdtemp(dir=folder)) / "work", job)
     found: dict[str, list[Memory]] = {DDP: [], OURS: []}
     for _ in range(MEMORY_STARTS):
         for name, side in ((DDP, work.ddp("--bucket-view", allocator=AS_RUN)), (OURS, work.paceline(SAME_LAYOUT))):
             with side:
                 found[name].append(memory_of(side, steps))
-    return {name: Memory(*(statistics.median(values) for values in zip(*memories, strict=True))) for name, memories in found.items()}
+    return {
+        name: Memory(*(statistics.median(values) for values in zip(*memories, strict=True)))
+        for name, memories in found.items()
+    }
 
 
 def memory_of(side: Ranks, steps: int) -> Memory:

@@ -8,20 +8,22 @@ Every model of `models_cases.py` (Hugging Face configurations, plain modules, an
 these are installed) is checked by the code of `paceline check`, under a plan for each axis and under three products: a
 few steps on real ranks against the same steps of one process in float64. An outcome is one of
 
-- `agree`: loss, gradients, parameters and buffers are those of one process; where rounding in float32 is too large to say, the same plan is
-  checked with `precision=fp64`, as `paceline check` advises;
+- `agree`: loss, gradients, parameters and buffers are those of one process; where rounding in float32 is too large to
+  say, the same plan is checked with `precision=fp64`, as `paceline check` advises;
 - `cannot_tell`: that did not tell either;
 - `refused_before_start`: paceline said before any rank was started why it cannot be, and what to do;
 - `refused_late`: a rank was started, and then refused;
 - `crashed`: a rank raised something else, died, or was not done in time;
 - `wrong`: something else was computed.
 
-Figures: the number of each outcome, over all models and plans; `models`, how many there were; and `agree_AXIS`, the share of agreement
-among the models that the axis can mean anything for. That is part of the list of models, decided before any is tried: `cp` for those with
-attention over tokens, patches or frames; `ep` for mixtures of experts; `dp`, `fsdp` and `pp`, which all divide a batch, for all whose loss
-does not compare its samples with each other; `tp` for all. The other models are tried all the same, and should be refused.
+Figures: the number of each outcome, over all models and plans; `models`, how many there were; and `agree_AXIS`, the
+share of agreement among the models that the axis can mean anything for. That is part of the list of models, decided
+before any is tried: `cp` for those with attention over tokens, patches or frames; `ep` for mixtures of experts; `dp`,
+`fsdp` and `pp`, which all divide a batch, for all whose loss does not compare its samples with each other; `tp` for
+all. The other models are tried all the same, and should be refused.
 
-Ranks are forked from a process that has imported torch once. Each result is printed as it comes; with --json the last line is for machines.
+Ranks are forked from a process that has imported torch once. Each result is printed as it comes; with --json the last
+line is for machines.
 """
 
 from __future__ import annotations
@@ -61,7 +63,13 @@ OUTCOMES = ("agree", "cannot_tell", "refused_before_start", "refused_late", "cra
 STEPS = 2
 _IMPORTS = (  # what ranks would otherwise each import; our own first, which sees to what torchvision lacks
     "models_libraries",
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"),
+    *(
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+    ),
     *("numpy", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils"),
     *("transformers.generation.utils", "transformers.modeling_layers", "transformers.loss.loss_utils"),
     *("paceline.training.loop", "paceline.parity.ranks", "paceline.engine.split_model"),
@@ -97,7 +105,8 @@ def main() -> None:
     axes = arguments.axes.split(",")
     if unknown := [axis for axis in axes if axis not in PLANS]:
         parser.error(f"no axis {', '.join(unknown)}; there are {', '.join(PLANS)}")
-    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)  # where the seed finds models_libraries
+    # where the seed finds models_libraries
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     warm_up(*_IMPORTS)
     results: list[Result] = []
     for case in wanted:
@@ -164,7 +173,9 @@ def table(results: list[Result], axes: list[str]) -> str:
     for axis in axes:
         of_axis = [result for result in results if result.axis == axis]
         counts = Counter(result.outcome for result in of_axis)
-        meant = [result.outcome == "agree" for result in of_axis if all(result.case.means(part) for part in axis.split("+"))]
+        meant = [
+            result.outcome == "agree" for result in of_axis if all(result.case.means(part) for part in axis.split("+"))
+        ]
         share = f"{sum(meant)} of {len(meant)}" if meant else "-"
         lines.append(f"{PLANS[axis]:30}" + "".join(f"{counts[outcome]:22}" for outcome in OUTCOMES) + f"{share:>22}")
     return "\n".join(lines)

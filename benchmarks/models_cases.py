@@ -23,10 +23,12 @@ class Case:
 
     Attributes:
         model: as the `model` of a job; a configuration of transformers under "hf" is written to a file first.
-        tokens: it attends over the tokens of sequences, so `cp` means something. Attention over patches, frames or between an encoder and a
-            decoder counts too.
-        experts: it routes tokens to experts that each are a part of one tensor or a module of a list, so `ep` means something.
-        whole_batch: its loss compares the samples of a batch with each other, so no axis that divides a batch means anything.
+        tokens: it attends over the tokens of sequences, so `cp` means something. Attention over patches, frames or
+            between an encoder and a decoder counts too.
+        experts: it routes tokens to experts that each are a part of one tensor or a module of a list, so `ep` means
+            something.
+        whole_batch: its loss compares the samples of a batch with each other, so no axis that divides a batch means
+            anything.
     """
 
     name: str
@@ -58,7 +60,8 @@ class Case:
             "model": model,
             "data": {"kind": "dataset", "factory": f"{HERE}/models_data.py:samples", "held_out": 0, "args": self.data},
             "loss": self.loss,
-            "optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-3},  # a large eps: where gradients vanish, Adam magnifies rounding
+            # a large eps: where gradients vanish, Adam magnifies rounding
+            "optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-3},
             "global_batch": 8,
             "clip_norm": 1.0,
             "stop": {"steps": 5},
@@ -105,7 +108,15 @@ def _plain() -> Iterator[Case]:
     yield _own("plain", "Translator", {"kind": "source_and_target"}, tokens=True)
     for name in ("PositionBias", "Patches"):
         yield _own("plain", name, {"kind": "images"}, tokens=True)
-    for name in ("SmallGPT", "EinsumAttention", "RotaryGQA", "Universal", "TwicePlaced", "CausalMultihead", "Checkpointed"):
+    for name in (
+        "SmallGPT",
+        "EinsumAttention",
+        "RotaryGQA",
+        "Universal",
+        "TwicePlaced",
+        "CausalMultihead",
+        "Checkpointed",
+    ):
         yield _own("plain", name, {"kind": "next_token"}, tokens=True)
 
 
@@ -120,7 +131,8 @@ def _hugging_face() -> Iterator[Case]:
     for kind, config in models_hf.SEQ2SEQ.items():
         yield _hf(kind, config, "seq2seq_lm", {"kind": "pairs"}, loss="model", tokens=True)
     for kind, config in models_hf.VISION.items():
-        attends = kind in ("vit", "deit", "beit", "dinov2")  # others attend in windows or to a shrunken grid, or not at all
+        # others attend in windows or to a shrunken grid, or not at all
+        attends = kind in ("vit", "deit", "beit", "dinov2")
         size = config.get("image_size", 16)
         yield _hf(kind, config, "image_classification", {"kind": "images", "size": size}, tokens=attends)
     for kind in ("llama", "gpt2"):  # as people train them: padded batches, and the model makes its loss

@@ -56,7 +56,10 @@ def _masked_token(draw: torch.Generator, tokens: int = TOKENS) -> tuple[Tensor, 
 
 
 def _padded(draw: torch.Generator, tokens: int = TOKENS, left: bool = False) -> dict[str, Tensor]:
-    """As tokenizers and collators of transformers make them: padding that the mask leaves out and whose labels are ignored."""
+    """As tokenizers and collators of transformers make them.
+
+    Padding that the mask leaves out and whose labels are ignored.
+    """
     whole, lengths = _tokens(draw, tokens), torch.randint(tokens // 2, tokens + 1, (SAMPLES, 1), generator=draw)
     real = torch.arange(tokens) < lengths
     real = real.flip(1) if left else real

@@ -22,7 +22,15 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "head_dim": 8}
-_GPT = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+_GPT = {
+    "vocab_size": VOCAB,
+    "n_embd": HIDDEN,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _ENCODER_DECODER = {
     "vocab_size": VOCAB,
     "d_model": HIDDEN,
@@ -80,7 +88,12 @@ CAUSAL: dict[str, dict[str, Any]] = {  # model_type: configuration
     "ministral": {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma": _GROUPED,
     "gemma2": {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        **_GROUPED,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2": _GROUPED,
     "qwen3": _GROUPED,
     "phi": _COMMON,
@@ -102,7 +115,14 @@ CAUSAL: dict[str, dict[str, Any]] = {  # model_type: configuration
     "opt": {**_COMMON, "ffn_dim": 64, "word_embed_proj_dim": HIDDEN},
     "bloom": {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": HEADS},
     "falcon": {**_COMMON, "new_decoder_architecture": False, "multi_query": False, "alibi": False},
-    "mpt": {"vocab_size": VOCAB, "d_model": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 64, "expansion_ratio": 2},
+    "mpt": {
+        "vocab_size": VOCAB,
+        "d_model": HIDDEN,
+        "n_layers": LAYERS,
+        "n_heads": HEADS,
+        "max_seq_len": 64,
+        "expansion_ratio": 2,
+    },
     "olmo": _COMMON,
     "olmo2": _COMMON,
     "stablelm": {**_COMMON, "num_key_value_heads": 2},
@@ -169,7 +189,13 @@ MASKED: dict[str, dict[str, Any]] = {
     "electra": {**_COMMON, "embedding_size": 16},
     "albert": {**_COMMON, "embedding_size": 16, "num_hidden_groups": 1},
     "deberta": {**_COMMON, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16},
-    "deberta-v2": {**_COMMON, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "share_att_key": True},
+    "deberta-v2": {
+        **_COMMON,
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 8,
+        "share_att_key": True,
+    },
     "distilbert": {
         "vocab_size": VOCAB,
         "dim": HIDDEN,
@@ -179,7 +205,13 @@ MASKED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "mpnet": {**_COMMON, "pad_token_id": 1},
-    "modernbert": {**_COMMON, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 3, "sep_token_id": 4},
+    "modernbert": {
+        **_COMMON,
+        "local_attention": 8,
+        "global_attn_every_n_layers": 2,
+        "cls_token_id": 3,
+        "sep_token_id": 4,
+    },
     "fnet": _COMMON,
     "roformer": {**_COMMON, "embedding_size": HIDDEN},
     "squeezebert": {
@@ -226,7 +258,14 @@ VISION: dict[str, dict[str, Any]] = {
         "window_size": 4,
         "num_labels": CLASSES,
     },
-    "convnext": {"image_size": 16, "patch_size": 2, "num_stages": 2, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": CLASSES},
+    "convnext": {
+        "image_size": 16,
+        "patch_size": 2,
+        "num_stages": 2,
+        "hidden_sizes": [16, 32],
+        "depths": [2, 2],
+        "num_labels": CLASSES,
+    },
     "resnet": {
         "embedding_size": 8,
         "hidden_sizes": [8, 16],

@@ -1,4 +1,7 @@
-"""Plain modules for `benchmarks/models.py`, written as people write them: no base class, no thought of how they are split."""
+"""Plain modules for `benchmarks/models.py`, written as people write them.
+
+No base class, no thought of how they are split.
+"""
 
 # mypy: disable-error-code="no-any-return, attr-defined, index, union-attr, operator, arg-type, misc"
 
@@ -129,7 +132,9 @@ class SmallGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         modules = {"wte": nn.Embedding(VOCAB, WIDTH), "wpe": nn.Embedding(64, WIDTH)}
-        self.transformer = nn.ModuleDict({**modules, "h": nn.ModuleList([_GPTBlock() for _ in range(2)]), "ln_f": nn.LayerNorm(WIDTH)})
+        self.transformer = nn.ModuleDict(
+            {**modules, "h": nn.ModuleList([_GPTBlock() for _ in range(2)]), "ln_f": nn.LayerNorm(WIDTH)}
+        )
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 
@@ -144,7 +149,11 @@ class SmallGPT(nn.Module):
 class _HandMade(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.register_buffer("mask", torch.tril(torch.ones(TOKENS, TOKENS)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +208,11 @@ class _RotaryBlock(nn.Module):
         h = self.norm1(x)
         q, (k, v) = self.wq(h).view(n, t, HEADS, 8), self.wkv(h).view(n, t, 2, HEADS // 2, 8).unbind(2)
         q, k = _rotated(q, freqs), _rotated(k, freqs)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(2, 1), v.transpose(1, 2).repeat_interleave(2, 1)
+        q, k, v = (
+            q.transpose(1, 2),
+            k.transpose(1, 2).repeat_interleave(2, 1),
+            v.transpose(1, 2).repeat_interleave(2, 1),
+        )
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.wo(h.transpose(1, 2).reshape(n, t, c))
         h = self.norm2(x)
@@ -243,8 +256,12 @@ class Autoencoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.LeakyReLU(0.2))
-        self.decoder = nn.Sequential(nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1), nn.LeakyReLU(0.2)
+        )
+        self.decoder = nn.Sequential(
+            nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.ConvTranspose2d(8, 3, 4, 2, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x))
@@ -316,7 +333,9 @@ def weight_normed() -> nn.Module:
 def discriminator() -> nn.Module:
     """Convolutions under spectral norm, whose buffers change in every forward pass."""
     first, second = spectral_norm(nn.Conv2d(3, 8, 4, 2, 1)), spectral_norm(nn.Conv2d(8, 16, 4, 2, 1))
-    return nn.Sequential(first, nn.LeakyReLU(0.1), second, nn.LeakyReLU(0.1), nn.Flatten(), spectral_norm(nn.Linear(256, CLASSES)))
+    return nn.Sequential(
+        first, nn.LeakyReLU(0.1), second, nn.LeakyReLU(0.1), nn.Flatten(), spectral_norm(nn.Linear(256, CLASSES))
+    )
 
 
 class PositionBias(nn.Module):
@@ -416,7 +435,9 @@ class NestedHeads(nn.Module):
 
 def two_losses(output: dict[str, Tensor], target: Tensor) -> Tensor:
     """The classes, and the size of the class number."""
-    return F.cross_entropy(output["classes"], target) + 0.1 * F.mse_loss(output["size"].squeeze(-1), target.to(output["size"].dtype))
+    return F.cross_entropy(output["classes"], target) + 0.1 * F.mse_loss(
+        output["size"].squeeze(-1), target.to(output["size"].dtype)
+    )
 
 
 class Temporal(nn.Module):
@@ -439,8 +460,14 @@ class ListOfExperts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.gate, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 4, bias=False), nn.Linear(WIDTH, VOCAB)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(4)])
+        self.embedding, self.gate, self.head = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Linear(WIDTH, 4, bias=False),
+            nn.Linear(WIDTH, VOCAB),
+        )
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(4)]
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -464,7 +491,9 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
-        return self.generator(self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
+        return self.generator(
+            self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True)
+        )
 
 
 class CausalMultihead(nn.Module):

@@ -5,15 +5,17 @@ The checkpoints are asynchronous; the cost is that while one is written.
     python benchmarks/overhead.py [--json]
 
 Figures:
-- `ratio_to_plain_loop`: step time of `paceline train` / of a plain loop, all settings equal: one rank of one thread; same model, weights,
-  batches and optimizer, and the memory-allocator settings that paceline's launcher gives to its ranks on both sides. It is the cost of
-  paceline's own code.
-- `ratio_to_default_allocator`: the same, the plain loop as `python` runs it, without those settings (they spare page faults).
-- `checkpoint_stall_share`: how much longer a step takes while a checkpoint of 200 MB is written beside it, as a share of a quiet step.
+- `ratio_to_plain_loop`: step time of `paceline train` / of a plain loop, all settings equal: one rank of one thread;
+  same model, weights, batches and optimizer, and the memory-allocator settings that paceline's launcher gives to its
+  ranks on both sides. It is the cost of paceline's own code.
+- `ratio_to_default_allocator`: the same, the plain loop as `python` runs it, without those settings (they spare page
+  faults).
+- `checkpoint_stall_share`: how much longer a step takes while a checkpoint of 200 MB is written beside it, as a share
+  of a quiet step.
 
-The loops run in processes of their own, in turn, in blocks of 20 steps, so what else the machine does falls on all alike. Each
-ratio is of neighbouring blocks. Processes are started anew several times, as the place of the weights in memory alone moves a step by
-some per cent.
+The loops run in processes of their own, in turn, in blocks of 20 steps, so what else the machine does falls on all
+alike. Each ratio is of neighbouring blocks. Processes are started anew several times, as the place of the weights in
+memory alone moves a step by some per cent.
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ def main() -> None:
         return
     times_s = step_times()
     ratio, equal = (median_interval(quotients(times_s[OURS], times_s[other])) for other in (PLAIN, PLAIN_ALLOCATOR))
-    print(f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} steps (synthetic data)")
+    print(
+        f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} "
+        "steps (synthetic data)"
+    )
     for name, values in times_s.items():
         print(f"  {name:28} {statistics.median(values) * 1e3:8.3f} ms a step (median)")
     print(f"  paceline / plain loop                  {ratio}  median of neighbouring blocks, 95 % interval")
@@ -96,7 +101,11 @@ def main() -> None:
     print(f"  steps slower by              {share} of a quiet step")
     print(environment_line())
     if arguments.json:
-        figures = {"ratio_to_plain_loop": equal.middle, "ratio_to_default_allocator": ratio.middle, "checkpoint_stall_share": share.middle}
+        figures = {
+            "ratio_to_plain_loop": equal.middle,
+            "ratio_to_default_allocator": ratio.middle,
+            "checkpoint_stall_share": share.middle,
+        }
         print(json.dumps({"figures": figures, "environment": environment()}))
 
 
@@ -169,7 +178,10 @@ def serve(kind: str) -> None:
 
 
 def beside_checkpoints(loop: Loop, steps: Generator[float, None, None]) -> dict[str, list[float]]:
-    """For each checkpoint: the slow-down of the steps beside it, quiet steps before and after it, the time to write it."""
+    """For each checkpoint.
+
+    The slow-down of the steps beside it, quiet steps before and after it, the time to write it.
+    """
     timed(steps, 20)
     rounds: dict[str, list[float]] = {"share": [], "quiet_s": [], "write_s": []}
     for _ in range(CHECKPOINTS):
@@ -195,7 +207,9 @@ def plain_steps(loop: Loop) -> Generator[float, None, None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     for epoch in count():
         order = [index for batch in partition.batches(epoch) for index in batch]
-        for images, labels in DataLoader(dataset, batch_size=partition.global_batch, sampler=order, collate_fn=lambda batch: batch):
+        for images, labels in DataLoader(
+            dataset, batch_size=partition.global_batch, sampler=order, collate_fn=lambda batch: batch
+        ):
             optimizer.zero_grad(set_to_none=True)
             loss = F.cross_entropy(model(images), labels)
             loss.backward()

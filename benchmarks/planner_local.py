@@ -1,19 +1,23 @@
-"""How well the planner predicts paceline's own plans on this machine: step time and peak memory, all predicted before any is measured.
+"""How well the planner predicts paceline's own plans on this machine.
+
+Step time and peak memory, all predicted before any is measured.
 
     python benchmarks/planner_local.py [--json] [--only MODEL] [--quick] [--detail]
                                        [--plot FILE.html] [--save FILE] [--load FILE]
 
-Four models under plans for one worker, two, and two emulated hosts (needs root): dp, fsdp, tp and pp, microbatches, remat, precision,
-transports. Each job is calibrated once, which takes some seconds; then all plans are predicted; then each is measured: the ranks of a
-group's plans live side by side and take turns in blocks of steps, round by round. `--save` keeps what was calibrated and measured, and
-`--load` predicts that again with the cost model as it is now, and measures nothing: to work on the model, not to judge it.
+Four models under plans for one worker, two, and two emulated hosts (needs root): dp, fsdp, tp and pp, microbatches,
+remat, precision, transports. Each job is calibrated once, which takes some seconds; then all plans are predicted; then
+each is measured: the ranks of a group's plans live side by side and take turns in blocks of steps, round by round.
+`--save` keeps what was calibrated and measured, and `--load` predicts that again with the cost model as it is now, and
+measures nothing: to work on the model, not to judge it.
 
 Figures:
 - `plans`: that were predicted and measured.
-- `median_error`, `p90_error`: of the step time: |predicted / measured - 1|; measured: the median of all steps but the first of each block.
+- `median_error`, `p90_error`: of the step time: |predicted / measured - 1|; measured: the median of all steps but the
+  first of each block.
 - `memory_median_error`: the same of the most memory that a rank's process had at once.
-- `regret`: measured step time of the plan with the least predicted one / the least measured one - 1, in the mean over the groups of plans
-  of one model at one place; `worst_regret` is the largest.
+- `regret`: measured step time of the plan with the least predicted one / the least measured one - 1, in the mean over
+  the groups of plans of one model at one place; `worst_regret` is the largest.
 - `calibration_s`: of the slowest calibration. `bias`: median of predicted / measured - 1.
 """
 
@@ -129,7 +133,11 @@ def main() -> None:
     if arguments.plot:
         plot(done, arguments.plot)
     if arguments.json:
-        print(json.dumps({"figures": {name: round(value, 5) for name, value in found.items()}, "environment": environment()}))
+        print(
+            json.dumps(
+                {"figures": {name: round(value, 5) for name, value in found.items()}, "environment": environment()}
+            )
+        )
 
 
 def calibrated(model: str) -> Calibration:
@@ -150,13 +158,19 @@ def prediction(case: Case, calibrations: Mapping[str, Calibration]) -> Predictio
 def save(file: Path, calibrations: Mapping[str, Calibration], rows: Sequence[Row]) -> None:
     """Keep all but the predictions."""
     measured = [[row.case.model, row.case.place, str(row.case.plan), row.steps, row.peak_bytes] for row in rows]
-    file.write_text(json.dumps({"calibrations": {model: found.to_json() for model, found in calibrations.items()}, "measured": measured}))
+    file.write_text(
+        json.dumps(
+            {"calibrations": {model: found.to_json() for model, found in calibrations.items()}, "measured": measured}
+        )
+    )
 
 
 def loaded(file: Path, models: Sequence[str]) -> tuple[dict[str, Calibration], list[Row]]:
     """What `save` kept, predicted anew."""
     values = json.loads(file.read_text())
-    calibrations = {model: Calibration.from_json(text) for model, text in values["calibrations"].items() if model in models}
+    calibrations = {
+        model: Calibration.from_json(text) for model, text in values["calibrations"].items() if model in models
+    }
     rows = []
     for model, place, plan, steps, peak in values["measured"]:
         if model in calibrations:
@@ -220,7 +234,12 @@ def _started(case: Case, folder: Path, hosts: Sequence[EmulatedHost]) -> Ranks:
     machine = discover()
     run = Run.create(Path(tempfile.mkdtemp(dir=folder)) / "run", job_of(case.model), machine, case.plan)
     threads = 1 if hosts else case.plan.threads_for(machine.hosts[0], case.plan.ranks)
-    variables = {**ALLOCATOR, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {
+        **ALLOCATOR,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     return Ranks([_RANKS, str(run.path)], ranks=case.plan.ranks, environment=variables, deadline_s=300, hosts=hosts)
 
 
@@ -255,7 +274,10 @@ def regrets(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 def table(rows: Sequence[Row], *, detail: bool) -> Iterator[str]:
     """For people."""
-    yield f"{'model':6}{'place':22}{'plan':42}{'predicted':>12}{'measured':>12}{'error':>8}{'MB pred.':>10}{'measured':>9}{'error':>8}"
+    yield (
+        f"{'model':6}{'place':22}{'plan':42}{'predicted':>12}{'measured':>12}{'error':>8}{'MB pred.':>10}"
+        f"{'measured':>9}{'error':>8}"
+    )
     for row in rows:
         start = f"{row.case.model:6}{row.case.place:22}{row.case.plan!s:42}{row.predicted.step_time_s * 1e3:9.2f} ms"
         if not row.steps:

@@ -1,4 +1,7 @@
-"""What planner_local.py predicts and measures: four jobs, each under plans for one worker, two, and two emulated hosts."""
+"""What planner_local.py predicts and measures.
+
+Four jobs, each under plans for one worker, two, and two emulated hosts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from paceline.plans.plan import Plan
 
 ONE, TWO, GIGABIT, SLOW = "1 worker", "2 workers", "2 hosts, 1 Gbit/s", "2 hosts, 100 Mbit/s"
 RATES = {GIGABIT: "1gbit", SLOW: "100mbit"}
-ENDLESS = {"stop": {"steps": 10**9}, "checkpoint": {"every_seconds": 1e9}, "evaluate": {"every_epochs": 10**6}, "deadline_s": 300}
+ENDLESS = {
+    "stop": {"steps": 10**9},
+    "checkpoint": {"every_seconds": 1e9},
+    "evaluate": {"every_epochs": 10**6},
+    "deadline_s": 300,
+}
 
 
 def _job(name: str, model: Any, data: dict[str, Any], global_batch: int) -> dict[str, Any]:
@@ -34,7 +42,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "mlp": _job("mlp", {"zoo": "mlp", "args": {"hidden": 2048}}, {"samples": 5120}, 512),
     "cnn": _job("cnn", "cifar_cnn", {"samples": 2560}, 128),
     "gpt": _job("gpt", {"zoo": "gpt", "args": _TRANSFORMER}, _TOKENS, 16),
-    "bert": _job("bert", {"zoo": "bert", "args": _TRANSFORMER | {"vocab": 256, "hidden": 384, "heads": 6}}, _TOKENS, 16),
+    "bert": _job(
+        "bert", {"zoo": "bert", "args": _TRANSFORMER | {"vocab": 256, "hidden": 384, "heads": 6}}, _TOKENS, 16
+    ),
 }
 PLANS: dict[str, dict[str, tuple[str, ...]]] = {
     "mlp": {

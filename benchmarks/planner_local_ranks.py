@@ -1,7 +1,7 @@
 """A rank of planner_local.py: it trains as `paceline train` does, as many steps as it is asked for.
 
-A question is a line of JSON on stdin, `{"steps": n}`; the answer one on stdout: seconds of each step and of its parts, and the most memory
-that this process ever had.
+A question is a line of JSON on stdin, `{"steps": n}`; the answer one on stdout: seconds of each step and of its parts,
+and the most memory that this process ever had.
 """
 
 from __future__ import annotations

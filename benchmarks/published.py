@@ -1,17 +1,21 @@
-"""Published measurements of other systems' training runs, predicted by paceline's cost model: how far off, and how good is its choice?
+"""Published measurements of other systems' training runs, predicted by paceline's cost model.
+
+How far off, and how good is its choice?
 
     python benchmarks/published.py [--tables DIR] [--plot FILE] [--rows] [--json]
 
-Of every table: rows used, rows that are not and why, the error of the step time (mean, median, 90th percentile), the bias, Spearman's
-rank correlation, the error of the memory, and the *regret*: in each group of rows with equal model, sequence, devices and global batch,
-the measured time of the plan that is predicted fastest / the best measured − 1. Beside it stands the *null model*: one share of the peak,
-fitted to that very table, and the formula of the pipeline's bubble.
+Of every table: rows used, rows that are not and why, the error of the step time (mean, median, 90th percentile), the
+bias, Spearman's rank correlation, the error of the memory, and the *regret*: in each group of rows with equal model,
+sequence, devices and global batch, the measured time of the plan that is predicted fastest / the best measured − 1.
+Beside it stands the *null model*: one share of the peak, fitted to that very table, and the formula of the pipeline's
+bubble.
 
-All tables are predicted with one set of constants (`paceline/planner/cost/constants.py`) and one derating a software stack (printed). They
-were found by `published_fit.py` from timings of collectives and from a tenth of vTrain's table; deratings of other stacks from a tenth of
-each table. What was used to fit is set aside, printed, and not scored. Figures: `mean_error`, `median_error`, `p90_error`, `mean_regret`,
-`rank_correlation`, `oom_missed`, `rows_used`, over the discriminating tables, or over all that are there where none of them is; and
-`mean_error_elsewhere`, over the other tables, of hardware and software that no constant was fitted to: the ± of plans for such machines.
+All tables are predicted with one set of constants (`paceline/planner/cost/constants.py`) and one derating a software
+stack (printed). They were found by `published_fit.py` from timings of collectives and from a tenth of vTrain's table;
+deratings of other stacks from a tenth of each table. What was used to fit is set aside, printed, and not scored.
+Figures: `mean_error`, `median_error`, `p90_error`, `mean_regret`, `rank_correlation`, `oom_missed`, `rows_used`, over
+the discriminating tables, or over all that are there where none of them is; and `mean_error_elsewhere`, over the other
+tables, of hardware and software that no constant was fitted to: the ± of plans for such machines.
 """
 
 from __future__ import annotations
@@ -34,7 +38,16 @@ from published_score import Predicted, Score, score
 from published_stacks import STACKS
 
 TABLES = Path(__file__).parent / "tables"
-FIGURES = ("mean_error", "median_error", "p90_error", "mean_regret", "worst_regret", "rank_correlation", "oom_missed", "oom_false")
+FIGURES = (
+    "mean_error",
+    "median_error",
+    "p90_error",
+    "mean_regret",
+    "worst_regret",
+    "rank_correlation",
+    "oom_missed",
+    "oom_false",
+)
 GIB = 2**30
 
 
@@ -57,11 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(options.plot, predicted)
         print(f"\npredicted against measured: {options.plot}")
     if options.json:
-        figures = {name: getattr(total, name) for name in FIGURES} | {"rows_used": total.rows, "null_mean_error": total.null_mean_error}
+        figures = {name: getattr(total, name) for name in FIGURES} | {
+            "rows_used": total.rows,
+            "null_mean_error": total.null_mean_error,
+        }
         if others := _others(predicted):
             figures["mean_error_elsewhere"] = score(others).mean_error
-        by_table = {f"{name}_of_{table}": value for table, found in _scores(predicted).items() for name, value in _few(found).items()}
-        print(json.dumps({"figures": figures | by_table, "environment": {"machine": environment_line()}}, default=float))
+        by_table = {
+            f"{name}_of_{table}": value
+            for table, found in _scores(predicted).items()
+            for name, value in _few(found).items()
+        }
+        print(
+            json.dumps({"figures": figures | by_table, "environment": {"machine": environment_line()}}, default=float)
+        )
     return 0
 
 
@@ -74,7 +96,9 @@ def predict(rows: Sequence[Row]) -> list[Predicted]:
     found = []
     for row in rows:
         ours = estimate(row.layout)
-        found.append(Predicted(row, ours.step_time_s, null_s.get(row.place, math.nan), _memory_gib(row, ours), ours.fits))
+        found.append(
+            Predicted(row, ours.step_time_s, null_s.get(row.place, math.nan), _memory_gib(row, ours), ours.fits)
+        )
     return found
 
 
@@ -105,13 +129,31 @@ def _others(predicted: Sequence[Predicted]) -> list[Predicted]:
 
 
 def _few(found: Score) -> dict[str, float]:
-    kept = ("rows", "mean_error", "p90_error", "bias", "mean_regret", "rank_correlation", "memory_median_error", "null_mean_error")
+    kept = (
+        "rows",
+        "mean_error",
+        "p90_error",
+        "bias",
+        "mean_regret",
+        "rank_correlation",
+        "memory_median_error",
+        "null_mean_error",
+    )
     return {name: value for name, value in asdict(found).items() if name in kept and not math.isnan(value)}
 
 
 def _print(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Sequence[Row], every: bool) -> None:
     scores = _scores(predicted)
-    names = ("mean", 7), ("median", 8), ("p90", 7), ("bias", 7), ("rank", 7), ("regret", 8), ("groups", 8), ("memory", 8)
+    names = (
+        ("mean", 7),
+        ("median", 8),
+        ("p90", 7),
+        ("bias", 7),
+        ("rank", 7),
+        ("regret", 8),
+        ("groups", 8),
+        ("memory", 8),
+    )
     print(f"{'table':32} rows" + "".join(name.rjust(width) for name, width in names) + "   null model")
     for table, found in scores.items():
         mark = "" if table in DISCRIMINATING else "  (not in the sums)"
@@ -126,14 +168,24 @@ def _print(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Se
         for each in predicted:
             if each.row.seconds:
                 print(
-                    f"{each.row.table}:{each.row.number}  {each.row.seconds:10.4f} s  predicted {each.seconds:10.4f} s  {each.error:6.1%}"
+                    f"{each.row.table}:{each.row.number}  {each.row.seconds:10.4f} s  predicted "
+                    f"{each.seconds:10.4f} s  {each.error:6.1%}"
                 )
 
 
 def _line(name: str, found: Score) -> str:
-    ours = f"{found.rows:5}{_percent(found.mean_error):>7}{_percent(found.median_error):>8}{_percent(found.p90_error):>7}{found.bias:7.3f}"
-    choice = f"{found.rank_correlation:7.3f}{_percent(found.mean_regret):>8}{found.groups:8}{_percent(found.memory_median_error):>8}"
-    null = f"   {_percent(found.null_mean_error)}, rank {found.null_rank_correlation:.3f}, regret {_percent(found.null_mean_regret)}"
+    ours = (
+        f"{found.rows:5}{_percent(found.mean_error):>7}{_percent(found.median_error):>8}"
+        f"{_percent(found.p90_error):>7}{found.bias:7.3f}"
+    )
+    choice = (
+        f"{found.rank_correlation:7.3f}{_percent(found.mean_regret):>8}{found.groups:8}"
+        f"{_percent(found.memory_median_error):>8}"
+    )
+    null = (
+        f"   {_percent(found.null_mean_error)}, rank {found.null_rank_correlation:.3f}, regret "
+        f"{_percent(found.null_mean_regret)}"
+    )
     burst = f"; out of memory {found.out_of_memory}, missed {found.oom_missed}" if found.out_of_memory else ""
     false = f"; predicted not to fit but ran {found.oom_false}" if found.oom_false else ""
     return f"{name:32}{ours}{choice}{null}{burst}{false}"
@@ -146,7 +198,10 @@ def _percent(value: float) -> str:
 def _print_what_is_behind(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Sequence[Row]) -> None:
     used = {each.row.layout.framework.name for each in predicted}
     print("\nderating of each software stack (computing takes so many times what the physics say):")
-    print("  " + ", ".join(f"{facts.stack.name} {facts.stack.derating:.2f}" for facts in STACKS if facts.stack.name in used))
+    print(
+        "  "
+        + ", ".join(f"{facts.stack.name} {facts.stack.derating:.2f}" for facts in STACKS if facts.stack.name in used)
+    )
     if aside:
         print("\nset aside to fit, not scored (table: lines):")
     for table in dict.fromkeys(row.table for row in aside):

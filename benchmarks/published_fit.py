@@ -2,10 +2,11 @@
 
     python benchmarks/published_fit.py
 
-From timings of NCCL's all-reduce (`tables/calib_collectives.csv`): what links reach, and what starting a collective takes. From a tenth
-of the rows of vTrain's table: what launching, starting kernels, vectors and the update take. Then, from the rows of each table that are
-set aside, one derating a software stack: the median of those with which each row's step takes what was measured. Prints the constants, to
-be written into `paceline/planner/cost/constants.py` and `published_stacks.py`; changes no file.
+From timings of NCCL's all-reduce (`tables/calib_collectives.csv`): what links reach, and what starting a collective
+takes. From a tenth of the rows of vTrain's table: what launching, starting kernels, vectors and the update take. Then,
+from the rows of each table that are set aside, one derating a software stack: the median of those with which each row's
+step takes what was measured. Prints the constants, to be written into `paceline/planner/cost/constants.py` and
+`published_stacks.py`; changes no file.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def collectives() -> Callable[[dict[str, float]], np.ndarray]:
 
     def logs(_: dict[str, float]) -> np.ndarray:
         paths = {size: link_path(Layout(ModelTrace(()), machines, tp=size), "tp") for size in range(2, 9)}
-        pairs = ((all_reduce_s(float(row["bytes"]), paths[int(row["group_size"])]), float(row["time_ms"]) / 1e3) for row in timed)
+        pairs = (
+            (all_reduce_s(float(row["bytes"]), paths[int(row["group_size"])]), float(row["time_ms"]) / 1e3)
+            for row in timed
+        )
         return np.array([np.log(ours / measured) for ours, measured in pairs])
 
     return logs
@@ -108,7 +112,9 @@ def of_rows(rows: Sequence[Row]) -> Callable[[dict[str, float]], np.ndarray]:
     def logs(values: dict[str, float]) -> np.ndarray:
         own = {name: value for name, value in values.items() if name.islower()}
         layouts = [replace(row.layout, framework=replace(row.layout.framework, **own)) for row in rows]  # type: ignore[arg-type]
-        return np.array([np.log(estimate(each).step_time_s / (row.seconds or 1)) for each, row in zip(layouts, rows, strict=True)])
+        return np.array(
+            [np.log(estimate(each).step_time_s / (row.seconds or 1)) for each, row in zip(layouts, rows, strict=True)]
+        )
 
     return logs
 

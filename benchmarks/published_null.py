@@ -1,4 +1,7 @@
-"""The null model, to be beaten: one share of the peak, fitted to the very rows it is scored on, and the formula of the bubble."""
+"""The null model, to be beaten.
+
+One share of the peak, fitted to the very rows it is scored on, and the formula of the bubble.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ def null_seconds(rows: Sequence[Row]) -> list[float]:
     FLOPs include those of recomputation. The constant is the one with the least mean relative error: a weighted median.
     """
     bare = [_bare_s(row) for row in rows]
-    ratios = sorted((row.seconds / each, each / row.seconds) for row, each in zip(rows, bare, strict=True) if row.seconds)
+    ratios = sorted(
+        (row.seconds / each, each / row.seconds) for row, each in zip(rows, bare, strict=True) if row.seconds
+    )
     half = sum(weight for _, weight in ratios) / 2
     summed = accumulate(weight for _, weight in ratios)
     constant = next((ratio for (ratio, _), until in zip(ratios, summed, strict=True) if until >= half), 1.0)

@@ -21,7 +21,9 @@ def write(path: Path, predicted: Sequence[Predicted]) -> None:
     figure = go.Figure()
     band = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
     figure.add_scatter(x=[low, high], y=[0.8 * low, 0.8 * high], **band)
-    figure.add_scatter(x=[low, high], y=[1.2 * low, 1.2 * high], fill="tonexty", fillcolor="rgba(120,120,120,0.15)", **band)
+    figure.add_scatter(
+        x=[low, high], y=[1.2 * low, 1.2 * high], fill="tonexty", fillcolor="rgba(120,120,120,0.15)", **band
+    )
     figure.add_scatter(x=[low, high], y=[low, high], mode="lines", line={"color": "gray", "dash": "dot"}, name="exact")
     for table in dict.fromkeys(each.row.table for each in timed):
         rows = [each for each in timed if each.row.table == table]
@@ -35,5 +37,7 @@ def write(path: Path, predicted: Sequence[Predicted]) -> None:
         )
     figure.update_xaxes(type="log", title="measured, seconds a step")
     figure.update_yaxes(type="log", title="predicted, seconds a step")
-    figure.update_layout(template="plotly_white", width=900, height=800, title="Step times of published runs: predicted against measured")
+    figure.update_layout(
+        template="plotly_white", width=900, height=800, title="Step times of published runs: predicted against measured"
+    )
     figure.write_html(path, include_plotlyjs=True)

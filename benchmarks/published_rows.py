@@ -1,4 +1,7 @@
-"""Rows of published measurements as layouts: what a table's cells say, what follows from them, and why a row cannot be used."""
+"""Rows of published measurements as layouts.
+
+What a table's cells say, what follows from them, and why a row cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ DISCRIMINATING = (
     "korthikanti_2022_table5",
     "llmfoundry_mpt_a100",
 )
-FITTED = (*DISCRIMINATING, "ddp_resnet50_bert")  # of these, a tenth of the rows is set aside to fit constants and deratings
+# of these, a tenth of the rows is set aside to fit constants and deratings
+FITTED = (*DISCRIMINATING, "ddp_resnet50_bert")
 GATED = re.compile(r"llama|mistral|mixtral|qwen|gemma|deepseek|swiglu|internlm|yi-|olmo", re.IGNORECASE)
 MODERN = re.compile(r"composer|foundry|fsdp|titan|olmo", re.IGNORECASE)  # their models have no dropout
 PCIE = LinkSpec("PCIe 4 x16", 32e9, 10e-6)
@@ -75,7 +79,9 @@ def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
     skipped: list[Skipped] = []
     for path in files:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            table = [{key: (value or "").strip() for key, value in cells.items() if key} for cells in csv.DictReader(file)]
+            table = [
+                {key: (value or "").strip() for key, value in cells.items() if key} for cells in csv.DictReader(file)
+            ]
         if not table or not {"model", "gpu"} <= table[0].keys():
             continue
         for number, cells in enumerate(table, start=2):
@@ -94,7 +100,8 @@ def set_aside(rows: Iterable[Row]) -> set[tuple[str, int]]:
     every = [row for row in rows if row.seconds]
     for table in FITTED:
         places = sorted(
-            (row.place for row in every if row.table == table), key=lambda place: sha256(f"{place[0]}:{place[1]}".encode()).digest()
+            (row.place for row in every if row.table == table),
+            key=lambda place: sha256(f"{place[0]}:{place[1]}".encode()).digest(),
         )
         aside |= set(places[: max(len(places) // 10, 1)])
     return aside
@@ -123,7 +130,9 @@ def _whole(cells: Cells, name: str, default: int | None = None) -> int:
 
 
 def _row(table: str, at: int, cells: Cells, others: list[dict[str, str]]) -> Row:
-    out_of_memory = any("oom" in cells.get(name, "").lower() for name in ("memory_gib", "step_time_s", "tokens_per_s_per_gpu"))
+    out_of_memory = any(
+        "oom" in cells.get(name, "").lower() for name in ("memory_gib", "step_time_s", "tokens_per_s_per_gpu")
+    )
     stack = facts(cells)
     layout = _layout(cells, others, stack)
     seconds = None if out_of_memory else _seconds(cells, layout)
@@ -208,7 +217,12 @@ def _dimensions(cells: Cells, others: list[dict[str, str]], degrees: Mapping[str
         gated = _gated_by_size(base, int(layers), parameters, gated)
     causal = not re.search(r"bert|t5", cells["model"], re.IGNORECASE)
     return Dimensions(
-        layers=int(layers), gated=gated, tied=tied, causal=causal, dropout=not MODERN.search(cells.get("framework", "")), **base
+        layers=int(layers),
+        gated=gated,
+        tied=tied,
+        causal=causal,
+        dropout=not MODERN.search(cells.get("framework", "")),
+        **base,
     )
 
 
@@ -227,11 +241,16 @@ def _sequence_in_notes(cells: Cells) -> int | None:
 
 
 def _heads_of_others(cells: Cells, others: list[dict[str, str]], hidden: int) -> int:
-    """Where a row does not say how many heads: as other rows of its table with the same width, or heads about 128 wide."""
+    """Where a row does not say how many heads.
+
+    As other rows of its table with the same width, or heads about 128 wide.
+    """
     for other in others:
         if other.get("n_heads") and number(other.get("hidden", "")) == hidden:
             return _whole(other, "n_heads")
-    return min((heads for heads in range(1, hidden + 1) if hidden % heads == 0), key=lambda heads: abs(hidden / heads - 128))
+    return min(
+        (heads for heads in range(1, hidden + 1) if hidden % heads == 0), key=lambda heads: abs(hidden / heads - 128)
+    )
 
 
 def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
@@ -240,15 +259,25 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
     if re.search(r"pcie", text, re.IGNORECASE) and not re.search(r"nvlink|nvswitch", text, re.IGNORECASE):
         device = replace(device, inside=PCIE)
     rate = _between_bytes_per_s(text, per_host)
-    if rate and re.search(r"IB|InfiniBand|[HN]DR|RoCE", text) and not re.search(r"per (node|host)|node-node|total|\d\s*[x×]", text):
-        rate = min(rate * per_host, device.network.bandwidth) if rate * per_host <= 1.01 * device.network.bandwidth else rate
+    if (
+        rate
+        and re.search(r"IB|InfiniBand|[HN]DR|RoCE", text)
+        and not re.search(r"per (node|host)|node-node|total|\d\s*[x×]", text)
+    ):
+        rate = (
+            min(rate * per_host, device.network.bandwidth)
+            if rate * per_host <= 1.01 * device.network.bandwidth
+            else rate
+        )
     between = LinkSpec("between hosts", rate, device.network.latency_s) if rate else device.network
     return Machines(device, max(-(-ranks // per_host), 1), per_host, between)
 
 
 def _between_bytes_per_s(text: str, per_host: int) -> float | None:
     """Of one device, from `8x200Gb/s HDR IB per node`, `400Gb/s per GPU`, `100GbE`."""
-    found = re.findall(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s|gbit|GbE)(\s*per (?:GPU|device|card))?", text)
+    found = re.findall(
+        r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s|gbit|GbE)(\s*per (?:GPU|device|card))?", text
+    )
     rates = [float(times or 1) * float(rate) * 1e9 / 8 / (1 if per_gpu else per_host) for times, rate, per_gpu in found]
     return max(rates, default=None)
 
@@ -266,7 +295,11 @@ def _remat(cells: Cells) -> Literal["none", "selective", "block"]:
     text = cells.get("act_ckpt", "").lower()
     if "selective" in text:
         return "selective"
-    return "block" if re.search(r"full|block|every|yes|true|uniform", text) and not text.startswith(("none", "no ")) else "none"
+    return (
+        "block"
+        if re.search(r"full|block|every|yes|true|uniform", text) and not text.startswith(("none", "no "))
+        else "none"
+    )
 
 
 def _sequence(cells: Cells) -> bool:
@@ -277,13 +310,20 @@ def _sequence(cells: Cells) -> bool:
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
-    """Virtual stages a rank; where a schedule is interleaved and it is not stated how often: 4 chunks, or what divides the layers."""
+    """Virtual stages a rank.
+
+    Where a schedule is interleaved and it is not stated how often: 4 chunks, or what divides the layers.
+    """
     stated = number(cells.get("vpp", ""))
     if pp == 1:
         return 1
     if stated is None or (stated == 1 and "interleaved" in cells.get("schedule", "").lower()):
         interleaved = "interleaved" in f"{cells.get('vpp', '')} {cells.get('schedule', '')}".lower()
-        return next((chunks for chunks in (4, 3, 2) if layers % (pp * chunks) == 0), min(4, max(layers // pp, 1))) if interleaved else 1
+        return (
+            next((chunks for chunks in (4, 3, 2) if layers % (pp * chunks) == 0), min(4, max(layers // pp, 1)))
+            if interleaved
+            else 1
+        )
     return max(int(stated), 1)
 
 

@@ -1,4 +1,7 @@
-"""What is said of predictions of a table: errors of time and memory, bias, rank correlation, and the regret of choosing by them."""
+"""What is said of predictions of a table.
+
+Errors of time and memory, bias, rank correlation, and the regret of choosing by them.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ class Score:
 
     Attributes:
         bias: the median of predicted / measured.
-        regret: for groups of rows of equal work: measured time of the plan predicted fastest / of the fastest − 1, mean and worst.
-        out_of_memory: rows that ran out of memory; `oom_missed` of them were predicted to fit, and `oom_false` others not to.
+        regret: for groups of rows of equal work: measured time of the plan predicted fastest / of the fastest − 1, mean
+            and worst.
+        out_of_memory: rows that ran out of memory; `oom_missed` of them were predicted to fit, and `oom_false` others
+            not to.
     """
 
     rows: int

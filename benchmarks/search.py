@@ -2,12 +2,13 @@
 
     python benchmarks/search.py [--json] [--runs N]
 
-A process of its own for each run, so that none finds another's memory or what it worked out, held to one core where the system can do that.
-Figures, the median of the runs:
-- `trillion_seconds`: from the job and the cluster in memory to the answer. `trillion_cpu_seconds`: of these, those on the core; on a
-  machine that does other work as well, the rest is waiting for it.
+A process of its own for each run, so that none finds another's memory or what it worked out, held to one core where the
+system can do that. Figures, the median of the runs:
+- `trillion_seconds`: from the job and the cluster in memory to the answer. `trillion_cpu_seconds`: of these, those on
+  the core; on a machine that does other work as well, the rest is waiting for it.
 - `trillion_mb`: the most memory that the process had, Python and all modules included (`ru_maxrss`), in 10^6 bytes.
-- `trillion_gap`: by what part of its time the best plan may miss the optimum of the model: 0 where all else was predicted or bounded away.
+- `trillion_gap`: by what part of its time the best plan may miss the optimum of the model: 0 where all else was
+  predicted or bounded away.
 - `trillion_considered`, `trillion_evaluated`: plans in the space, and those predicted in full.
 """
 
@@ -51,7 +52,9 @@ def measured() -> dict[str, Any]:
         "evaluated": found.evaluated,
         "pruned": found.pruned,
         "torch": "torch" in sys.modules,
-        "best": [(str(one.plan), one.prediction.step_time_s, one.prediction.memory_bytes, one.why) for one in found.best],
+        "best": [
+            (str(one.plan), one.prediction.step_time_s, one.prediction.memory_bytes, one.why) for one in found.best
+        ],
         "excluded": [(one.what, one.reason) for one in found.excluded],
     }
 
@@ -67,9 +70,13 @@ def table(run: dict[str, Any]) -> str:
     """What was found, for people."""
     lines = [f"{JOB.name} on {CLUSTER}"]
     lines.append(
-        f"{run['considered']:,} plans considered, {run['evaluated']:,} predicted, {run['pruned']:,} bounded away; gap {run['gap']:.2%}"
+        f"{run['considered']:,} plans considered, {run['evaluated']:,} predicted, {run['pruned']:,} bounded "
+        f"away; gap {run['gap']:.2%}"
     )
-    lines += [f"  {plan}\n    {seconds:.3f} s a step, {memory / 2**30:.0f} GiB: {why}" for plan, seconds, memory, why in run["best"]]
+    lines += [
+        f"  {plan}\n    {seconds:.3f} s a step, {memory / 2**30:.0f} GiB: {why}"
+        for plan, seconds, memory, why in run["best"]
+    ]
     lines += [f"  excluded, {what}: {reason}" for what, reason in run["excluded"]]
     return "\n".join(lines)
 

@@ -26,7 +26,9 @@ _END_S = 20.0  # for the processes to end when nothing more is asked
 
 
 class Ranks:
-    """The ranks of a Python script, found by each other as under torchrun; each answers a line of JSON with a line of JSON.
+    """The ranks of a Python script, found by each other as under torchrun.
+
+    Each answers a line of JSON with a line of JSON.
 
     Args:
         command: the script and its arguments.
@@ -72,7 +74,10 @@ class Ranks:
         return self
 
     def _start(self, rank: int, listener: socket.socket, port: int) -> subprocess.Popen[bytes]:
-        """A rank, on its host where there are any: the first one serves the rendezvous there, which this process cannot reach."""
+        """A rank, on its host where there are any.
+
+        The first one serves the rendezvous there, which this process cannot reach.
+        """
         variables, command = self._variables(rank, port), [sys.executable, *self.command]
         kept: list[int] = []
         if self.hosts:

@@ -1,26 +1,33 @@
-"""Time to a loss on a slow network: paceline's sync rules beside PyTorch's DistributedDataParallel (DDP), on emulated hosts.
+"""Time to a loss on a slow network.
+
+Paceline's sync rules beside PyTorch's DistributedDataParallel (DDP), on emulated hosts.
 
     python benchmarks/slow_network.py [--json] [--rates 25mbit,100mbit,1gbit,loopback] [--rules "bf16;int8;…"]
                                       [--page FILE.html]
 
-A GPT of 3.3 million parameters learns real text byte by byte (Python's language reference, which comes with Python). 4 hosts with one
-rank of one thread each, 4 x 128 bytes a rank and step, AdamW at one learning rate for all. Needs root; the hosts are network namespaces.
+A GPT of 3.3 million parameters learns real text byte by byte (Python's language reference, which comes with Python). 4
+hosts with one rank of one thread each, 4 x 128 bytes a rank and step, AdamW at one learning rate for all. Needs root;
+the hosts are network namespaces.
 
-The target is the loss that synchronous fp32 training reaches after 150 steps, in the mean over the last 25 steps (400 windows of text: the
-next ones would give another mean by about 1 %); those losses are a single process's with the same global batch, which DDP's first losses
-are compared with. Figures, at 25 Mbit/s each way:
-- `bf16_speedup`, `int8_speedup`, `powersgd_speedup`, `diloco_speedup`: 150 x the median step of DDP over gloo / the time from a rule's
-  first step until it reaches the target. That time is of one whole run; only rules that take more than 2 s a step are not waited for:
-  theirs is the steps that they need, found without the slow network, x the mean step (the table marks them with *).
-- `limit_speedup`: the same of 150 steps without any communication. `fp16_ddp_speedup`: of DDP with PyTorch's hook that sends 16 bits.
-- `worst_compressed_loss_ratio`: the loss after 150 steps (in the mean over the last 25) / the synchronous one, of the worst of bf16, int8
-  and PowerSGD. 1-bit and top-k are in the tables beside them: under AdamW they learn more slowly, and no setting here makes up for it.
-- `auto_to_best_…`, at each rate: the step of `compress=auto`, once it has chosen / the fastest step of what it chooses from, each measured
-  alone. It asks a codec that loses more to be faster by 5 %, so up to 1.05 it is right.
+The target is the loss that synchronous fp32 training reaches after 150 steps, in the mean over the last 25 steps (400
+windows of text: the next ones would give another mean by about 1 %); those losses are a single process's with the same
+global batch, which DDP's first losses are compared with. Figures, at 25 Mbit/s each way:
+- `bf16_speedup`, `int8_speedup`, `powersgd_speedup`, `diloco_speedup`: 150 x the median step of DDP over gloo / the
+  time from a rule's first step until it reaches the target. That time is of one whole run; only rules that take more
+  than 2 s a step are not waited for: theirs is the steps that they need, found without the slow network, x the mean
+  step (the table marks them with *).
+- `limit_speedup`: the same of 150 steps without any communication. `fp16_ddp_speedup`: of DDP with PyTorch's hook that
+  sends 16 bits.
+- `worst_compressed_loss_ratio`: the loss after 150 steps (in the mean over the last 25) / the synchronous one, of the
+  worst of bf16, int8 and PowerSGD. 1-bit and top-k are in the tables beside them: under AdamW they learn more slowly,
+  and no setting here makes up for it.
+- `auto_to_best_…`, at each rate: the step of `compress=auto`, once it has chosen / the fastest step of what it chooses
+  from, each measured alone. It asks a codec that loses more to be faster by 5 %, so up to 1.05 it is right.
 
-Losses of a rule are the mean over its replicas, each before its step and under its own weights; beside it stands the validation loss
-under the weights that they agree on. Losses do not depend on the network, so that for the other rates the steps to the target are taken
-from one run and only the steps are timed again. Bytes are what a host's link carries each way per step, counted at its interface.
+Losses of a rule are the mean over its replicas, each before its step and under its own weights; beside it stands the
+validation loss under the weights that they agree on. Losses do not depend on the network, so that for the other rates
+the steps to the target are taken from one run and only the steps are timed again. Bytes are what a host's link carries
+each way per step, counted at its interface.
 """
 
 from __future__ import annotations
@@ -62,7 +69,8 @@ EXACT, AUTO = "exact", "auto"
 COMPRESSED = ("bf16", "int8", "PowerSGD")
 BY_HAND = (EXACT, *COMPRESSED)  # what compress=auto chooses from
 TIMED_ONLY = (EXACT, AUTO)  # whose losses are known, or are those of the choice
-EVERY_STEP = (*TIMED_ONLY, *COMPRESSED, "1-bit", "top-k")  # does the same in every step; the others are timed over more of them
+# does the same in every step; the others are timed over more of them
+EVERY_STEP = (*TIMED_ONLY, *COMPRESSED, "1-bit", "top-k")
 SAME = 1e-3  # how far rounding alone drives losses apart within the first steps
 Carried = Callable[[], list[int]]  # bytes of each host's link, of the direction that has more
 RULES = {  # the plans beside `dp=4 threads=1`
@@ -73,7 +81,8 @@ RULES = {  # the plans beside `dp=4 threads=1`
     "top-k": "compress=topk:0.05",
     "PowerSGD": "compress=powersgd:16+int8",
     "local SGD": "sync=local:8",
-    # Short periods and little outer momentum: in a run of a few hundred steps, what arrives late or lingers costs more than it brings.
+    # Short periods and little outer momentum: in a run of a few hundred steps, what arrives late or lingers costs more
+    # than it brings.
     "DiLoCo": "sync=diloco:3,fragments=3,overlap=1,lr=1.0,momentum=0.1 compress=int4",
     AUTO: "compress=auto",
 }
@@ -98,7 +107,9 @@ def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--rates", default=",".join(RATES), help="of the links, each way; loopback is this machine as it is")
+    parser.add_argument(
+        "--rates", default=",".join(RATES), help="of the links, each way; loopback is this machine as it is"
+    )
     parser.add_argument("--rules", default=";".join(RULES), help=f"which: {'; '.join(RULES)}")
     parser.add_argument("--page", type=Path, metavar="FILE.html", help="write the tables as a page with pictures")
     arguments = parser.parse_args()
@@ -112,7 +123,9 @@ def main() -> None:
     if arguments.page is not None:
         print(f"page: {write_rules_page(found.page(), arguments.page)}")
     if arguments.json:
-        print(json.dumps({"figures": {k: round(v, 4) for k, v in found.figures().items()}, "environment": environment()}))
+        print(
+            json.dumps({"figures": {k: round(v, 4) for k, v in found.figures().items()}, "environment": environment()})
+        )
 
 
 # What was found
@@ -124,7 +137,8 @@ class Timing:
 
     Attributes:
         step_s: median of DDP, which does the same in every step; else the mean, over whole periods.
-        link_bytes: per step, what the busiest host's link carried, each way; of loopback what the rule counts, None where it is not a rule.
+        link_bytes: per step, what the busiest host's link carried, each way; of loopback what the rule counts, None
+            where it is not a rule.
         ended_s: of each step of a run that was waited for, seconds from its first step on.
     """
 
@@ -162,7 +176,9 @@ class Comparison:
         if missing:
             with _ranks(LOOPBACK, "auto") as (ranks, _):
                 for rule in missing:
-                    found.learnt[rule] = Course(ranks, rule, _run(folder, plan_of(rule), JOB["global_batch"])).to_target(found.target)
+                    found.learnt[rule] = Course(
+                        ranks, rule, _run(folder, plan_of(rule), JOB["global_batch"])
+                    ).to_target(found.target)
                     _tell(f"losses of {rule}: target after {reached(found.learnt[rule].losses, found.target)} steps")
         _tell(f"measured in {(time.monotonic() - started) / 60:.0f} minutes")
         return found
@@ -217,9 +233,14 @@ class Comparison:
 
     def lines(self) -> Iterator[str]:
         """The tables."""
-        yield f"target: loss {self.target:.4f} (mean of {SMOOTHED} steps), which synchronous fp32 reaches after {TARGET_STEPS} steps"
+        yield (
+            f"target: loss {self.target:.4f} (mean of {SMOOTHED} steps), which synchronous fp32 reaches after "
+            f"{TARGET_STEPS} steps"
+        )
         for rate, at in self.timings.items():
-            yield f"\n{rate}{'' if rate == LOOPBACK else ' each way'}, {HOSTS} {'ranks' if rate == LOOPBACK else 'hosts'}"
+            yield (
+                f"\n{rate}{'' if rate == LOOPBACK else ' each way'}, {HOSTS} {'ranks' if rate == LOOPBACK else 'hosts'}"
+            )
             header = ("step", "kB/step", "steps", "to target", "speedup", "final loss", "held out")
             yield f"  {'':20}" + "".join(f"{name:>12}" for name in header)
             for name, timing in at.items():
@@ -236,7 +257,11 @@ class Comparison:
         yield f"{timing.step_s:.3f} s"
         yield _text(None if timing.link_bytes is None else timing.link_bytes / 1e3, ",.0f")
         yield _text(steps, "d")
-        yield f"{_text(time_s, ',.1f')} s{'*' if timing.ended_s is None and name not in (DDP, LIMIT, EXACT) else ' '}" if time_s else "-"
+        yield (
+            f"{_text(time_s, ',.1f')} s{'*' if timing.ended_s is None and name not in (DDP, LIMIT, EXACT) else ' '}"
+            if time_s
+            else "-"
+        )
         yield _text(time_s and TARGET_STEPS * self.timings[rate][DDP].step_s / time_s, ".2f")
         yield _text(self.final_loss(name), ".4f")
         yield _text(held_out, ".4f")
@@ -244,11 +269,15 @@ class Comparison:
     def page(self) -> Rates:
         """The same, for a page."""
         about = (
-            f"A GPT of 3.3 million parameters on real text, {HOSTS} emulated hosts with one rank each. Target: loss {self.target:.3f}, "
-            f"which synchronous fp32 training reaches after {TARGET_STEPS} steps. Bytes are what the busiest host’s link carries each way."
+            f"A GPT of 3.3 million parameters on real text, {HOSTS} emulated hosts with one rank each. Target: "
+            f"loss {self.target:.3f}, "
+            f"which synchronous fp32 training reaches after {TARGET_STEPS} steps. Bytes are what the busiest "
+            "host’s link carries each way."
         )
         at = {rate: [self._shown(rate, name) for name in timings] for rate, timings in self.timings.items()}
-        return Rates("Time to a loss on a slow network", about, at, described({"command": " ".join(sys.argv)}, environment()))
+        return Rates(
+            "Time to a loss on a slow network", about, at, described({"command": " ".join(sys.argv)}, environment())
+        )
 
     def _shown(self, rate: str, name: str) -> RuleFigures:
         timing, losses = self.timings[rate][name], self.losses(name) or []
@@ -306,7 +335,9 @@ def _at(rate: str, folder: Path, rules: Sequence[str], found: Comparison) -> dic
         alone = _run(folder, Plan(threads=1), JOB["global_batch"] // HOSTS, each=HOSTS)
         timings[LIMIT] = replace(Course(ranks, "alone", alone).timed(2 * TIMED), link_bytes=0.0)
         for rule in rules:
-            timings[rule] = _of_rule(rate, Course(ranks, rule, _run(folder, plan_of(rule), JOB["global_batch"]), carried), found)
+            timings[rule] = _of_rule(
+                rate, Course(ranks, rule, _run(folder, plan_of(rule), JOB["global_batch"]), carried), found
+            )
             _tell(f"{rate}: {rule} {timings[rule].step_s:.3f} s a step")
     return timings
 
@@ -321,7 +352,10 @@ def _of_rule(rate: str, course: Course, found: Comparison) -> Timing:
         return timing
     found.learnt[rule] = course.to_target(found.target)
     steps = len(course.losses)
-    _tell(f"{rate}: {rule} took {steps} steps in {course.ended_s[-1]:.0f} s; target after {reached(course.losses, found.target)} steps")
+    _tell(
+        f"{rate}: {rule} took {steps} steps in {course.ended_s[-1]:.0f} s; target after "
+        f"{reached(course.losses, found.target)} steps"
+    )
     return replace(timing, ended_s=course.ended_s)
 
 
@@ -348,8 +382,12 @@ class Course:
         answers = self.ranks.ask({"steps": steps})
         if self._began is None:
             self._began = min(answer["began"] for answer in answers)
-        self.losses += [statistics.fmean(of_ranks) for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True)]
-        self.ended_s += [max(of_ranks) - self._began for of_ranks in zip(*(answer["ended"] for answer in answers), strict=True)]
+        self.losses += [
+            statistics.fmean(of_ranks) for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True)
+        ]
+        self.ended_s += [
+            max(of_ranks) - self._began for of_ranks in zip(*(answer["ended"] for answer in answers), strict=True)
+        ]
         self._sent = [answer["sent_bytes"] for answer in answers]
         self.said = answers[0]["said"]
 
@@ -374,7 +412,9 @@ class Course:
         self.take(max(0, TARGET_STEPS - len(self.losses)))
         while reached(self.losses, target) is None and len(self.losses) < MAX_STEPS:
             self.take(BLOCK)
-        return Learnt(list(self.losses), statistics.fmean(answer["loss"] for answer in self.ranks.ask({"held_out": True})))
+        return Learnt(
+            list(self.losses), statistics.fmean(answer["loss"] for answer in self.ranks.ask({"held_out": True}))
+        )
 
 
 @contextmanager
@@ -401,7 +441,12 @@ def _run(folder: Path, plan: Plan, global_batch: int, each: int = 0) -> Path:
     """A new run of the job; with `each`, as many, one for each rank that trains alone."""
     path = Path(tempfile.mkdtemp(dir=folder))
     for number in range(max(1, each)):
-        Run.create(path / str(number) if each else path, Job.model_validate(JOB | {"global_batch": global_batch}), discover(), plan)
+        Run.create(
+            path / str(number) if each else path,
+            Job.model_validate(JOB | {"global_batch": global_batch}),
+            discover(),
+            plan,
+        )
     return path
 
 

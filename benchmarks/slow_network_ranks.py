@@ -1,8 +1,12 @@
-"""The ranks of slow_network.py: they train by PyTorch's DDP, or by paceline's own loop under a plan, as far as they are asked to.
+"""The ranks of slow_network.py.
+
+They train by PyTorch's DDP, or by paceline's own loop under a plan, as far as they are asked to.
 
 A question is a line of JSON on stdin, its answer one on stdout:
-- `{"begin": name, "run": folder}`: `ddp` or `ddp-fp16`, or a run of paceline (`alone`: one of this rank's own); begins it anew.
-- `{"steps": n}`: the losses of n steps, when each ended (seconds of the machine's clock), what the rule sent, and what it says of itself.
+- `{"begin": name, "run": folder}`: `ddp` or `ddp-fp16`, or a run of paceline (`alone`: one of this rank's own); begins
+  it anew.
+- `{"steps": n}`: the losses of n steps, when each ended (seconds of the machine's clock), what the rule sent, and what
+  it says of itself.
 - `{"held_out": true}`: the loss on validation text, under the weights that the replicas agree on.
 """
 
@@ -55,7 +59,10 @@ def serve(transport: str) -> None:
 
 
 class Training:
-    """One way to train, step by step. `losses`: yields the loss of each step that it takes; `said`: what a rule says of itself."""
+    """One way to train, step by step.
+
+    `losses`: yields the loss of each step that it takes; `said`: what a rule says of itself.
+    """
 
     def __init__(self, losses: Generator[float, None, None], said: Sequence[str] = ()) -> None:
         self.losses, self.said = losses, said
@@ -67,7 +74,13 @@ class Training:
         for _ in range(steps):
             losses.append(next(self.losses))
             ended.append(time.monotonic())
-        return {"began": began, "ended": ended, "losses": losses, "sent_bytes": self.sent_bytes(), "said": list(self.said)}
+        return {
+            "began": began,
+            "ended": ended,
+            "losses": losses,
+            "sent_bytes": self.sent_bytes(),
+            "said": list(self.said),
+        }
 
     def sent_bytes(self) -> int:
         """By the rule, since the beginning."""

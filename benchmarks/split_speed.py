@@ -5,19 +5,23 @@ On the same ranks, weights and batches.
     python benchmarks/split_speed.py [--json]
 
 Figures:
-- `ratio_to_torch_fsdp`, `ratio_to_torch_tp`, `ratio_to_torch_pp`: our step time / that of FSDP2's `fully_shard` per layer, of
-  `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`, and of `PipelineStage` with `Schedule1F1B`, for a Llama of 4 layers on
-  2 ranks, over the same transport; `worst_ratio_to_torch` is the largest. Less than 1: ours is faster. Our step includes what a run needs
-  (the norm of the gradient, agreement on loss and votes, timing); the hand-written one is forward, backward and AdamW alone.
-- `balanced_ratio`: the step time of a pipeline cut by the number of blocks / cut by measured cost, for a model whose first blocks are
-  wider; `balanced_ratio_predicted`: what the time of each block, measured alone, predicts for the passes of a step.
-- `zero3_state_share`: bytes of parameters, gradients and AdamW's state that one of 4 ranks holds under fsdp=4 / those of an undivided model
-  (largest rank); `zero3_state_to_prediction`: what it holds / what shapes alone predict.
-- `applied_peak_to_shard`: how far a rank's memory rises at most while fsdp=4 is applied to a Llama of 1.1 billion parameters, from before
-  the model is made until every weight is drawn / the bytes of its shard (largest rank). The undivided model would be 4.
+- `ratio_to_torch_fsdp`, `ratio_to_torch_tp`, `ratio_to_torch_pp`: our step time / that of FSDP2's `fully_shard` per
+  layer, of `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`, and of `PipelineStage` with
+  `Schedule1F1B`, for a Llama of 4 layers on 2 ranks, over the same transport; `worst_ratio_to_torch` is the largest.
+  Less than 1: ours is faster. Our step includes what a run needs (the norm of the gradient, agreement on loss and
+  votes, timing); the hand-written one is forward, backward and AdamW alone.
+- `balanced_ratio`: the step time of a pipeline cut by the number of blocks / cut by measured cost, for a model whose
+  first blocks are wider; `balanced_ratio_predicted`: what the time of each block, measured alone, predicts for the
+  passes of a step.
+- `zero3_state_share`: bytes of parameters, gradients and AdamW's state that one of 4 ranks holds under fsdp=4 / those
+  of an undivided model (largest rank); `zero3_state_to_prediction`: what it holds / what shapes alone predict.
+- `applied_peak_to_shard`: how far a rank's memory rises at most while fsdp=4 is applied to a Llama of 1.1 billion
+  parameters, from before the model is made until every weight is drawn / the bytes of its shard (largest rank). The
+  undivided model would be 4.
 
-Both ways live in the same processes and take turns, in blocks of steps; a block's time is that of its slowest rank, and each ratio is of
-neighbouring blocks (median, 95 % interval). Before any time is taken, both train the same steps and their losses are compared.
+Both ways live in the same processes and take turns, in blocks of steps; a block's time is that of its slowest rank, and
+each ratio is of neighbouring blocks (median, 95 % interval). Before any time is taken, both train the same steps and
+their losses are compared.
 """
 
 from __future__ import annotations
@@ -82,7 +86,9 @@ def main() -> None:
         serve(arguments.serve)
         return
     figures = {}
-    print(f"step time, Llama of 4 layers, batch {BATCH} x {TOKENS} tokens, 2 ranks (median of {STARTS} x {BLOCKS} blocks)")
+    print(
+        f"step time, Llama of 4 layers, batch {BATCH} x {TOKENS} tokens, 2 ranks (median of {STARTS} x {BLOCKS} blocks)"
+    )
     print(f"{'':28}{'ours':>12}{'torch':>12}   ours / torch")
     for case, plan in PLANS.items():
         ours, torchs = compared(case, ("ours", "torch"))
@@ -95,7 +101,11 @@ def main() -> None:
     figures |= large()
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}))
+        print(
+            json.dumps(
+                {"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}
+            )
+        )
 
 
 def compared(case: str, sides: tuple[str, str]) -> tuple[list[float], list[float]]:
@@ -130,7 +140,8 @@ def state() -> dict[str, float]:
         answers = group.ask({})
     held, whole, predicted = max(a["held"] for a in answers), answers[0]["whole"], max(a["predicted"] for a in answers)
     print(
-        f"state of a rank, fsdp=4       {held / 1e6:.2f} MB of {whole / 1e6:.2f} MB: {held / whole:.4f}; predicted {predicted / 1e6:.2f} MB"
+        f"state of a rank, fsdp=4       {held / 1e6:.2f} MB of {whole / 1e6:.2f} MB: {held / whole:.4f}; "
+        f"predicted {predicted / 1e6:.2f} MB"
     )
     return {"zero3_state_share": held / whole, "zero3_state_to_prediction": held / predicted}
 
@@ -140,7 +151,10 @@ def large() -> dict[str, float]:
     with Ranks([__file__, "--serve", "large"], ranks=4, deadline_s=600) as group:
         answers = group.ask({})
     risen, shard = max(a["peak"] - a["before"] for a in answers), max(a["shard"] for a in answers)
-    print(f"1.1 billion parameters        a rank's memory rises by {risen / 2**30:.2f} GiB to hold a shard of {shard / 2**30:.2f} GiB")
+    print(
+        f"1.1 billion parameters        a rank's memory rises by {risen / 2**30:.2f} GiB to hold a shard of "
+        f"{shard / 2**30:.2f} GiB"
+    )
     return {"applied_peak_to_shard": risen / shard}
 
 
@@ -165,7 +179,9 @@ def serve(case: str) -> None:
     with joined(deadline_s=120, transport="shm") as group, tempfile.TemporaryDirectory() as folder:
         if case in ("state", "large"):
             for _ in sys.stdin:
-                found = held_under_fsdp(Path(folder), group) if case == "state" else peak_while_applied(Path(folder), group)
+                found = (
+                    held_under_fsdp(Path(folder), group) if case == "state" else peak_while_applied(Path(folder), group)
+                )
                 print(json.dumps(found), flush=True)
             return
         sides, loads = _uneven_sides(group) if case == "uneven" else ({}, {})
@@ -276,10 +292,16 @@ def torch_tp(folder: Path, group: Group) -> Step:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
     for layer in model.model.layers:
-        parallelize_module(layer, mesh, {**{n: ColwiseParallel() for n in columns}, **{n: RowwiseParallel() for n in rows}})
-    ends = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(
+            layer, mesh, {**{n: ColwiseParallel() for n in columns}, **{n: RowwiseParallel() for n in rows}}
+        )
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
     parallelize_module(model, mesh, ends)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, foreach=False)  # tensors and DTensors do not mix
+    # tensors and DTensors do not mix
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, foreach=False)
 
     def step(number: int) -> float:
         tokens, target = batches(number)
@@ -394,7 +416,10 @@ def _stage_s(engine: Any, block_s: dict[int, float]) -> float:
 
 
 def _predicted(of_stages: list[float]) -> float:
-    """The passes of a step: the slower stage computes all microbatches, the other one before or behind it a single one."""
+    """The passes of a step.
+
+    The slower stage computes all microbatches, the other one before or behind it a single one.
+    """
     return MICROBATCHES * max(of_stages) + min(of_stages)
 
 
@@ -425,7 +450,13 @@ def peak_while_applied(folder: Path, group: Group) -> dict[str, int]:
 
     The model has 1.1 billion parameters, whose weights are drawn meanwhile.
     """
-    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32_000, "num_attention_heads": 32}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "vocab_size": 32_000,
+        "num_attention_heads": 32,
+    }
     job = llama(folder, **sizes)
     small = _engine(llama(folder, num_hidden_layers=1), f"fsdp={group.size}", group)  # loads all libraries
     small.close()

@@ -5,15 +5,18 @@ The ranks are forked from a seed process.
     python benchmarks/start.py [--json] [--repeats N]
 
 Figures:
-- `first_step_to_plain`: from the command `paceline train` on two ranks to the end of step 1 / from the command `python` to the end of the
-  same step in a plain script of one process.
-- `first_step_to_torchrun`: the same / that of `torchrun --nproc-per-node 2` of the script's DistributedDataParallel form.
+- `first_step_to_plain`: from the command `paceline train` on two ranks to the end of step 1 / from the command `python`
+  to the end of the same step in a plain script of one process.
+- `first_step_to_torchrun`: the same / that of `torchrun --nproc-per-node 2` of the script's DistributedDataParallel
+  form.
 - `command_to_plain`, `command_to_torchrun`: the same for whole commands, which train one step.
-- `rank_start_to_import_torch`: from a further launch of one rank to its first line of code / `import torch` in a new interpreter.
-- `memory_share_of_8_ranks`: proportional set size of 8 ranks forked from a seed, and of the seed / of 8 interpreters with the same imports.
+- `rank_start_to_import_torch`: from a further launch of one rank to its first line of code / `import torch` in a new
+  interpreter.
+- `memory_share_of_8_ranks`: proportional set size of 8 ranks forked from a seed, and of the seed / of 8 interpreters
+  with the same imports.
 
-The three commands run in turn, so what else the machine does falls on all alike; each ratio is of neighbours, and the median is shown with
-its 95 % interval. Their losses are compared first. Figures of a busy machine say little.
+The three commands run in turn, so what else the machine does falls on all alike; each ratio is of neighbours, and the
+median is shown with its 95 % interval. Their losses are compared first. Figures of a busy machine say little.
 """
 
 from __future__ import annotations
@@ -46,10 +49,16 @@ def main() -> None:
     """Measure, print the table, and with --json a last line for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"rounds of the three commands (default {REPEATS})")
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, help=f"rounds of the three commands (default {REPEATS})"
+    )
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    figures = {**commands(arguments.repeats), "rank_start_to_import_torch": rank_start(), "memory_share_of_8_ranks": memory_share()}
+    figures = {
+        **commands(arguments.repeats),
+        "rank_start_to_import_torch": rank_start(),
+        "memory_share_of_8_ranks": memory_share(),
+    }
 
     from measure import environment_line
     from paceline.cluster.discover import environment
@@ -80,13 +89,18 @@ def commands(repeats: int) -> dict[str, float]:
                 raise SystemExit(f"the commands do not do the same work: their losses are {losses}")
             for name, (_, first_s, whole_s) in found.items():
                 times[name] += [(first_s, whole_s)] if number >= 0 else []
-    print(f"from the command to the end of the first step, and to the end of the command; {repeats} rounds, median and 95 % interval")
+    print(
+        f"from the command to the end of the first step, and to the end of the command; {repeats} rounds, "
+        "median and 95 % interval"
+    )
     for name, pairs in times.items():
         print(f"  {name:16} {median_interval([p[0] for p in pairs])} s   {median_interval([p[1] for p in pairs])} s")
     figures = {}
     for title, part in (("first_step", 0), ("command", 1)):
         for short, other in (("plain", "plain script"), ("torchrun", "torchrun, DDP")):
-            ratios = [ours[part] / theirs[part] for ours, theirs in zip(times["paceline train"], times[other], strict=True)]
+            ratios = [
+                ours[part] / theirs[part] for ours, theirs in zip(times["paceline train"], times[other], strict=True)
+            ]
             print(f"  {title}_to_{short:10} {median_interval(ratios)}")
             figures[f"{title}_to_{short}"] = median_interval(ratios).middle
     return figures
@@ -126,12 +140,18 @@ def rank_start() -> float:
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         for number in range(-1, LAUNCHES):
             file = Path(folder, str(number))
-            imports.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout))
+            imports.append(
+                float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+            )
             started = time.time()
             launch([f"{Path(__file__).resolve()}:arrive", str(file)], ranks=1, threads=1, pin_cores=None, deadline_s=60)
-            starts += [float(file.read_text()) - started] if number >= 0 else []  # the first one waits for the seed's imports
+            # the first one waits for the seed's imports
+            starts += [float(file.read_text()) - started] if number >= 0 else []
     ratio = median_interval(starts).middle / median_interval(imports).middle
-    print(f"a further rank: {median_interval(starts)} s to its first line; import torch: {median_interval(imports)} s; ratio {ratio:.3f}")
+    print(
+        f"a further rank: {median_interval(starts)} s to its first line; import torch: "
+        f"{median_interval(imports)} s; ratio {ratio:.3f}"
+    )
     return ratio
 
 
@@ -147,7 +167,10 @@ def arrive(arguments: list[str]) -> None:
 def memory_share() -> float:
     """Memory of ranks that are forked / of as many interpreters."""
     forked, apart = _memory_bytes(fork=True), _memory_bytes(fork=False)
-    print(f"{RANKS_APART} ranks: {forked / 2**20:,.0f} MiB forked, with their seed; {apart / 2**20:,.0f} MiB apart; {forked / apart:.2f}")
+    print(
+        f"{RANKS_APART} ranks: {forked / 2**20:,.0f} MiB forked, with their seed; {apart / 2**20:,.0f} MiB "
+        f"apart; {forked / apart:.2f}"
+    )
     return forked / apart
 
 
@@ -162,7 +185,11 @@ def _memory_bytes(*, fork: bool) -> int:
         def look() -> None:
             if not measured and len(list(Path(folder).glob("ready-*"))) == RANKS_APART:
                 processes = psutil.Process().children(recursive=True)  # the seed is one of them, where there is one
-                named = [p for p in processes if "paceline" in " ".join(p.cmdline()) and (fork or "seed_process" not in str(p.cmdline()))]
+                named = [
+                    p
+                    for p in processes
+                    if "paceline" in " ".join(p.cmdline()) and (fork or "seed_process" not in str(p.cmdline()))
+                ]
                 measured.append(sum(p.memory_full_info().pss for p in named))
                 Path(folder, "measured").touch()
 

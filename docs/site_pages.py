@@ -1,4 +1,6 @@
-"""What the documentation site has besides the pages in docs/: the reference of the code, and the pages of the repository's root.
+"""What the documentation site has besides the pages in docs/.
+
+The reference of the code, and the pages of the repository's root.
 
 A hook of MkDocs; `mkdocs.yml` names it.
 """
@@ -18,7 +20,11 @@ import paceline
 from paceline.cli import app
 
 ROOT = Path(__file__).parent.parent
-ROOT_PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ROOT_PAGES = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -37,7 +43,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def relinked(text: str) -> str:
-    """Links of a page of the root, as a page of the site has them; a file that is not on the site is named without a link."""
+    """Links of a page of the root, as a page of the site has them.
+
+    A file that is not on the site is named without a link.
+    """
     text = text.replace("](docs/", "](")
     for name, place in ROOT_PAGES.items():
         text = text.replace(f"]({name}", f"]({place}")
@@ -65,7 +74,11 @@ def described(command: Any) -> str:
 def _row(option: Any) -> str:
     names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
     default = option.show_default if isinstance(option.show_default, str) else option.default
-    shown = {True: "on", False: "off", None: ""}.get(default, f"`{default}`") if isinstance(default, bool | None) else str(default)
+    shown = (
+        {True: "on", False: "off", None: ""}.get(default, f"`{default}`")
+        if isinstance(default, bool | None)
+        else str(default)
+    )
     return f"| {names} | {_cell(shown)} | {_cell(option.help or '')} |"
 
 

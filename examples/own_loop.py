@@ -1,4 +1,6 @@
-"""A training loop of one's own on paceline's engine. On one rank and on several it does the same work and prints the same losses:
+"""A training loop of one's own on paceline's engine.
+
+On one rank and on several it does the same work and prints the same losses:
 
 python own_loop.py
 torchrun --nproc-per-node 2 own_loop.py
@@ -26,7 +28,8 @@ def main() -> None:
 
     engine = paceline.setup(model, optimizer, cross_entropy, loader)
     for epoch in range(5):
-        results = [engine.step(batch) for batch in engine.loader]  # each: forward, backward, agreement of the ranks, update
+        # each: forward, backward, agreement of the ranks, update
+        results = [engine.step(batch) for batch in engine.loader]
         mean = sum(r.loss * r.samples for r in results) / len(data)
         if engine.group.rank == 0:
             print(f"epoch {epoch + 1}  step {results[-1].step}  loss {mean:.5f}")

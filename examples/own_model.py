@@ -18,7 +18,9 @@ def network(hidden: int = 32) -> nn.Module:
 
 
 class Tumours(Dataset[tuple[Tensor, Tensor]]):
-    """569 real tumours (UCI's breast cancer data, which come with scikit-learn). A sample is (measurements, 0 malignant or 1 benign).
+    """569 real tumours (UCI's breast cancer data, which come with scikit-learn).
+
+    A sample is (measurements, 0 malignant or 1 benign).
 
     `labels` is optional: it is what `partition: stratified` keeps in proportion.
     """

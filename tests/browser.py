@@ -1,4 +1,7 @@
-"""A real browser for tests: headless Chromium, which opens a page from its file and tells all that happened while it did."""
+"""A real browser for tests.
+
+Headless Chromium, which opens a page from its file and tells all that happened while it did.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ class Browser:
         self.driver.get("about:blank")  # what the browser's own first page asks for is not the page's
         self.driver.get_log("performance")
         self.driver.get(page.resolve().as_uri())
-        WebDriverWait(self.driver, 20).until(lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.js-plotly-plot)"))
+        WebDriverWait(self.driver, 20).until(
+            lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.js-plotly-plot)")
+        )
 
     def resize(self, width: int, height: int = 900) -> None:
         """Give the page this many CSS pixels; a window of Chromium is never as narrow as a telephone."""
@@ -71,7 +76,10 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def console(self) -> list[str]:
-        """What the page wrote to the console as a warning or an error: scripts that failed, things that its policy refused."""
+        """What the page wrote to the console as a warning or an error.
+
+        Scripts that failed, things that its policy refused.
+        """
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:

@@ -56,7 +56,9 @@ def paceline(*arguments: object, folder: Path, **environment: str) -> Outcome:
 def started(
     program: str, *arguments: object, folder: Path, screen: int = subprocess.PIPE, environment: Mapping[str, str] = {}
 ) -> Iterator[subprocess.Popen[str]]:
-    """A program of this Python's environment, under way; killed with all that it started where the test leaves it running.
+    """A program of this Python's environment, under way.
+
+    Killed with all that it started where the test leaves it running.
 
     `screen` is what it writes to, instead of pipes that `ended` reads.
     """
@@ -131,7 +133,9 @@ def losses(run: Path) -> dict[int, float]:
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     """The run's events of a kind."""
-    return [event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["event"] == kind]
+    return [
+        event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["event"] == kind
+    ]
 
 
 def checkpoints(run: Path) -> list[str]:

@@ -1,4 +1,7 @@
-"""What every test gets: a check that it left nothing behind, real ranks, and a word on what cannot run on this machine."""
+"""What every test gets.
+
+A check that it left nothing behind, real ranks, and a word on what cannot run on this machine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_seed
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models in tests are too small to share among threads
+# before torch is imported: models in tests are too small to share among threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))  # ranks find what tests share
 
@@ -40,13 +44,19 @@ def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
 
 @pytest.fixture
 def ranks(_seed: None) -> Ranks:
-    """`ranks(4, function, *args, deadline_s=60)`: call a function of the test file on 4 real ranks, over gloo or `backend="shm"`."""
+    """`ranks(4, function, *args, deadline_s=60)`.
+
+    Call a function of the test file on 4 real ranks, over gloo or `backend="shm"`.
+    """
     return run_on_ranks
 
 
 @pytest.fixture
 def hosts(_seed: None) -> Iterator[Hosts]:
-    """`hosts(2, rate="1gbit", ranks_per_host=2).run(function, *args)`: ranks on emulated hosts. For tests that are needs_root."""
+    """`hosts(2, rate="1gbit", ranks_per_host=2).run(function, *args)`: ranks on emulated hosts.
+
+    For tests that are needs_root.
+    """
     with emulating() as make:
         yield make
 
@@ -79,7 +89,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker, (what, _) in NEEDS.items():
-        config.addinivalue_line("markers", f"{marker}: needs {what}; fails where CI=true and skips elsewhere without it")
+        config.addinivalue_line(
+            "markers", f"{marker}: needs {what}; fails where CI=true and skips elsewhere without it"
+        )
 
 
 def pytest_report_header() -> list[str]:

@@ -69,7 +69,9 @@ def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes
     samples_per_s = around(batch / step_s.middle, spread)
     steps = 92
     seconds = [i * step_s.middle for i in range(1, steps + 1)]
-    losses: list[float | None] = [2.3 * math.exp(-i / 18) + 0.08 + 0.06 * math.sin(7.0 * i + devices) / (1 + i / 20) for i in range(steps)]
+    losses: list[float | None] = [
+        2.3 * math.exp(-i / 18) + 0.08 + 0.06 * math.sin(7.0 * i + devices) / (1 + i / 20) for i in range(steps)
+    ]
     values: dict[str, Any] = {
         "label": "1 device" if devices == 1 else f"{devices} devices",
         "plan": f"dp={devices}" + (" memory_format=channels_last" if devices == 4 else ""),
@@ -92,7 +94,10 @@ def setting(devices: int, scaling: str, step_ms: float, spread: float, **changes
 
 
 def rank_use(step_s: float, devices: int, rank: int) -> RankUse:
-    """A step of which a tenth is communication on 2 devices and more on more; rank 2, where there is one, is waited for."""
+    """A step of which a tenth is communication on 2 devices and more on more.
+
+    Rank 2, where there is one, is waited for.
+    """
     waits = 0.0 if devices == 1 or rank == 2 else 0.09
     shares = {
         "data": 0.03,
@@ -104,7 +109,9 @@ def rank_use(step_s: float, devices: int, rank: int) -> RankUse:
     }
     shares["compute"] = 1 - sum(shares.values())
     return RankUse(
-        {part: share * step_s for part, share in shares.items()}, 1_074_600.0 if devices > 1 else 0.0, 310_000_000 + rank * 4_000_000
+        {part: share * step_s for part, share in shares.items()},
+        1_074_600.0 if devices > 1 else 0.0,
+        310_000_000 + rank * 4_000_000,
     )
 
 
@@ -112,7 +119,12 @@ def alike(**changes: Any) -> Report:
     """Two devices whose times overlap with those of one, on a machine with other load."""
     one = setting(1, "strong", 19.2, 0.2)
     two = dataclasses.replace(setting(2, "strong", 17.1, 0.25), is_speedup=False)
-    warnings = ["Other processes kept 1.7 cores busy before the benchmark: the intervals are wide. Repeat it on a quiet machine."]
+    warnings = [
+        (
+            "Other processes kept 1.7 cores busy before the benchmark: the intervals are wide. Repeat it on a "
+            "quiet machine."
+        )
+    ]
     limits = ["1 and 2 devices take the same time within the intervals, so nothing is claimed."]
     return report(**({"settings": [one, two], "warnings": warnings, "limits": limits} | changes))
 

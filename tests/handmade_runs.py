@@ -28,7 +28,9 @@ def setting(devices: int = 1, scaling: str = "strong", **changes: Any) -> Settin
     return Setting(**(values | changes))
 
 
-def runs_of(what: Setting, *step_ms: float, parts_ms: dict[str, float] | None = None, **changes: Any) -> list[FinishedRun]:
+def runs_of(
+    what: Setting, *step_ms: float, parts_ms: dict[str, float] | None = None, **changes: Any
+) -> list[FinishedRun]:
     """One run per step time, with one rank per device.
 
     All of a step is compute unless `parts_ms` tells otherwise.

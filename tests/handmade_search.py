@@ -15,9 +15,15 @@ from paceline.plans.plan import Plan
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
 TRACE = ModelTrace(
-    tuple(BlockTrace("layer", f"layers.{i}", (Gemm(1024, 4096, 1024),), matrices=12_000_000, boundary=1024) for i in range(8)), tokens=1024
+    tuple(
+        BlockTrace("layer", f"layers.{i}", (Gemm(1024, 4096, 1024),), matrices=12_000_000, boundary=1024)
+        for i in range(8)
+    ),
+    tokens=1024,
 )
-DEVICE = Accelerator("H100-SXM", "cuda", {"bf16": 989e12, "fp32": 67e12}, 80 * 10**9, 3.35e12, LinkSpec("NVLink", 450e9, 3e-6))
+DEVICE = Accelerator(
+    "H100-SXM", "cuda", {"bf16": 989e12, "fp32": 67e12}, 80 * 10**9, 3.35e12, LinkSpec("NVLink", 450e9, 3e-6)
+)
 MACHINES = Machines(DEVICE, 2, 8, LinkSpec("network", 6.25e9, 14e-6), memory_bytes=80 * 10**9)
 
 RARER = Advice("sync=local:8", gain=0.25, but="replicas agree in every eighth step only")
@@ -75,11 +81,22 @@ def found(**changes: Any) -> SearchResult:
     best = (
         candidate("dp=2 tp=8", compute=0.8, tp=0.15, dp=0.03, optimizer=0.02),
         candidate("fsdp=16", why="fsdp +0.20 s: weights between hosts", compute=0.8, fsdp=0.28, optimizer=0.02),
-        candidate("dp=2 tp=4 pp=2 microbatches=8", why="bubble +0.31 s", memory=22e9, compute=0.8, tp=0.1, bubble=0.4, optimizer=0.02),
+        candidate(
+            "dp=2 tp=4 pp=2 microbatches=8",
+            why="bubble +0.31 s",
+            memory=22e9,
+            compute=0.8,
+            tp=0.1,
+            bubble=0.4,
+            optimizer=0.02,
+        ),
     )
     values: dict[str, Any] = {
         "best": best,
-        "excluded": (Excluded("memory", "state of all parameters on one GPU: fsdp=2 would work", 40), Excluded("tp=16", "heads: 16 do", 8)),
+        "excluded": (
+            Excluded("memory", "state of all parameters on one GPU: fsdp=2 would work", 40),
+            Excluded("tp=16", "heads: 16 do", 8),
+        ),
         "considered": 1234,
         "evaluated": 100,
         "pruned": 900,

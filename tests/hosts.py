@@ -1,4 +1,7 @@
-"""Emulated hosts for tests: real ranks in network namespaces that are joined by links of a given rate, which a test can cut and mend."""
+"""Emulated hosts for tests.
+
+Real ranks in network namespaces that are joined by links of a given rate, which a test can cut and mend.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ class EmulatedHosts:
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
         """Call `function(*args)` on every rank, and return the results in rank order (pickled).
 
-        The function must stand at the top level of its file. It finds the variables that the launcher sets (RANK, MASTER_ADDR,
-        PACELINE_ADDRESS …) and joins by itself: `with joined(transport=…) as group`.
+        The function must stand at the top level of its file. It finds the variables that the launcher sets (RANK,
+        MASTER_ADDR, PACELINE_ADDRESS …) and joins by itself: `with joined(transport=…) as group`.
 
         Raises:
-            RankError: with the traceback of the rank that failed first, or the stacks of those that were not done at the deadline.
+            RankError: with the traceback of the rank that failed first, or the stacks of those that were not done at
+                the deadline.
         """
         return run_in_places(self.places, function, args, deadline_s)
 

@@ -1,4 +1,7 @@
-"""What a test may leave behind: nothing. Each kind of left-over is one small function that names those there are now."""
+"""What a test may leave behind: nothing.
+
+Each kind of left-over is one small function that names those there are now.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,10 @@ def _children() -> set[str]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Living processes that this one started, or adopted. Python's resource tracker and the seeds belong to the whole session, and stay."""
+    """Living processes that this one started, or adopted.
+
+    Python's resource tracker and the seeds belong to the whole session, and stay.
+    """
     living = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -155,7 +161,9 @@ def _used_by_others(segment: str, ours: set[int]) -> bool:
 
 
 def of_the_transport() -> Counter[str]:
-    """What the transports of our own have in this process: mappings, descriptors and threads. None of it lies in /dev/shm.
+    """What the transports of our own have in this process: mappings, descriptors and threads.
+
+    None of it lies in /dev/shm.
 
     What a rank had when it began, to watch its launcher, is `before_the_transport`.
     """
@@ -170,7 +178,11 @@ def _memory_files() -> set[str]:
 
 
 def _mapped_memory_files() -> set[str]:
-    return {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:paceline" in line}
+    return {
+        line.split(maxsplit=5)[5]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/memfd:paceline" in line
+    }
 
 
 def _open_memory_files() -> list[str]:
@@ -198,7 +210,10 @@ def _emulations() -> set[str]:
 
 
 def _not_of_others(names: set[str]) -> set[str]:
-    """Without those of emulated hosts that a living process keeps which is not ours: other users of the machine may have some, too."""
+    """Without those of emulated hosts that a living process keeps which is not ours.
+
+    Other users of the machine may have some, too.
+    """
     if not names:
         return names
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}

@@ -28,7 +28,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # family: (task, configurati
             "max_position_embeddings": 64,
         },
     ),
-    "gpt2": ("causal_lm", {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
+    "gpt2": (
+        "causal_lm",
+        {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    ),
     "bert": (
         "masked_lm",
         {
@@ -122,13 +125,17 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
 
 def family_job(family: str, folder: Path, **changes: Any) -> Job:
-    """A job of 64 samples in batches of 16 that trains a model of the family; its configuration is written into `folder`."""
+    """A job of 64 samples in batches of 16 that trains a model of the family.
+
+    Its configuration is written into `folder`.
+    """
     values: dict[str, Any] = {
         "name": family,
         "model": _model(family, folder),
         "data": _data(family),
         "loss": "model" if family == "t5" else "cross_entropy",
-        "optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-3},  # a large eps: where gradients vanish, Adam magnifies rounding
+        # a large eps: where gradients vanish, Adam magnifies rounding
+        "optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-3},
         "global_batch": 16,
         "clip_norm": 1.0,
         "stop": {"steps": 5},

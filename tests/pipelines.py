@@ -1,4 +1,7 @@
-"""What the tests of pipelines share: models of many shapes, their meta copies, and a few steps of training, whole or in stages."""
+"""What the tests of pipelines share.
+
+Models of many shapes, their meta copies, and a few steps of training, whole or in stages.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,16 @@ def masked_tokens(step: int, rows: int = ROWS) -> dict[str, Tensor]:
 
 def images(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64), torch.randint(0, 4, (rows,), generator=generator)
+    return torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64), torch.randint(
+        0, 4, (rows,), generator=generator
+    )
 
 
 def vectors(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(rows, 6, generator=generator, dtype=torch.float64), torch.randint(0, 4, (rows,), generator=generator)
+    return torch.randn(rows, 6, generator=generator, dtype=torch.float64), torch.randint(
+        0, 4, (rows,), generator=generator
+    )
 
 
 def classes(output: Any, batch: Any) -> Tensor:
@@ -86,7 +93,13 @@ def huggingface(name: str, **config: Any) -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 60}
+    small: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 60,
+    }
     small |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     kinds: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama": ("LlamaForCausalLM", "LlamaConfig", {**small, "num_key_value_heads": 1}),
@@ -96,11 +109,23 @@ def huggingface(name: str, **config: Any) -> nn.Module:
             {**small, "num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager"},
         ),
         "bert": ("BertForMaskedLM", "BertConfig", small),
-        "vit": ("ViTForImageClassification", "ViTConfig", {**small, "image_size": 16, "patch_size": 8, "num_labels": 4}),
+        "vit": (
+            "ViTForImageClassification",
+            "ViTConfig",
+            {**small, "image_size": 16, "patch_size": 8, "num_labels": 4},
+        ),
         "gpt2": (
             "GPT2LMHeadModel",
             "GPT2Config",
-            {"n_embd": 16, "n_layer": 5, "n_head": 2, "vocab_size": 60, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+            {
+                "n_embd": 16,
+                "n_layer": 5,
+                "n_head": 2,
+                "vocab_size": 60,
+                "resid_pdrop": 0,
+                "embd_pdrop": 0,
+                "attn_pdrop": 0,
+            },
         ),
         "resnet": (
             "ResNetForImageClassification",
@@ -128,7 +153,10 @@ def huggingface(name: str, **config: Any) -> nn.Module:
 
 
 class Aside(nn.Module):
-    """Its blocks leave something aside for the head, and so return less than what comes of them: only a traced graph shows it."""
+    """Its blocks leave something aside for the head, and so return less than what comes of them.
+
+    Only a traced graph shows it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +227,10 @@ class AsideTwiceBlock(AsideBlock):
 
 
 class AsideConstant(Aside):
-    """Its blocks use torch.no_grad: for a scale, for a running mean that they keep, and to change in place what has a gradient."""
+    """Its blocks use torch.no_grad.
+
+    For a scale, for a running mean that they keep, and to change in place what has a gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,8 +258,12 @@ CASES = {
     "gpt": Case(gpt, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "aside": Case(Aside, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
     "masked": Case(Masked, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
-    "aside_twice": Case(AsideTwice, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
-    "aside_constant": Case(AsideConstant, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
+    "aside_twice": Case(
+        AsideTwice, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes
+    ),
+    "aside_constant": Case(
+        AsideConstant, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes
+    ),
     "mlp": Case(mlp, vectors, classes),
     "llama": Case(lambda: huggingface("llama"), masked_tokens, classes),
     "gpt2": Case(lambda: huggingface("gpt2"), tokens, classes),
@@ -246,7 +281,9 @@ def on_meta(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                module._parameters[name] = made.setdefault(id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
+                module._parameters[name] = made.setdefault(
+                    id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                )
     return model
 
 
@@ -283,17 +320,27 @@ def alone(case: Case, microbatches: int = 4, sizes: tuple[int, ...] = (ROWS,) * 
         output = case.call(model, case.batch(99, 4))
     logits = logits_of(output)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return {"losses": losses, "grads": grads, "weights": weights, "logits": logits, "buffers": dict(model.named_buffers())}
+    return {
+        "losses": losses,
+        "grads": grads,
+        "weights": weights,
+        "logits": logits,
+        "buffers": dict(model.named_buffers()),
+    }
 
 
-def piped(name: str, plan: str, sizes: tuple[int, ...] = (ROWS,) * STEPS, wrap: Callable[[Pipeline], None] | None = None) -> dict[str, Any]:
+def piped(
+    name: str, plan: str, sizes: tuple[int, ...] = (ROWS,) * STEPS, wrap: Callable[[Pipeline], None] | None = None
+) -> dict[str, Any]:
     """The same on the ranks of a pipeline; each returns what it has."""
     case, settings = CASES[name], Plan.parse(plan)
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, hosts=(0,) * dist.get_world_size())
     model = case.model()
     skeleton = on_meta(model)
     parts = whole_parts(skeleton)
-    pipeline = Pipeline(skeleton, parts, settings, group, case.batch(0, ROWS // settings.microbatches), case.call, device=CPU)
+    pipeline = Pipeline(
+        skeleton, parts, settings, group, case.batch(0, ROWS // settings.microbatches), case.call, device=CPU
+    )
     if wrap is not None:
         wrap(pipeline)
     fill(pipeline, parts, model)
@@ -311,7 +358,13 @@ def piped(name: str, plan: str, sizes: tuple[int, ...] = (ROWS,) * STEPS, wrap: 
     output = pipeline.forward(case.batch(99, 4))
     logits = None if output is None else logits_of(output)
     weights = {n: p.detach().clone() for n, p in parameters.items()}
-    result: dict[str, Any] = {"losses": losses, "grads": grads, "weights": weights, "logits": logits, "buffers": pipeline.named_buffers()}
+    result: dict[str, Any] = {
+        "losses": losses,
+        "grads": grads,
+        "weights": weights,
+        "logits": logits,
+        "buffers": pipeline.named_buffers(),
+    }
     result |= {
         "bubble_s": pipeline.bubble_s,
         "lines": pipeline.lines,
@@ -344,7 +397,10 @@ def _parts(batch: Any, parts: int) -> list[Any]:
 
 
 def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """All ranks together have what one process has: losses, gradients, weights, output and buffers, each parameter saved once."""
+    """All ranks together have what one process has.
+
+    Losses, gradients, weights, output and buffers, each parameter saved once.
+    """
     assert any(rank["losses"][0] is not None for rank in found)
     for rank in found:
         if rank["losses"][0] is not None:
@@ -353,7 +409,11 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         for what in ("grads", "weights", "buffers"):
             for name, own in rank[what].items():
                 whole = expected[what][name]
-                assert torch.allclose(own.double(), whole.double(), rtol=1e-7, atol=1e-9), (what, name, (own - whole).abs().max())
+                assert torch.allclose(own.double(), whole.double(), rtol=1e-7, atol=1e-9), (
+                    what,
+                    name,
+                    (own - whole).abs().max(),
+                )
     written = [name for rank in found for name in rank["writes"]]
     assert sorted(written) == sorted(expected["weights"])
     assert {n for rank in found for n in rank["grads"]} >= expected["grads"].keys()

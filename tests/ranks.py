@@ -1,7 +1,8 @@
 """Run a function of a test on several real ranks: processes that talk over gloo or shared memory, with a deadline.
 
-They are started by `paceline.launch.run_on_ranks`, as ranks of users are, from a seed that has what tests import as well. A function is
-named by its file, so it may stand in any test file, which is not a module that a fresh process could import.
+They are started by `paceline.launch.run_on_ranks`, as ranks of users are, from a seed that has what tests import as
+well. A function is named by its file, so it may stand in any test file, which is not a module that a fresh process
+could import.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from paceline.rank_environment import RankEnvironment
 Backend = Literal["gloo", "shm", "tcp"]
 _GRACE_S = 10.0  # for the other ranks to end after one has failed
 _IMPORTS = ("numpy", "pytest", "hypothesis", COMPILER)
-_LAUNCHERS = {"PACELINE_STATUS", "PACELINE_ERROR_FILE", "PACELINE_LAUNCHER", "PACELINE_ATTEMPT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+_LAUNCHERS = {
+    "PACELINE_STATUS",
+    "PACELINE_ERROR_FILE",
+    "PACELINE_LAUNCHER",
+    "PACELINE_ATTEMPT",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+}
 _environment: dict[str, str] = {}  # in which the seed was started
 
 
@@ -46,15 +54,21 @@ class Ranks(Protocol):
     def __call__(
         self, size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0, backend: Backend = "gloo"
     ) -> list[Any]:
-        """Call `function(*args)` on `size` ranks in an initialised group; returns their results in rank order (pickled)."""
+        """Call `function(*args)` on `size` ranks in an initialised group.
+
+        Returns their results in rank order (pickled).
+        """
         ...
 
 
-def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0, backend: Backend = "gloo") -> list[Any]:
+def run_on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0, backend: Backend = "gloo"
+) -> list[Any]:
     """Call `function(*args)` on `size` ranks, as `Ranks` says.
 
-    The function must stand at the top level of its file. A rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
-    Over shared memory, a rank fails that keeps a mapping, descriptor or thread of the transport after the group has ended.
+    The function must stand at the top level of its file. A rank finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE
+    in its environment. Over shared memory, a rank fails that keeps a mapping, descriptor or thread of the transport
+    after the group has ended.
 
     Raises:
         RankError: with the traceback of the rank that failed first.
@@ -63,12 +77,17 @@ def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, deadline_s
 
 
 def run_in_places(
-    places: Sequence[RankPlace], function: Callable[..., Any], args: Sequence[Any], deadline_s: float, backend: Backend | None = None
+    places: Sequence[RankPlace],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    deadline_s: float,
+    backend: Backend | None = None,
 ) -> list[Any]:
     """Call `function(*args)` on a rank in each place, and return the results in their order.
 
     Args:
-        backend: of the process group that they then are in; None leaves joining one to the function, which finds what a launcher sets.
+        backend: of the process group that they then are in; None leaves joining one to the function, which finds what a
+            launcher sets.
 
     Raises:
         RankError: with the traceback of the rank that failed first.
@@ -76,7 +95,9 @@ def run_in_places(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         module, name = function.__module__, function.__qualname__
         arguments = _encoded(tuple(args))
-        call = Call(function.__code__.co_filename, module, name, arguments, backend, Path(folder), dict(os.environ), sys.path)
+        call = Call(
+            function.__code__.co_filename, module, name, arguments, backend, Path(folder), dict(os.environ), sys.path
+        )
         if not _environment:
             start_seed()
         wait_for_imports()
@@ -148,7 +169,9 @@ def be_rank(call: Call) -> str:
     if call.backend:  # no need of the launcher's rendezvous
         if (listener := own.get("PACELINE_STORE_FD")) is not None:
             os.close(int(listener))
-        own = {name: own[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
+        own = {
+            name: own[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+        }
     os.environ.clear()
     os.environ.update({**call.environment, **own})
     sys.path[:] = call.path
@@ -173,7 +196,11 @@ def be_rank(call: Call) -> str:
 def _first_failure(folder: Path, size: int) -> str | None:
     """Traceback of the rank whose function raised first, but for those that only lost another rank."""
     failures = sorted(folder.glob("failure-*"), key=lambda file: file.stat().st_mtime_ns)
-    return f"rank {failures[0].name.rpartition('-')[2]} of {size} failed first:\n{failures[0].read_text()}" if failures else None
+    return (
+        f"rank {failures[0].name.rpartition('-')[2]} of {size} failed first:\n{failures[0].read_text()}"
+        if failures
+        else None
+    )
 
 
 def _encoded(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""The ranks of a plan played by one process: where each sits, and which part it holds of tensors that are divided in many ways."""
+"""The ranks of a plan played by one process.
+
+Where each sits, and which part it holds of tensors that are divided in many ways.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ SHAPES = {  # of a model that has what is easily lost
 
 
 def meshes(**sizes: int) -> Iterator[Mesh]:
-    """The mesh of a plan with these degrees, as each of its ranks sees it, in the order of the ranks; no rank can talk to another."""
+    """The mesh of a plan with these degrees, as each of its ranks sees it, in the order of the ranks.
+
+    No rank can talk to another.
+    """
     sizes = {axis: sizes.get(axis, 1) for axis in AXES}
     for rank, place in enumerate(product(*(range(n) for n in sizes.values()))):
         yield Mesh(sizes, dict(zip(sizes, place, strict=True)), Group(rank, prod(sizes.values())), None, {})
@@ -72,7 +78,10 @@ def random_tensors(seed: int = 0) -> dict[str, Tensor]:
 def save_all(folder: Path, step: int, snapshots: list[Snapshot], *, deadline_s: float = 30.0) -> Path:
     """One checkpoint of all ranks; an error of rank 0 is raised when the others are done."""
     world = len(snapshots)
-    writers = [Checkpointer(folder, rank=r, world=world, keep=2, deadline_s=deadline_s, report=lambda *_: None) for r in range(world)]
+    writers = [
+        Checkpointer(folder, rank=r, world=world, keep=2, deadline_s=deadline_s, report=lambda *_: None)
+        for r in range(world)
+    ]
     for writer, snapshot in zip(writers, snapshots, strict=True):
         writer.save(step, snapshot)
     for writer in reversed(writers):

@@ -27,10 +27,18 @@ FEATURES, CLASSES = 6, 3
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Random points; their class is the largest of three features. Those in `nan_at` are not finite, in the first `nan_epochs` epochs."""
+    """Random points; their class is the largest of three features.
+
+    Those in `nan_at` are not finite, in the first `nan_epochs` epochs.
+    """
 
     def __init__(
-        self, samples: int = 70, nan_at: Sequence[int] = (), nan_epochs: int = 1_000_000, sleep_s: float = 0.0, noise: float = 0.0
+        self,
+        samples: int = 70,
+        nan_at: Sequence[int] = (),
+        nan_epochs: int = 1_000_000,
+        sleep_s: float = 0.0,
+        noise: float = 0.0,
     ) -> None:
         self.inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(11))
         self.labels = self.inputs[:, :CLASSES].argmax(dim=1)
@@ -60,7 +68,9 @@ def plain() -> nn.Module:
 
 
 def with_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES)
+    )
 
 
 class OneInfiniteGradient(nn.Module):

@@ -61,7 +61,11 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def gradients_agree(
-    make: Callable[[], Made], loss: Callable[[nn.Module, Batch], Tensor] = loss_of, *, sequence: bool = False, large: int = 1 << 40
+    make: Callable[[], Made],
+    loss: Callable[[nn.Module, Batch], Tensor] = loss_of,
+    *,
+    sequence: bool = False,
+    large: int = 1 << 40,
 ) -> TensorReport:
     """Compare a divided model's loss, gradients and buffers with the whole one's.
 

@@ -1,4 +1,7 @@
-"""What is given away works without the checkout: the wheel has all that it needs, and so has the site of the documentation."""
+"""What is given away works without the checkout.
+
+The wheel has all that it needs, and so has the site of the documentation.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,35 @@ import pytest
 from browser import opened
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("src", "examples", "docs", "pyproject.toml", "mkdocs.yml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
-PAGES = ("index.html", "tutorial.html", "plans.html", "reference/api.html", "reference/cli.html", "architecture.html", "results.html")
+SOURCES = (
+    "src",
+    "examples",
+    "docs",
+    "pyproject.toml",
+    "mkdocs.yml",
+    "MANIFEST.in",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
+PAGES = (
+    "index.html",
+    "tutorial.html",
+    "plans.html",
+    "reference/api.html",
+    "reference/cli.html",
+    "architecture.html",
+    "results.html",
+)
 
 
 def run(*command: object, folder: Path) -> str:
     """What a program printed that ended well; it sees no checkout of paceline."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "NO_MKDOCS_2_WARNING": "1"}
-    ended = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -49,13 +72,27 @@ def test_the_wheel_trains_the_demo_in_an_empty_environment_and_folder(copy: Path
     env, folder = tmp_path / "env", tmp_path / "empty"
     folder.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", env, folder=tmp_path)
-    run(sys.executable, "-m", "pip", "--python", env / "bin" / "python", "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        env / "bin" / "python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        folder=tmp_path,
+    )
     [packages] = env.glob("lib/python*/site-packages")
-    # The dependencies are those of the environment of the tests; a line of a .pth file adds no editable installation from there.
+    # The dependencies are those of the environment of the tests; a line of a .pth file adds no editable installation
+    # from there.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.copy(ROOT / "examples" / "digits.yaml", folder)
 
-    assert str(packages) in run(env / "bin" / "python", "-c", "import paceline; print(paceline.__file__)", folder=folder)
+    assert str(packages) in run(
+        env / "bin" / "python", "-c", "import paceline; print(paceline.__file__)", folder=folder
+    )
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run(env / "bin" / "paceline", "--version", folder=folder) == f"paceline {version}\n"
     said = run(env / "bin" / "paceline", "train", "digits.yaml", "--plan", "dp=2", "--run", "run", folder=folder)

@@ -20,11 +20,13 @@ from paceline.plans.sync_info import RULES
 
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "paceline"
-MAPS = [ROOT / "ARCHITECTURE.md", *sorted((DOCS / "design").glob("[!i]*.md"))]  # they name files by their place in the package, too
+# they name files by their place in the package, too
+MAPS = [ROOT / "ARCHITECTURE.md", *sorted((DOCS / "design").glob("[!i]*.md"))]
 PAGES = [*MAPS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
-GENERATED = ("architecture.md", "contributing.md", "changelog.md", "../architecture.md")  # of the root: see docs/site_pages.py
+# of the root: see docs/site_pages.py
+GENERATED = ("architecture.md", "contributing.md", "changelog.md", "../architecture.md")
 
 
 def commands_in(page: Path) -> list[str]:
@@ -45,7 +47,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 def test_the_cluster_to_emulate_is_one() -> None:
     [text] = [block for block in blocks("network.md", "yaml") if "emulate:" in block]
-    emulate = Cluster.model_validate({"name": "here", "hosts": [], "emulate": yaml.safe_load(text)["emulate"] | {"cpu": 1}}).emulate
+    emulate = Cluster.model_validate(
+        {"name": "here", "hosts": [], "emulate": yaml.safe_load(text)["emulate"] | {"cpu": 1}}
+    ).emulate
     assert emulate is not None
     assert emulate.hosts == len(yaml.safe_load(text)["emulate"]["cpu"]) == 4
 
@@ -62,9 +66,12 @@ def test_the_network_policy_lets_only_the_runs_own_pods_in() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_plan_in_an_example_can_be_read(page: Path) -> None:
     text = page.read_text()
-    plans = re.findall(r'--plan "([^"…]+)"', text) + [p for several in re.findall(r'--plans "([^"]+)"', text) for p in several.split(";")]
+    plans = re.findall(r'--plan "([^"…]+)"', text) + [
+        p for several in re.findall(r'--plans "([^"]+)"', text) for p in several.split(";")
+    ]
     for plan in plans:
-        if not any(name in plan for name in ("majority", "exponent", "loopback")):  # of examples/extend, which is not installed here
+        # of examples/extend, which is not installed here
+        if not any(name in plan for name in ("majority", "exponent", "loopback")):
             assert str(Plan.parse(plan))
 
 
@@ -92,14 +99,18 @@ def test_every_link_leads_to_a_page_and_a_heading_of_it(page: Path) -> None:
             continue
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
-        assert not heading or linked.suffix != ".md" or heading in headings(linked.read_text()) or "." in heading, target
+        assert not heading or linked.suffix != ".md" or heading in headings(linked.read_text()) or "." in heading, (
+            target
+        )
 
 
 def test_every_rule_and_codec_has_its_place() -> None:
     text = (DOCS / "sync.md").read_text()
     assert [rule for rule in RULES.built_in if f"`{rule}" not in text] == []
     table = " ".join(
-        line.split("|")[1] for line in text.partition("## Codecs")[2].partition("## A rule")[0].splitlines() if line.startswith("| `")
+        line.split("|")[1]
+        for line in text.partition("## Codecs")[2].partition("## A rule")[0].splitlines()
+        if line.startswith("| `")
     )
     named = [word for word in re.findall(r"`([^`]+)`", table) if word != "compress="]
     assert {word.partition(":")[0].partition("+")[0] for word in named} == {*CODECS.built_in, "auto"}
@@ -108,7 +119,9 @@ def test_every_rule_and_codec_has_its_place() -> None:
             CompressSpec.parse(word)
 
 
-def test_the_loop_of_ones_own_runs_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_of_ones_own_runs_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     [script] = blocks("own_loop.md", "python")
     exec(script, {"__name__": "__main__"})
@@ -149,7 +162,10 @@ def test_the_map_has_every_folder_of_the_package_and_is_short() -> None:
 def test_the_order_of_the_map_is_the_order_of_the_layers() -> None:
     layers = re.findall(r"^    \"(paceline\..*)\",$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     place = {name.strip().removeprefix("paceline."): i for i, layer in enumerate(layers) for name in layer.split("|")}
-    shown = [place[folder] for folder in re.findall(r"^\| `(\w+)/` \| ", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)]
+    shown = [
+        place[folder]
+        for folder in re.findall(r"^\| `(\w+)/` \| ", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    ]
     assert shown == sorted(shown)
 
 

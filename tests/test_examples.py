@@ -1,4 +1,7 @@
-"""Every example trains from a copy of its folder that is not a checkout: what a newcomer tries first works, and learns."""
+"""Every example trains from a copy of its folder that is not a checkout.
+
+What a newcomer tries first works, and learns.
+"""
 
 from __future__ import annotations
 
@@ -82,4 +85,5 @@ def test_a_loop_of_ones_own_prints_the_same_losses_alone_and_under_torchrun(fold
     losses = [float(line.split()[-1]) for line in alone.out.splitlines()]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 3
-    assert [float(line.split()[-1]) for line in two.out.splitlines()] == pytest.approx(losses, rel=1e-3)  # five digits are printed
+    # five digits are printed
+    assert [float(line.split()[-1]) for line in two.out.splitlines()] == pytest.approx(losses, rel=1e-3)

@@ -22,15 +22,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for PYTHONPATH that holds the examples as pip installs them."""
     folder = tmp_path_factory.mktemp("extend")
     package = shutil.copytree(EXAMPLES, folder / "package")  # setuptools builds in the source's folder
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "--target", str(folder / "site"), str(package)], capture_output=True, text=True, timeout=100)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+    done = subprocess.run(
+        [*pip, "--target", str(folder / "site"), str(package)], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return f"{folder / 'site'}:{ROOT / 'src'}"
 
 
 def loaded(code: str, installed: str) -> list[str]:
     """Lines that a script prints in a process that sees the examples."""
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": installed}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": installed}, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -47,7 +60,9 @@ def test_an_example_has_at_most_thirty_lines(file: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "extend").glob("*.md")), ids=lambda page: page.name)
 def test_the_code_on_a_page_is_the_one_that_is_tested(page: Path) -> None:
-    sources = "\n".join(file.read_text() for file in (*EXAMPLES.glob("*.*"), ROOT / "src/paceline/sync/averaging.py") if file.is_file())
+    sources = "\n".join(
+        file.read_text() for file in (*EXAMPLES.glob("*.*"), ROOT / "src/paceline/sync/averaging.py") if file.is_file()
+    )
     for block in page.read_text().split("```python\n")[1:]:
         assert block.partition("```")[0].strip() in sources
 
@@ -57,12 +72,17 @@ def test_the_code_on_a_page_is_the_one_that_is_tested(page: Path) -> None:
 
 def test_a_rule_from_a_package_trains_and_is_known_to_be_inexact(installed: str, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", global_batch=18)  # the last batch of an epoch is smaller, so shares differ
-    shown = paceline("train", job, "--plan", "dp=2 sync=majority:0.05", "--run", "run", folder=tmp_path, PYTHONPATH=installed)
+    shown = paceline(
+        "train", job, "--plan", "dp=2 sync=majority:0.05", "--run", "run", folder=tmp_path, PYTHONPATH=installed
+    )
     assert shown.code == 0, shown.err
     found = list(losses(tmp_path / "run").values())
     assert len(found) == 6
     assert found[-1] < found[0]
-    described = "from paceline.plans.plan import Plan; import sys; print(Plan(dp=2, sync='majority').inexact, 'torch' in sys.modules)"
+    described = (
+        "from paceline.plans.plan import Plan; import sys; print(Plan(dp=2, sync='majority').inexact, 'torch' in "
+        "sys.modules)"
+    )
     assert loaded(described, installed) == ["sync=majority False"]
 
 
@@ -72,7 +92,9 @@ def test_without_its_package_a_rule_is_unknown_and_the_known_ones_are_named(tmp_
     assert shown.error.count('unknown rule "majority". Known: averaging, allreduce, local, diloco.') == 1
 
 
-def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_takes(installed: str, tmp_path: Path) -> None:
+def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_takes(
+    installed: str, tmp_path: Path
+) -> None:
     job = write_job(tmp_path / "job.yaml")
     shown = paceline("train", job, "--plan", "dp=2 sync=majority:3", folder=tmp_path, PYTHONPATH=installed)
     assert shown.code == 1
@@ -99,7 +121,8 @@ def test_a_codec_from_a_package_codes_gradients_alone_and_behind_another(install
 def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> None:
     code = (
         "from paceline.plans.codec_info import CODECS, CompressSpec; import sys\n"
-        "print(CODECS.names[-1], *(CompressSpec.parse(text).sent_bytes(4.0, ()) for text in ('exponent', 'topk:0.1+exponent')))\n"
+        "print(CODECS.names[-1], *(CompressSpec.parse(text).sent_bytes(4.0, ()) for text in ('exponent', "
+        "'topk:0.1+exponent')))\n"
         "print('torch' in sys.modules)"
     )
     assert loaded(code, installed) == ["exponent 1.0 0.5", "False"]
@@ -168,10 +191,12 @@ for batch in engine.loader:
 for name, settings in (("csv", {"path": "x"}), ("cvs", {})):
     try: tracker(name, **settings)
     except JobError as error: print(error)
-"""
+"""  # noqa: E501
 
 
-def test_a_tracker_from_a_package_logs_every_step(installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_from_a_package_logs_every_step(
+    installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     wrong, unknown = loaded(LOOP, installed)
     assert wrong.startswith('tracker "csv" cannot be made:')

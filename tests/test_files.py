@@ -13,7 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.console import Console
-from paceline.files import LINE_LIMIT, create_private, open_to_append, private_folder, scratch_folder, whole_lines, write_whole
+from paceline.files import (
+    LINE_LIMIT,
+    create_private,
+    open_to_append,
+    private_folder,
+    scratch_folder,
+    whole_lines,
+    write_whole,
+)
 from paceline.printable import printable
 from small_jobs import small_job, train_here
 
@@ -102,10 +110,14 @@ def test_a_console_shows_what_others_wrote_and_keeps_its_own_colours() -> None:
     assert "\x1b[2J" not in text
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with scratch_folder() as living:
-        abandoned, newborn, other = (tmp_path / name for name in ("paceline-scratch-dead", "paceline-scratch-new", "another-program"))
+        abandoned, newborn, other = (
+            tmp_path / name for name in ("paceline-scratch-dead", "paceline-scratch-new", "another-program")
+        )
         for folder in (abandoned, newborn, other):
             folder.mkdir()
         for folder in (living, abandoned, other):

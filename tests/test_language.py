@@ -1,4 +1,6 @@
-"""Docstrings, comments and messages read as PyTorch's documentation does: a noun first, short sentences, the field's words.
+"""Docstrings, comments and messages read as PyTorch's documentation does.
+
+A noun first, short sentences, the field's words.
 
 Every folder and module of the package is held to these rules.
 """
@@ -19,7 +21,24 @@ SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 CLEAN = tuple(sorted(path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()))
 MOST_WORDS = 15
 # Openings that leave the subject to the signature.
-FRAGMENTS = ("Of", "Those", "What", "The same", "Which", "How", "Whether", "Where", "Why", "When", "If", "As", "Who", "So", "Not", "From")
+FRAGMENTS = (
+    "Of",
+    "Those",
+    "What",
+    "The same",
+    "Which",
+    "How",
+    "Whether",
+    "Where",
+    "Why",
+    "When",
+    "If",
+    "As",
+    "Who",
+    "So",
+    "Not",
+    "From",
+)
 # Words that nobody but us uses in this sense -> the field's word.
 OWN_WORDS = {
     r"(how )?manieth": "index, position",
@@ -46,7 +65,10 @@ def first_sentence(docstring: str) -> str:
 
 
 def words_of(sentence: str) -> int:
-    """The number of words; code in backquotes is one, and what stands in parentheses (shapes, units, sources) is none."""
+    """The number of words.
+
+    Code in backquotes is one, and what stands in parentheses (shapes, units, sources) is none.
+    """
     plain = re.sub(r"`[^`]*`", "code", sentence)
     previous = None
     while previous != plain:
@@ -75,12 +97,19 @@ def problems_of_source(source: str) -> Iterator[tuple[int, str]]:
     """Each broken rule in a module's source, with its line."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
             line = node.body[0].lineno
             yield from ((line, problem) for problem in problems_of_docstring(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from ((node.lineno, problem) for problem in problems_of_words(node.value))
-        name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "attr", None) or getattr(node, "id", None)
+        name = (
+            getattr(node, "name", None)
+            or getattr(node, "arg", None)
+            or getattr(node, "attr", None)
+            or getattr(node, "id", None)
+        )
         if isinstance(name, str) and name in OWN_NAMES:
             yield getattr(node, "lineno", 1), f'the name "{name}" is our own; here it is "{OWN_NAMES[name]}"'
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -116,8 +145,14 @@ def test_a_docstring_without_a_subject_or_with_a_long_first_sentence_is_found(do
     "docstring",
     [
         "FSDP all-gather and reduce-scatter time that compute cannot overlap; 0 with a pipeline.",
-        "Average parameters over the replicas every `period` steps (Stich, 2019, arXiv:1805.09767, with all that is said there of it).",
-        "One rank's place in the mesh.\n\nThis paragraph may take as many words as it needs, for it is not the first, and it says more.",
+        (
+            "Average parameters over the replicas every `period` steps (Stich, 2019, arXiv:1805.09767, with all "
+            "that is said there of it)."
+        ),
+        (
+            "One rank's place in the mesh.\n\nThis paragraph may take as many words as it needs, for it is not the "
+            "first, and it says more."
+        ),
         "Off-diagonal entries of a matrix.",
     ],
 )

@@ -31,7 +31,10 @@ def test_every_package_has_its_hashes() -> None:
 
 def test_all_that_pyproject_asks_for_is_there_in_a_version_that_fits() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [*project["project"]["dependencies"], *(r for extra in project["project"]["optional-dependencies"].values() for r in extra)]
+    wanted = [
+        *project["project"]["dependencies"],
+        *(r for extra in project["project"]["optional-dependencies"].values() for r in extra),
+    ]
     pins = locked()
     wrong = []
     for requirement in map(Requirement, [*wanted, *project["build-system"]["requires"]]):

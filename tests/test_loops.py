@@ -44,8 +44,12 @@ def test_every_script_prints_the_same_losses_alone_and_on_two_ranks(ranks: Ranks
         numbers = [float(number) for number in NUMBER.findall(one)]
         assert len(numbers) >= 4, script.name
         assert NUMBER.sub("#", two) == NUMBER.sub("#", one), script.name
-        assert [float(number) for number in NUMBER.findall(two)] == pytest.approx(numbers, rel=1e-4, abs=2e-5), script.name
+        assert [float(number) for number in NUMBER.findall(two)] == pytest.approx(numbers, rel=1e-4, abs=2e-5), (
+            script.name
+        )
 
 
 def test_the_scripts_are_as_short_as_people_write_them() -> None:
-    assert {path.name: len(path.read_text().splitlines()) for path in LOOPS if len(path.read_text().splitlines()) > 85} == {}
+    assert {
+        path.name: len(path.read_text().splitlines()) for path in LOOPS if len(path.read_text().splitlines()) > 85
+    } == {}

@@ -24,9 +24,13 @@ def every_cut(count: int, parts: int) -> list[tuple[int, ...]]:
 
 @settings(max_examples=150, deadline=None)
 @given(_COSTS, st.data(), st.booleans())
-def test_no_other_cut_has_a_faster_slowest_part_or_is_as_fast_and_more_even(costs: list[float], data: st.DataObject, uneven: bool) -> None:
+def test_no_other_cut_has_a_faster_slowest_part_or_is_as_fast_and_more_even(
+    costs: list[float], data: st.DataObject, uneven: bool
+) -> None:
     parts = data.draw(st.integers(1, len(costs)))
-    speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.3]), min_size=parts, max_size=parts)) if uneven else None
+    speeds = (
+        data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.3]), min_size=parts, max_size=parts)) if uneven else None
+    )
     cut = contiguous(costs, parts, speeds)
     assert (len(cut), sum(cut), min(cut) >= 1) == (parts, len(costs), True)
     found, others = times(cut, costs, speeds), [times(other, costs, speeds) for other in every_cut(len(costs), parts)]
@@ -37,7 +41,9 @@ def test_no_other_cut_has_a_faster_slowest_part_or_is_as_fast_and_more_even(cost
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 1.7]), min_size=2, max_size=12), st.integers(1, 5), st.floats(1e-6, 1e6))
+@given(
+    st.lists(st.sampled_from([0.1, 0.2, 0.3, 1.7]), min_size=2, max_size=12), st.integers(1, 5), st.floats(1e-6, 1e6)
+)
 def test_the_unit_of_the_costs_changes_no_cut(costs: list[float], parts: int, unit: float) -> None:
     parts = min(parts, len(costs))
     assert contiguous([unit * cost for cost in costs], parts) == contiguous(costs, parts)

@@ -1,4 +1,7 @@
-"""README, the reference of the job file and that of plans agree with the code: no key is missing or invented, every default is right."""
+"""README, the reference of the job file and that of plans agree with the code.
+
+No key is missing or invented, every default is right.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 
 ROOT = Path(__file__).parent.parent
-README, REFERENCE, PLANS, RESULTS = ((ROOT / page).read_text() for page in ("README.md", "docs/job.md", "docs/plans.md", "docs/results.md"))
+README, REFERENCE, PLANS, RESULTS = (
+    (ROOT / page).read_text() for page in ("README.md", "docs/job.md", "docs/plans.md", "docs/results.md")
+)
 
 PARTS: dict[str, type[BaseModel]] = {
     "Job": Job,
@@ -54,12 +59,15 @@ KINDS: dict[str, type[BaseModel]] = {
     "synthetic": Synthetic,
 }
 OF_ALL_KINDS = ("kind", "held_out", "num_workers", "limit", "collate")
-IN_WORDS = {"evaluate": "each epoch", "checkpoint": "each 300 s", "schedule": "constant", "partition": "uniform"}  # defaults of parts
+# defaults of parts
+IN_WORDS = {"evaluate": "each epoch", "checkpoint": "each 300 s", "schedule": "constant", "partition": "uniform"}
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_reference_has_every_key_of_a_part_with_its_default(part: str) -> None:
-    expected = {key: IN_WORDS.get(key, default) if part == "Job" else default for key, default in defaults(PARTS[part]).items()}
+    expected = {
+        key: IN_WORDS.get(key, default) if part == "Job" else default for key, default in defaults(PARTS[part]).items()
+    }
     assert documented(section(part)) == expected
 
 
@@ -69,7 +77,9 @@ def test_the_reference_has_every_key_of_a_kind_of_data_with_its_default(kind: st
     assert documented(section(kind)) == {key: default for key, default in known.items() if key not in OF_ALL_KINDS}
     common = documented(section("data"))
     stated = re.search(r"`held_out` is `([^`]+)` here", section(kind))
-    assert common | ({"held_out": stated[1]} if stated else {}) == {key: known[key] for key in OF_ALL_KINDS if key != "kind"}
+    assert common | ({"held_out": stated[1]} if stated else {}) == {
+        key: known[key] for key in OF_ALL_KINDS if key != "kind"
+    }
 
 
 @pytest.mark.parametrize("part", [*PARTS, *KINDS])
@@ -102,7 +112,9 @@ def test_the_reference_has_the_keys_of_a_plateau() -> None:
 
 def test_the_page_on_plans_has_every_key_with_its_default() -> None:
     words: dict[Any, str] = {True: "on", False: "off", None: "the job's", "": "by cost"}
-    expected = {f.name: str(f.default) if type(f.default) is int else words.get(f.default, str(f.default)) for f in fields(Plan)}
+    expected = {
+        f.name: str(f.default) if type(f.default) is int else words.get(f.default, str(f.default)) for f in fields(Plan)
+    }
     listed = rows(PLANS)
     assert {key: listed[key].split(" | ")[1].strip("`") for key in expected} == expected
 
@@ -138,7 +150,9 @@ def test_every_figure_in_the_readme_is_one_of_the_results() -> None:
 
 
 def test_what_is_printed_in_the_readme_is_on_a_page_that_explains_it() -> None:
-    [refusal] = [text for text in re.findall(r"```text\n(.*?)```", README, re.DOTALL) if "Nearest plan that works" in text]
+    [refusal] = [
+        text for text in re.findall(r"```text\n(.*?)```", README, re.DOTALL) if "Nearest plan that works" in text
+    ]
     assert refusal in PLANS
     [plan] = re.findall(r'--plan "([^"]+)"', refusal)
     reasons = check_plan(Plan.parse(plan), Job.load(ROOT / "examples" / "gpt_text.yaml"), discover())

@@ -1,4 +1,7 @@
-"""A sync rule: replicas vote on the sign of each gradient (Bernstein et al., 2018, signSGD with majority vote, arXiv:1802.04434)."""
+"""A sync rule.
+
+Replicas vote on the sign of each gradient (Bernstein et al., 2018, signSGD with majority vote, arXiv:1802.04434).
+"""
 
 from torch import Tensor
 

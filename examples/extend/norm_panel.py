@@ -17,4 +17,6 @@ def panel(record: RunRecord) -> Iterator[DrawnChart]:
     if steps := record.ranks.get(0):
         line = charts.Line("gradient norm", [s["step"] for s in steps], [s["grad_norm"] for s in steps])
         figure = charts.lines([line], "steps", "L2 norm", log_if_wide=True)
-        yield DrawnChart("Gradient norm", [], Chart("gradient-norm", figure, "L2 norm of the gradient before clipping."))
+        yield DrawnChart(
+            "Gradient norm", [], Chart("gradient-norm", figure, "L2 norm of the gradient before clipping.")
+        )

@@ -57,7 +57,9 @@ def main() -> None:
                 state = (state[0].detach(), state[1].detach())  # the gradient ends here, the memory does not
                 engine.backward(F.cross_entropy(logits.transpose(1, 2), following))
                 losses.append(engine.update(clip_norm=1.0).loss)
-        engine.print(f"epoch {epoch + 1}  first {losses[0]:.5f}  last {losses[-1]:.5f}  mean {sum(losses) / len(losses):.5f}")
+        engine.print(
+            f"epoch {epoch + 1}  first {losses[0]:.5f}  last {losses[-1]:.5f}  mean {sum(losses) / len(losses):.5f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Contrastive learning with a learned temperature: every sample is compared with the whole global batch, also with other ranks'.
+"""Contrastive learning with a learned temperature.
+
+Every sample is compared with the whole global batch, also with other ranks'.
 
 python contrastive.py
 torchrun --nproc-per-node 2 contrastive.py

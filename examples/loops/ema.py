@@ -32,7 +32,8 @@ def main(folder: str) -> None:
     scheduler = CosineAnnealingLR(optimizer, T_max=3)
 
     engine = paceline.setup(model, optimizer, F.cross_entropy, DataLoader(train, batch_size=64, shuffle=True))
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))  # after setup: from the weights that all ranks agree on
+    # after setup: from the weights that all ranks agree on
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     validation = DataLoader(held_out, batch_size=64)
     saved = engine.load(folder, scheduler=scheduler, ema=ema)
 
@@ -47,7 +48,9 @@ def main(folder: str) -> None:
         scheduler.step()
         ema.eval()
         scores = engine.evaluate(validation, lambda batch: {"model": right(model, batch), "ema": right(ema, batch)})
-        engine.print(f"epoch {epoch + 1}  loss {loss:.5f}  accuracy {scores['model']:.4f}  of the average {scores['ema']:.4f}")
+        engine.print(
+            f"epoch {epoch + 1}  loss {loss:.5f}  accuracy {scores['model']:.4f}  of the average {scores['ema']:.4f}"
+        )
         engine.save(folder, scheduler=scheduler, ema=ema, epoch=epoch + 1)
 
 

@@ -21,7 +21,8 @@ def main() -> None:
     """Train a generator and a discriminator for 25 steps."""
     torch.manual_seed(0)
     images = torch.from_numpy(load_digits().data).float() / 8 - 1
-    noise = torch.randn(len(images), NOISE)  # a fixed draw for each image, so that the numbers do not depend on the ranks
+    # a fixed draw for each image, so that the numbers do not depend on the ranks
+    noise = torch.randn(len(images), NOISE)
     generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh())
     discriminator = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
     of_g = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))

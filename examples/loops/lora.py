@@ -1,4 +1,6 @@
-"""LoRA by peft: a small language model whose weights are frozen, but for adapters of low rank. (A model from the hub is tuned likewise.)
+"""LoRA by peft: a small language model whose weights are frozen, but for adapters of low rank.
+
+(A model from the hub is tuned likewise.)
 
 pip install peft
 python lora.py
@@ -20,9 +22,13 @@ import paceline
 def main() -> None:
     """Tune for two epochs."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    )
     config.initializer_range, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = 0.2, 0.0, 0.0, 0.0
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=8, lora_alpha=16, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
     model = get_peft_model(GPT2LMHeadModel(config), lora)
     starts = torch.randint(64, (96, 1))
     samples = [{"input_ids": (start + 5 * torch.arange(24)) % 64} for start in starts]  # counting by fives

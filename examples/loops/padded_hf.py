@@ -29,9 +29,16 @@ def collate(texts: list[Tensor]) -> dict[str, Tensor]:
 def main() -> None:
     """Train for two epochs, with gradients of two batches in each update."""
     torch.manual_seed(0)
-    texts = [(torch.randint(60, (1,)) + 3 * torch.arange(length)) % 64 for length in torch.randint(4, 28, (96,)).tolist()]
+    texts = [
+        (torch.randint(60, (1,)) + 3 * torch.arange(length)) % 64 for length in torch.randint(4, 28, (96,)).tolist()
+    ]
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

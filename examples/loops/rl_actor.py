@@ -1,4 +1,6 @@
-"""Reinforcement learning with actors that make their own data: each rank plays its part of the episodes of an update (REINFORCE).
+"""Reinforcement learning with actors that make their own data.
+
+Each rank plays its part of the episodes of an update (REINFORCE).
 
 python rl_actor.py
 torchrun --nproc-per-node 2 rl_actor.py
@@ -46,7 +48,10 @@ class Carts:
 
 
 def play(policy: nn.Module, episodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Play these episodes; returns the log-probability of what was done in each step, and the reward to come, both (episodes, steps)."""
+    """Play these episodes.
+
+    Returns the log-probability of what was done in each step, and the reward to come, both (episodes, steps).
+    """
     carts, stands, chosen, rewards = Carts(episodes), torch.ones(len(episodes), dtype=torch.bool), [], []
     for step in range(LENGTH):
         actions = Categorical(logits=policy(carts.state))

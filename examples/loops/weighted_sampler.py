@@ -1,4 +1,6 @@
-"""Rare classes drawn more often: a `WeightedRandomSampler` for training, a `SubsetRandomSampler` that keeps validation data apart.
+"""Rare classes drawn more often.
+
+A `WeightedRandomSampler` for training, a `SubsetRandomSampler` that keeps validation data apart.
 
 python weighted_sampler.py
 torchrun --nproc-per-node 2 weighted_sampler.py
@@ -41,7 +43,9 @@ def main() -> None:
         for images, labels in engine.loader:
             engine.backward(F.cross_entropy(model(images), labels))
             result = engine.update()
-        measured = engine.evaluate(held_out, lambda batch: {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).double()})
+        measured = engine.evaluate(
+            held_out, lambda batch: {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).double()}
+        )
         engine.print(f"epoch {epoch + 1}  loss {result.loss:.5f}  validation accuracy {measured['accuracy']:.3f}")
 
 

@@ -1,6 +1,7 @@
 """paceline: train any PyTorch model on your machines, and know how fast it went.
 
-The public API is what this module names, nothing else. Each name is imported when it is first used, so `import paceline` is instant.
+The public API is what this module names, nothing else. Each name is imported when it is first used, so
+`import paceline` is instant.
 """
 
 from __future__ import annotations
@@ -24,7 +25,20 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Cluster", "Job", "PacelineError", "Plan", "Run", "bench", "check", "check_plan", "plan", "predict", "setup", "train"]
+__all__ = [
+    "Cluster",
+    "Job",
+    "PacelineError",
+    "Plan",
+    "Run",
+    "bench",
+    "check",
+    "check_plan",
+    "plan",
+    "predict",
+    "setup",
+    "train",
+]
 
 _HOMES = {
     "Cluster": "paceline.cluster.cluster",

@@ -1,7 +1,7 @@
 """torch's compiler, imported when it is first used instead of by every optimizer.
 
-torch's optimizers import `torch._dynamo` to tell a compiler where not to look (torch/optim/optimizer.py, torch/_compile.py).
-That takes as long as `import torch`, and is for nothing in a rank that compiles nothing.
+torch's optimizers import `torch._dynamo` to tell a compiler where not to look (torch/optim/optimizer.py,
+torch/_compile.py). That takes as long as `import torch`, and is for nothing in a rank that compiles nothing.
 """
 
 from __future__ import annotations

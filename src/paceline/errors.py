@@ -25,7 +25,8 @@ class PacelineError(Exception):
     """Base of every error that paceline raises on purpose. The message is written for the person at the keyboard.
 
     Attributes:
-        from_users_code: it was raised from an error in the user's own code, so that one's traceback belongs under the message.
+        from_users_code: it was raised from an error in the user's own code, so that one's traceback belongs under the
+            message.
         may_pass: the same may well work when it is tried again, so a restart is worth its time.
     """
 

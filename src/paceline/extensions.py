@@ -75,5 +75,7 @@ class ExtensionPoint(Generic[T]):
         except Exception as error:
             raise self.error(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
         if not isinstance(found, self.kind):
-            raise self.error(f"{origin} is of the class {type(found).__name__}; its value must be a {self.kind.__name__}")
+            raise self.error(
+                f"{origin} is of the class {type(found).__name__}; its value must be a {self.kind.__name__}"
+            )
         return found

@@ -1,7 +1,7 @@
 """Safe files: written whole or not at all, private, and never through links of others.
 
-Whoever else may write in a folder can put a link where a file is about to be written, or a pipe where one is about to be read. Every file
-that paceline writes under a name that can be guessed goes through this module.
+Whoever else may write in a folder can put a link where a file is about to be written, or a pipe where one is about to
+be read. Every file that paceline writes under a name that can be guessed goes through this module.
 """
 
 from __future__ import annotations

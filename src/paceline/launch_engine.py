@@ -53,7 +53,9 @@ class Torchrun(LaunchEngine):
             Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))
 
 
-ENGINES = ExtensionPoint("launch engine", "paceline.engines", LaunchEngine, {"torchrun": Torchrun(), "local": Local()}, LaunchError)
+ENGINES = ExtensionPoint(
+    "launch engine", "paceline.engines", LaunchEngine, {"torchrun": Torchrun(), "local": Local()}, LaunchError
+)
 
 
 @cache

@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 from paceline.nearest import closest, nearest
 
 Path: TypeAlias = tuple[str | int, ...]  # keys and list indices, from the top of the file down
-_Located: TypeAlias = tuple[Path, type[BaseModel] | None, ErrorDetails]  # with the spec that has, or lacks, the path's last key
+# with the spec that has, or lacks, the path's last key
+_Located: TypeAlias = tuple[Path, type[BaseModel] | None, ErrorDetails]
 
 
 class Positions(Protocol):
@@ -77,7 +78,9 @@ def wrong_value(details: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-        return f"should be one of {', '.join(choices)}, got {value!r}" + (f". {nearest(value, choices)}" if isinstance(value, str) else "")
+        return f"should be one of {', '.join(choices)}, got {value!r}" + (
+            f". {nearest(value, choices)}" if isinstance(value, str) else ""
+        )
     wanted = _WANTED.get(kind) or details["msg"].removeprefix("Input should be ").replace("or equal to ", "")
     return f"should be {_BOUNDS.get(kind, wanted).format(**context)}, got {_shown(value)}"
 
@@ -160,7 +163,11 @@ def _unknown_key(path: Path, owner: type[BaseModel] | None, about: _File) -> str
 
 
 def _sections_with(key: str, spec: type[BaseModel]) -> list[str]:
-    return [name for name, field in spec.model_fields.items() if any(key in part.model_fields for part in _specs(field.annotation))]
+    return [
+        name
+        for name, field in spec.model_fields.items()
+        if any(key in part.model_fields for part in _specs(field.annotation))
+    ]
 
 
 class _Step(NamedTuple):

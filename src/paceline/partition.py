@@ -20,8 +20,8 @@ _Windows = list[tuple[int, int]]  # for each part, the first and the last elemen
 def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
     """Cut a sequence into contiguous parts with the fastest slowest part.
 
-    Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken. Exact, but for the
-    rounding of each cost to 10^-9 of their sum.
+    Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken.
+    Exact, but for the rounding of each cost to 10^-9 of their sum.
 
     Args:
         costs: seconds of each element on a device of speed 1, or bytes; at least as many as parts.
@@ -70,7 +70,8 @@ def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]
         firsts.append(at)
     every = range(1, parts + 1)
     return low, [
-        (max(first, part), min(last, count - parts + part)) for part, first, last in zip(every, reversed(firsts), lasts, strict=True)
+        (max(first, part), min(last, count - parts + part))
+        for part, first, last in zip(every, reversed(firsts), lasts, strict=True)
     ]
 
 
@@ -83,7 +84,9 @@ def _filled(until: list[int], parts: int, limit: int) -> list[int]:
     return ends
 
 
-def _chosen(until: _Floats, windows: _Windows, slowness: Sequence[float], limit: int | None = None) -> tuple[float, tuple[int, ...]]:
+def _chosen(
+    until: _Floats, windows: _Windows, slowness: Sequence[float], limit: int | None = None
+) -> tuple[float, tuple[int, ...]]:
     """Ends of parts by dynamic programming.
 
     With a limit of their times the most even parts, else those with the least slowest one.

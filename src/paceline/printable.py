@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Control characters but for tab and line feed (a carriage return may hide what stands before it), and those that reorder or hide text.
+# Control characters but for tab and line feed (a carriage return may hide what stands before it), and those that
+# reorder or hide text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 

@@ -12,8 +12,15 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 
-# A rank that torchrun or another launcher has started has the first five and no PACELINE_ variable but those that a user has set.
-RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"
+# A rank that torchrun or another launcher has started has the first five and no PACELINE_ variable but those that a
+# user has set.
+RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_RANK",
+)
 _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
 
 
@@ -31,7 +38,11 @@ class HostEntry:
 
     def to_env(self) -> dict[str, str]:
         """The variables that `from_env` reads."""
-        return {_HOST: self.name, "PACELINE_NAMESPACE": self.network_namespace, "PACELINE_CGROUP": str(self.control_group or "")}
+        return {
+            _HOST: self.name,
+            "PACELINE_NAMESPACE": self.network_namespace,
+            "PACELINE_CGROUP": str(self.control_group or ""),
+        }
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> HostEntry | None:
@@ -116,7 +127,9 @@ class RankEnvironment:
         """
         absent = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if name not in environ]
         if absent:
-            raise LaunchError(f"RANK is set but {', '.join(absent)} not. Start the script with torchrun, or with `paceline train`.")
+            raise LaunchError(
+                f"RANK is set but {', '.join(absent)} not. Start the script with torchrun, or with `paceline train`."
+            )
         threads = environ.get("OMP_NUM_THREADS", "")
         return cls(
             rank=int(environ[RANK]),
@@ -140,7 +153,11 @@ class RankEnvironment:
 
 
 _SOME = Path("/")
-_NAMES = frozenset(RankEnvironment(0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", _SOME), _SOME, _SOME, 0, 0, (0,)).to_env())
+_NAMES = frozenset(
+    RankEnvironment(
+        0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", _SOME), _SOME, _SOME, 0, 0, (0,)
+    ).to_env()
+)
 
 
 def is_our_rank() -> bool:

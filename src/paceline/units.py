@@ -2,8 +2,9 @@
 
 On the screen, on pages, in errors and in logs.
 
-Bytes that are stored or sent (memory, files, messages) are in binary units: KiB, MiB, GiB. Speeds are in decimal ones, as makers state
-them: GB/s for memory and collectives (as nccl-tests), Gbit/s for links between hosts. At most three digits count.
+Bytes that are stored or sent (memory, files, messages) are in binary units: KiB, MiB, GiB. Speeds are in decimal ones,
+as makers state them: GB/s for memory and collectives (as nccl-tests), Gbit/s for links between hosts. At most three
+digits count.
 """
 
 from __future__ import annotations

@@ -16,7 +16,11 @@ ONE, TWO, TWO_WEAK = setting(), setting(2), setting(2, "weak")
 
 
 def told(
-    ones: list[FinishedRun], twos: list[FinishedRun], weak: list[FinishedRun] | None = None, two: Setting = TWO, **changes: Any
+    ones: list[FinishedRun],
+    twos: list[FinishedRun],
+    weak: list[FinishedRun] | None = None,
+    two: Setting = TWO,
+    **changes: Any,
 ) -> list[str]:
     found: dict[str, list[FinishedRun]] = {ONE.key: ones, two.key: twos}
     settings = [ONE, two]
@@ -32,13 +36,17 @@ def test_a_quiet_and_complete_benchmark_has_none() -> None:
 
 def test_what_was_not_measured_is_counted() -> None:
     assert told(runs_of(ONE, 10, 10, 10), runs_of(TWO, 6, 6)) == ["5 of 6 runs were measured."]
-    assert told(runs_of(ONE, 10), [], repeat=1)[1] == "With 1 repeat there is no interval to speak of, so no difference is claimed."
+    assert (
+        told(runs_of(ONE, 10), [], repeat=1)[1]
+        == "With 1 repeat there is no interval to speak of, so no difference is claimed."
+    )
 
 
 def test_other_load_is_told_with_what_it_may_have_cost() -> None:
     [text] = told(runs_of(ONE, 10, 10, 10, other_cores=0.3), runs_of(TWO, 6, 6, 6, other_cores=0.4))
     assert text == (
-        "Other processes kept 0.35 cores busy in the median over the runs, and 0.40 at most. They may have slowed the ranks, so the "
+        "Other processes kept 0.35 cores busy in the median over the runs, and 0.40 at most. They may have "
+        "slowed the ranks, so the "
         "intervals reach further towards shorter times: 2 devices by 40 %."
     ), "one device left a core free for them"
     [text] = told(runs_of(ONE, 10, 10, 10, other_cores=0.3), runs_of(TWO, 6, 6, 6, other_cores=0.4), cores=8)
@@ -66,7 +74,9 @@ def test_losses_that_are_not_finite_or_of_runs_of_differing_length_can_be_compar
 def test_a_target_that_was_missed_or_took_other_numbers_of_steps_is_told() -> None:
     two = setting(2, steps=None)
     missed, steps = told(
-        runs_of(ONE, 10, 10, 10), [*runs_of(two, 6, 6, reached=True), *runs_of(two, 6, steps=30, reason="epochs: 2 done")], two=two
+        runs_of(ONE, 10, 10, 10),
+        [*runs_of(two, 6, 6, reached=True), *runs_of(two, 6, steps=30, reason="epochs: 2 done")],
+        two=two,
     )
     assert missed == "1 of 3 runs of 2 devices did not reach the target (epochs: 2 done)."
     assert "(2 devices 20 to 30)" in steps

@@ -33,14 +33,16 @@ def test_the_excess_over_the_ideal_step_is_split_over_the_parts_and_sums_to_it()
     one, two = settings(parts)
     lost = excess_s(one, two)
     assert lost == pytest.approx(
-        {"data": 0, "compute": 4e-4, "bubble": 0, "comm": 1e-3, "imbalance": 2e-4, "optimizer": 8e-4, "checkpoint": 0}, abs=1e-9
+        {"data": 0, "compute": 4e-4, "bubble": 0, "comm": 1e-3, "imbalance": 2e-4, "optimizer": 8e-4, "checkpoint": 0},
+        abs=1e-9,
     )
     assert sum(lost.values()) == pytest.approx(two.step_time_s.middle - one.step_time_s.middle / 2)
     headline, where, advice = limits_of([one, two])
     assert headline.startswith("2 devices are 1.35× as fast as one")
     assert "68 % of the ideal 2×" in headline
     assert where == (
-        "A step takes 7.4 ms where 1/2 of one device's is 5 ms; of what is lost, 42 % exposed communication, 33 % the optimizer, "
+        "A step takes 7.4 ms where 1/2 of one device's is 5 ms; of what is lost, 42 % exposed communication, "
+        "33 % the optimizer, "
         "16.7 % compute that became slower and 8.3 % waiting for the slowest rank."
     )
     assert advice == "A larger global batch computes more between two exchanges."

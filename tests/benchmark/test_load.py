@@ -45,7 +45,9 @@ def test_ranks_are_our_own_load() -> None:
 
 
 @given(others=st.floats(0, 64), devices=st.integers(1, 64), cores=st.integers(1, 64))
-def test_what_fits_on_free_cores_costs_nothing_and_no_load_takes_a_core_away_whole(others: float, devices: int, cores: int) -> None:
+def test_what_fits_on_free_cores_costs_nothing_and_no_load_takes_a_core_away_whole(
+    others: float, devices: int, cores: int
+) -> None:
     share = stolen_share(others, devices=devices, cores=cores)
     assert 0 <= share <= 0.9
     assert share == 0 or others > max(0, cores - devices) + NOISE_CORES

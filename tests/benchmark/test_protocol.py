@@ -23,7 +23,9 @@ PROTOCOL = {"plan": "dp=2", "job": {"global_batch": 16, "optimizer": {"lr": 0.1}
 @given(settings=st.integers(1, 6), repeat=st.integers(1, 12))
 def test_every_round_has_each_setting_once_and_each_takes_its_turn_to_be_first(settings: int, repeat: int) -> None:
     order = list(rounds([setting(n) for n in range(1, settings + 1)], repeat))
-    assert Counter((round_, s.devices) for round_, s in order) == {(r, n): 1 for r in range(repeat) for n in range(1, settings + 1)}
+    assert Counter((round_, s.devices) for round_, s in order) == {
+        (r, n): 1 for r in range(repeat) for n in range(1, settings + 1)
+    }
     first = Counter(s.devices for i, (_, s) in enumerate(order) if i % settings == 0)
     assert max(first.values()) - min(first[n] for n in range(1, settings + 1)) <= 1
 
@@ -54,9 +56,12 @@ def test_a_run_that_never_finished_is_made_anew(tmp_path: Path) -> None:
 def test_a_directory_of_another_benchmark_is_refused_with_all_that_differs(tmp_path: Path) -> None:
     BenchmarkDirectory(tmp_path / "b").begin(PROTOCOL)
     with pytest.raises(
-        RunError, match=r"belongs to another benchmark: job\.optimizer\.lr was 0\.1, is 0\.2; plan was dp=2, is dp=4\. Name"
+        RunError,
+        match=r"belongs to another benchmark: job\.optimizer\.lr was 0\.1, is 0\.2; plan was dp=2, is dp=4\. Name",
     ):
-        BenchmarkDirectory(tmp_path / "b").begin({"plan": "dp=4", "job": {"global_batch": 16, "optimizer": {"lr": 0.2}}})
+        BenchmarkDirectory(tmp_path / "b").begin(
+            {"plan": "dp=4", "job": {"global_batch": 16, "optimizer": {"lr": 0.2}}}
+        )
 
 
 def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -71,7 +76,9 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path)
         BenchmarkDirectory(tmp_path / "b")
 
 
-def test_bench_is_a_verb_that_tells_what_is_wrong_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_is_a_verb_that_tells_what_is_wrong_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     job = write_job(tmp_path / "job.yaml")
     with pytest.raises(JobError, match="no such file"):

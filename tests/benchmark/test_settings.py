@@ -14,7 +14,14 @@ from small_jobs import small_job
 
 CORES = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**33),))
 GPUS = Cluster(
-    hosts=(Host(name="a", cores=4, memory_bytes=2**33, gpus=tuple(Device(index=i, name="G", memory_bytes=2**33) for i in range(4))),)
+    hosts=(
+        Host(
+            name="a",
+            cores=4,
+            memory_bytes=2**33,
+            gpus=tuple(Device(index=i, name="G", memory_bytes=2**33) for i in range(4)),
+        ),
+    )
 )
 BASE = Plan(dp=4, fused=True)
 
@@ -34,7 +41,9 @@ def test_one_and_all_devices_are_compared_with_one_thread_each_and_the_knobs_of_
         ("4-devices", "dp=4 threads=1 fused=on", 4, 8, DEFAULT_STEPS),
         ("4-devices-weak", "dp=4 threads=1 fused=on", 4, 32, DEFAULT_STEPS),
     ]
-    assert chosen(GPUS)[1] == ("4-devices", "dp=4 fused=on", 4, 8, DEFAULT_STEPS), "threads of a GPU's rank are not devices"
+    assert chosen(GPUS)[1] == ("4-devices", "dp=4 fused=on", 4, 8, DEFAULT_STEPS), (
+        "threads of a GPU's rank are not devices"
+    )
 
 
 def test_one_device_is_always_measured_first_and_none_twice() -> None:

@@ -118,9 +118,12 @@ def test_what_is_read_a_few_times_a_run_is_given_per_step(tmp_path: Path) -> Non
     }
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines = [
-        {k: v for k, v in line.items() if k != "use"} | ({"use": uses[line["step"]]} if line["step"] in uses else {}) for line in lines
+        {k: v for k, v in line.items() if k != "use"} | ({"use": uses[line["step"]]} if line["step"] in uses else {})
+        for line in lines
     ]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = finished(run, setting(), 0, "runs/one", None)
     assert found.energy_joules == pytest.approx(0.3)
-    assert found.ranks == [RankUse(found.ranks[0].parts_s, wire_bytes=100.0, memory_bytes=160, saved_bytes=300.0, compression_error=0.02)]
+    assert found.ranks == [
+        RankUse(found.ranks[0].parts_s, wire_bytes=100.0, memory_bytes=160, saved_bytes=300.0, compression_error=0.02)
+    ]

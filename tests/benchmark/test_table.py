@@ -1,4 +1,7 @@
-"""The table on the screen: what one learns stands first, every column is defined, and no speedup is shown where there is none."""
+"""The table on the screen.
+
+What one learns stands first, every column is defined, and no speedup is shown where there is none.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def test_every_column_has_a_definition_in_one_line() -> None:
 
 
 def test_the_final_loss_stands_beside_the_times_where_it_is_known() -> None:
-    known = report(settings=[setting(n, "strong", 20 / n, 0.01, final_loss=loss) for n, loss in ((1, 0.31234), (2, None))])
+    known = report(
+        settings=[setting(n, "strong", 20 / n, 0.01, final_loss=loss) for n, loss in ((1, 0.31234), (2, None))]
+    )
     table = screen(known).partition("\nWhere a step goes")[0]
     assert "loss" in table
     assert "0.3123" in table
@@ -58,5 +63,10 @@ def test_times_that_do_not_differ_are_shown_as_no_difference() -> None:
 def test_the_figures_have_names_that_tell_the_settings_apart() -> None:
     found = figures(report())
     assert found["speedup_4_devices"] != found["speedup_4_devices_weak"]
-    assert {"throughput_1_device", "step_time_s_2_devices_weak", "efficiency_2_devices", "time_to_target_s_4_devices"} <= found.keys()
+    assert {
+        "throughput_1_device",
+        "step_time_s_2_devices_weak",
+        "efficiency_2_devices",
+        "time_to_target_s_4_devices",
+    } <= found.keys()
     assert "speedup_1_device" not in found

@@ -74,7 +74,9 @@ def test_figures_are_the_smallest_and_the_median_ratio_of_neighbouring_blocks(co
         # The second block of all is ten times as slow: other work on the machine. Ratios of neighbours do not see it.
         return {
             name: [s, 10 * s, s]
-            for name, s in zip((collectives.GLOO, collectives.SHARED, collectives.PRIVATE), (gloo, shared, private), strict=True)
+            for name, s in zip(
+                (collectives.GLOO, collectives.SHARED, collectives.PRIVATE), (gloo, shared, private), strict=True
+            )
         }
 
     found = {2: {1024: times_s(8.0, 1.0, 2.0), 4096: times_s(9.0, 3.0, 9.0)}, 4: {1024: times_s(10.0, 2.0, 4.0)}}

@@ -28,7 +28,9 @@ def test_ddp_and_our_loop_take_the_same_steps_on_the_same_batches(speed: Any, tm
     plan = replace(speed.SAME_LAYOUT, memory_format="channels_last", fused=True)
     with work.ddp("--bucket-view", allocator=speed.AS_RUN) as ddp, work.paceline(plan) as ours:
         speed.prove_same_work({speed.DDP: ddp, speed.OURS_TUNED: ours})
-        assert min(ddp.ask(["steps", 1]) + ours.ask(["steps", 1]) + ddp.ask(["batches", 1]) + ours.ask(["batches", 1])) > 0
+        assert (
+            min(ddp.ask(["steps", 1]) + ours.ask(["steps", 1]) + ddp.ask(["batches", 1]) + ours.ask(["batches", 1])) > 0
+        )
 
 
 @pytest.mark.slow
@@ -58,7 +60,8 @@ def test_figures_are_median_ratios_of_neighbouring_blocks(speed: Any) -> None:
     # The second block of all is ten times as slow: other work on the machine. Ratios of neighbours do not see it.
     times_s = {side: [s, 10 * s, s] for side, s in zip(sides, (12.0, 10.0, 8.0, 5.0, 6.0, 4.5), strict=True)}
     memory = {
-        name: {speed.DDP: speed.Memory(100, 200), speed.OURS: speed.Memory(90, 150)} for name in ("cifar_cnn", "25 million parameters")
+        name: {speed.DDP: speed.Memory(100, 200), speed.OURS: speed.Memory(90, 150)}
+        for name in ("cifar_cnn", "25 million parameters")
     }
     ratios = speed.ratios(times_s)
     assert speed.figures(ratios, memory) == pytest.approx(

@@ -37,7 +37,10 @@ def test_every_description_of_a_model_is_a_job(survey: Any, tmp_path: Path) -> N
 
 def test_a_share_is_of_the_models_that_the_axis_means_something_for(survey: Any) -> None:
     with_tokens, without = survey.Case("a", {}, {}, tokens=True), survey.Case("b", {}, {})
-    results = [survey.Result(with_tokens, "cp", "agree", "", 0.0), survey.Result(without, "cp", "refused_before_start", "", 0.0)]
+    results = [
+        survey.Result(with_tokens, "cp", "agree", "", 0.0),
+        survey.Result(without, "cp", "refused_before_start", "", 0.0),
+    ]
     figures = survey.figures_of(results)
     assert figures["agree_cp"] == 1.0
     assert (figures["models"], figures["agree"], figures["refused_before_start"], figures["wrong"]) == (2, 1, 1, 0)
@@ -46,11 +49,19 @@ def test_a_share_is_of_the_models_that_the_axis_means_something_for(survey: Any)
 
 def test_outcomes_of_real_ranks_are_told_apart(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, SCRIPT, "--only", "plain/mlp$", "--axes", "dp,cp", "--json"], capture_output=True, text=True, timeout=110
+        [sys.executable, SCRIPT, "--only", "plain/mlp$", "--axes", "dp,cp", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0].split()[:3] == ["plain/mlp", "dp", "agree"]
     assert lines[1].split()[:3] == ["plain/mlp", "cp", "refused_before_start"]
     figures = json.loads(lines[-1])["figures"]
-    assert (figures["agree"], figures["refused_before_start"], figures["crashed"], figures["agree_dp"]) == (1, 1, 0, 1.0)
+    assert (figures["agree"], figures["refused_before_start"], figures["crashed"], figures["agree_dp"]) == (
+        1,
+        1,
+        0,
+        1.0,
+    )

@@ -21,7 +21,9 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("planner_local")
 
 
-def row(local: Any, place: str, plan: str, predicted_s: float, measured_s: float, memory: tuple[int, int] = (100, 100)) -> Any:
+def row(
+    local: Any, place: str, plan: str, predicted_s: float, measured_s: float, memory: tuple[int, int] = (100, 100)
+) -> Any:
     prediction = Prediction(predicted_s, memory[0], 1.0, None, dict.fromkeys(PARTS, 0.0) | {"compute": predicted_s}, {})
     parts = {"step_s": measured_s, "compute_s": measured_s} | dict.fromkeys(
         ("bubble_s", "comm_s", "imbalance_s", "optimizer_s", "data_s"), 0.0
@@ -75,9 +77,13 @@ def test_the_picture_works_offline(local: Any, tmp_path: Path) -> None:
     assert "<script src" not in text
 
 
-def test_what_was_measured_is_kept_and_predicted_again(local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_kept_and_predicted_again(
+    local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [row(local, "1 worker", "microbatches=2", 1.0, 2.0)]
-    calibration = Calibration("k", {}, 0.0, 1.0, 2, 2, 32, 1, ("",), (PassTiming(1, 2, "fp32", "none", 32, (0.1,), (0.1,)),))
+    calibration = Calibration(
+        "k", {}, 0.0, 1.0, 2, 2, 32, 1, ("",), (PassTiming(1, 2, "fp32", "none", 32, (0.1,), (0.1,)),)
+    )
     local.save(tmp_path / "kept.json", {"mlp": calibration}, rows)
     monkeypatch.setattr(local, "prediction", lambda case, calibrations: rows[0].predicted)
     calibrations, found = local.loaded(tmp_path / "kept.json", ["mlp"])

@@ -1,4 +1,7 @@
-"""The benchmark of published runs: odd cells are read as meant, what fitted constants is not scored, scores are what they say."""
+"""The benchmark of published runs.
+
+Odd cells are read as meant, what fitted constants is not scored, scores are what they say.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,9 @@ def test_a_row_becomes_the_plan_that_it_states(rows: Any, tmp_path: Path) -> Non
 
 
 def test_what_is_blank_follows_from_the_rest(rows: Any, tmp_path: Path) -> None:
-    found = read_one(rows, tmp_path, n_layers="", n_heads="", step_time_s="", tokens_per_s_per_gpu="862", global_batch="64")
+    found = read_one(
+        rows, tmp_path, n_layers="", n_heads="", step_time_s="", tokens_per_s_per_gpu="862", global_batch="64"
+    )
     assert len(found.layout.trace.blocks) == 34
     assert found.seconds == pytest.approx(64 * 2048 / 862 / 16)
     by_tflops = read_one(rows, tmp_path, step_time_s="", tflops_per_gpu="140", notes="tflops incl recompute")
@@ -140,13 +145,18 @@ def test_rows_that_fit_constants_are_a_tenth_and_are_not_scored(benchmark: Any, 
 
 def test_the_null_model_predicts_what_has_one_constant_exactly(benchmark: Any, rows: Any, tmp_path: Path) -> None:
     """Three sizes of batch without a pipeline: time in proportion to FLOPs is all that there is."""
-    changes = [{"pp": "1", "tp": "1", "n_gpus": "8", "global_batch": str(8 * count), "step_time_s": str(count)} for count in (1, 2, 4)]
+    changes = [
+        {"pp": "1", "tp": "1", "n_gpus": "8", "global_batch": str(8 * count), "step_time_s": str(count)}
+        for count in (1, 2, 4)
+    ]
     used, _ = rows.read([table(tmp_path, *changes) / "runs.csv"])
     assert [each.null_s for each in benchmark.predict(used)] == pytest.approx([1.0, 2.0, 4.0])
 
 
 def test_regret_is_what_the_choice_costs(scores: Any, rows: Any, tmp_path: Path) -> None:
-    used, _ = rows.read([table(tmp_path, {"tp": "2", "step_time_s": "10"}, {"tp": "4", "step_time_s": "12"}) / "runs.csv"])
+    used, _ = rows.read(
+        [table(tmp_path, {"tp": "2", "step_time_s": "10"}, {"tp": "4", "step_time_s": "12"}) / "runs.csv"]
+    )
     wrong = [scores.Predicted(row, seconds, 1.0, 1.0, True) for row, seconds in zip(used, (9.0, 8.0), strict=True)]
     assert scores.score(wrong).mean_regret == pytest.approx(0.2)
     assert scores.regret(wrong, [8.0, 9.0]) == 0.0
@@ -171,7 +181,9 @@ def test_any_tables_in_the_same_columns_can_be_scored(
 def test_the_marks_hold_on_the_tables_that_tell_models_apart(benchmark: Any, rows: Any, scores: Any) -> None:
     every, _ = rows.read(sorted(benchmark.TABLES.glob("*.csv")))
     aside = rows.set_aside(every)
-    found = scores.score(benchmark.predict([row for row in every if row.table in rows.DISCRIMINATING and row.place not in aside]))
+    found = scores.score(
+        benchmark.predict([row for row in every if row.table in rows.DISCRIMINATING and row.place not in aside])
+    )
     assert found.mean_error <= 0.08
     assert found.p90_error <= 0.20
     assert found.rank_correlation >= 0.97

@@ -46,11 +46,17 @@ def test_a_variable_can_be_taken_from_the_ranks(served: Any, script: str, monkey
 
 
 def test_a_rank_that_ends_stops_the_benchmark_and_is_named(served: Any, script: str) -> None:
-    with pytest.raises(SystemExit, match=r"rank 1 of .*answers\.py, asked for end, ended"), served.Ranks([script], ranks=2) as ranks:
+    with (
+        pytest.raises(SystemExit, match=r"rank 1 of .*answers\.py, asked for end, ended"),
+        served.Ranks([script], ranks=2) as ranks,
+    ):
         ranks.ask("end")
 
 
 def test_a_rank_that_hangs_stops_the_benchmark_at_the_deadline(served: Any, script: str) -> None:
-    with pytest.raises(SystemExit, match=r"rank 1 .* did not answer within 5 s"), served.Ranks([script], ranks=2, deadline_s=5) as ranks:
+    with (
+        pytest.raises(SystemExit, match=r"rank 1 .* did not answer within 5 s"),
+        served.Ranks([script], ranks=2, deadline_s=5) as ranks,
+    ):
         ranks.ask("hang")
     assert all(process.returncode is not None for process in ranks.processes)

@@ -1,4 +1,7 @@
-"""The benchmark of slow networks: its target, times and figures are what its head says they are, and a rule is held to the work of DDP."""
+"""The benchmark of slow networks.
+
+Its target, times and figures are what its head says they are, and a rule is held to the work of DDP.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,11 @@ def found(slow: Any) -> Any:
             "DiLoCo": slow.Timing(0.3, 0.5e6, ended_s=[0.32 * (i + 1) for i in range(300)]),
             slow.AUTO: slow.Timing(2.2, 5e6, said=["compress=auto: int8"]),
         },
-        "loopback": {slow.DDP: slow.Timing(0.4, None), slow.LIMIT: slow.Timing(0.3, None), "DiLoCo": slow.Timing(0.5, 0.5e6)},
+        "loopback": {
+            slow.DDP: slow.Timing(0.4, None),
+            slow.LIMIT: slow.Timing(0.3, None),
+            "DiLoCo": slow.Timing(0.5, 0.5e6),
+        },
     }
     learnt = {
         "bf16": slow.Learnt(list(reference), 1.4),
@@ -100,7 +107,9 @@ def test_the_page_has_every_rate_with_the_losses_of_every_rule(found: Any, slow:
 
 def test_losses_other_than_those_of_one_process_stop_the_benchmark(slow: Any) -> None:
     slow._must_agree("DDP", [2.0, 1.0001], [2.0, 1.0, 0.9])
-    with pytest.raises(SystemExit, match=r"DDP does not do the work of one process: their losses differ by up to 1\.0e-02"):
+    with pytest.raises(
+        SystemExit, match=r"DDP does not do the work of one process: their losses differ by up to 1\.0e-02"
+    ):
         slow._must_agree("DDP", [2.0, 1.01], [2.0, 1.0])
 
 
@@ -136,7 +145,9 @@ def test_a_course_takes_the_last_rank_s_times_the_mean_loss_and_the_busiest_link
     assert course.losses == [step + 1.0 for step in range(1, 12)]
     assert course.ended_s == [step + 0.25 for step in range(1, 12)]
     assert (timing.step_s, timing.link_bytes, timing.said) == (1.0, 400.0, ["step 11", "compress=auto: none"])
-    assert slow.Course(Answers(), "int8", tmp_path).timed(9).link_bytes == 100.0, "as the rule counts where there is no link"
+    assert slow.Course(Answers(), "int8", tmp_path).timed(9).link_bytes == 100.0, (
+        "as the rule counts where there is no link"
+    )
 
 
 def test_a_course_goes_on_to_the_target_but_no_less_than_as_many_steps_as_define_it(slow: Any, tmp_path: Path) -> None:
@@ -145,11 +156,17 @@ def test_a_course_goes_on_to_the_target_but_no_less_than_as_many_steps_as_define
             if "held_out" in question:
                 return [{"loss": 1.0}, {"loss": 2.0}]
             answers = super().ask(question)
-            return [answer | {"losses": [-loss for loss in answer["losses"]]} for answer in answers] if "steps" in question else answers
+            return (
+                [answer | {"losses": [-loss for loss in answer["losses"]]} for answer in answers]
+                if "steps" in question
+                else answers
+            )
 
     slow_start = slow.Course(Falling(), "int8", tmp_path)
     learnt = slow_start.to_target(-160.0)
-    assert (len(learnt.losses), learnt.held_out) == (180, 1.5), "the mean of 25 steps is there after 173, seen after a block of 10"
+    assert (len(learnt.losses), learnt.held_out) == (180, 1.5), (
+        "the mean of 25 steps is there after 173, seen after a block of 10"
+    )
     assert len(slow.Course(Falling(), "int8", tmp_path).to_target(-20.0).losses) == 150
     assert len(slow.Course(Falling(), "int8", tmp_path).to_target(-1e6).losses) == slow.MAX_STEPS
 
@@ -163,7 +180,9 @@ def test_the_choice_of_auto_is_waited_for_before_its_steps_are_timed(slow: Any, 
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
 @pytest.mark.slow
-def test_on_emulated_hosts_ddp_and_a_rule_do_the_work_of_one_process(slow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_emulated_hosts_ddp_and_a_rule_do_the_work_of_one_process(
+    slow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, few in {"TARGET_STEPS": 4, "SMOOTHED": 2, "TIMED": 2, "WARM_UP": 1, "MAX_STEPS": 4}.items():
         monkeypatch.setattr(slow, name, few)
     found = slow.Comparison.made(tmp_path, ["1gbit"], [slow.EXACT])
@@ -171,5 +190,7 @@ def test_on_emulated_hosts_ddp_and_a_rule_do_the_work_of_one_process(slow: Any, 
     parameters = 3_257_856
     wire_bytes = 2 * 3 / 4 * 4 * parameters
     for name in (slow.DDP, slow.EXACT):
-        assert at[name].link_bytes == pytest.approx(wire_bytes, rel=0.15), "headers, acknowledgements and votes included"
+        assert at[name].link_bytes == pytest.approx(wire_bytes, rel=0.15), (
+            "headers, acknowledgements and votes included"
+        )
     assert at[slow.DDP_16].link_bytes == pytest.approx(wire_bytes / 2, rel=0.15)

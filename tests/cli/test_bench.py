@@ -27,7 +27,9 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)  # six starts of ranks
 def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_path: Path) -> None:
-    with started("paceline", "bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 12, "--json", folder=tmp_path) as process:
+    with started(
+        "paceline", "bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 12, "--json", folder=tmp_path
+    ) as process:
         outcome = ended(process, deadline_s=200)
     assert outcome.code == 0, outcome.err
     assert outcome.says("run 6 of 6", "1 core ·", "strong  1 core", "weak    2 cores")
@@ -37,15 +39,28 @@ def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_pa
     assert "\x1b" not in outcome.out + outcome.err
 
     runs = measured(tmp_path)
-    assert [run["setting"] for run in runs] == ["1-device", "2-devices", "2-devices-weak", "2-devices", "2-devices-weak", "1-device"]
+    assert [run["setting"] for run in runs] == [
+        "1-device",
+        "2-devices",
+        "2-devices-weak",
+        "2-devices",
+        "2-devices-weak",
+        "1-device",
+    ]
     assert [run["samples"] for run in runs[:3]] == [16, 16, 16]
-    assert outcome.says("2 cores, weak: most steps had 16 samples, not 32"), "an epoch of 48 is a batch of 32 and one of 16"
+    assert outcome.says("2 cores, weak: most steps had 16 samples, not 32"), (
+        "an epoch of 48 is a batch of 32 and one of 16"
+    )
     assert all(run["steps"] == 12 and len(run["ranks"]) == (2 if run["setting"] != "1-device" else 1) for run in runs)
     assert not list(tmp_path.glob("b/runs/*/checkpoints"))
 
     report = Report.load(tmp_path / "b" / "report.json")
     assert report.complete
-    assert [(s.devices, s.scaling, len(s.runs)) for s in report.settings] == [(1, "strong", 2), (2, "strong", 2), (2, "weak", 2)]
+    assert [(s.devices, s.scaling, len(s.runs)) for s in report.settings] == [
+        (1, "strong", 2),
+        (2, "strong", 2),
+        (2, "weak", 2),
+    ]
     last = json.loads(outcome.out.splitlines()[-1])
     assert last["figures"]["throughput_2_devices"] == report.settings[1].throughput.middle
     assert last["environment"]["cores"] == report.environment["cores"]
@@ -60,7 +75,9 @@ def test_an_interrupted_benchmark_keeps_what_it_measured_and_goes_on(job: Path, 
         process.send_signal(signal.SIGINT)
         outcome = ended(process)
     assert outcome.code == 130, outcome.err
-    assert outcome.says("1 of 2 runs were measured", "stopped  SIGINT; what is measured is kept. Go on: paceline bench", "--out b")
+    assert outcome.says(
+        "1 of 2 runs were measured", "stopped  SIGINT; what is measured is kept. Go on: paceline bench", "--out b"
+    )
     before = measured(tmp_path)
     assert [run["setting"] for run in before] == ["1-device"]
     assert not Report.load(tmp_path / "b" / "report.json").complete
@@ -105,11 +122,15 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
         "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
     )
     job = write_job(
-        tmp_path / "job.yaml", model={"factory": "mine.py:net"}, data={"kind": "synthetic", "samples": 48, "shape": [1, 28, 28]}
+        tmp_path / "job.yaml",
+        model={"factory": "mine.py:net"},
+        data={"kind": "synthetic", "samples": 48, "shape": [1, 28, 28]},
     )
     outcome = paceline("bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 8, "--no-weak", folder=tmp_path)
     assert outcome.code == 1
-    assert outcome.says("2 cores failed and is left out from now on", "made for one", "warning  2 cores could not be measured")
+    assert outcome.says(
+        "2 cores failed and is left out from now on", "made for one", "warning  2 cores could not be measured"
+    )
     assert outcome.says("paceline: 2 cores could not be measured: rank")
     assert [run["setting"] for run in measured(tmp_path)] == ["1-device", "1-device"]
     assert (tmp_path / "b" / "report.html").exists()
@@ -128,7 +149,9 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_work_is_told_before_anything_runs(arguments: list[str], code: int, text: str, job: Path, tmp_path: Path) -> None:
+def test_what_cannot_work_is_told_before_anything_runs(
+    arguments: list[str], code: int, text: str, job: Path, tmp_path: Path
+) -> None:
     outcome = paceline("bench", job, *arguments, folder=tmp_path, COLUMNS="200")
     assert outcome.code == code
     assert outcome.says(text)

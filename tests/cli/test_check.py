@@ -1,4 +1,7 @@
-"""`paceline check --dry`: any machine says of ranks that are not there what each would hold, or why the plan cannot run."""
+"""`paceline check --dry`.
+
+Any machine says of ranks that are not there what each would hold, or why the plan cannot run.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,16 @@ def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
 
     outcome = paceline("check", file, "--dry", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("blocks.*.attention.query_key_value (2 of them): column", "parameters  gradients  optimizer", "sent: tp")
+    assert outcome.says(
+        "blocks.*.attention.query_key_value (2 of them): column", "parameters  gradients  optimizer", "sent: tp"
+    )
     last = outcome.out.splitlines()[-1]
     assert re.fullmatch(
-        r"plan dp=16 fsdp=8 tp=8 can run: 1,024 ranks, [\d.]+ KiB of state per rank, found by a dry run of \d+ s with \d+ MiB", last
+        (
+            r"plan dp=16 fsdp=8 tp=8 can run: 1,024 ranks, [\d.]+ KiB of state per rank, found by a dry run of \d+ "
+            r"s with \d+ MiB"
+        ),
+        last,
     ), last
 
     outcome = paceline("check", file, "--dry", "--plan", "dp=16 fsdp=8 tp=3", folder=tmp_path)
@@ -38,7 +47,9 @@ def test_a_llama_of_70_billion_parameters_is_run_dry_without_memory_for_it(tmp_p
         outcome = ended(process, deadline_s=110)
     assert outcome.code == 0, outcome.err
     last = outcome.out.splitlines()[-1]
-    found = re.search(r"1,024 ranks, ([\d.]+) GiB of state per rank, found by a dry run of \d+ s with ([\d,]+) MiB", last)
+    found = re.search(
+        r"1,024 ranks, ([\d.]+) GiB of state per rank, found by a dry run of \d+ s with ([\d,]+) MiB", last
+    )
     assert found, last
     assert float(found[1]) == pytest.approx(16 * 70.55e9 / 64 / 2**30, rel=0.01), (
         "weights, gradients and two moments of 70.55 billion, a 64th"
@@ -47,8 +58,10 @@ def test_a_llama_of_70_billion_parameters_is_run_dry_without_memory_for_it(tmp_p
 
 def test_ctrl_c_ends_a_check_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import time\nfrom torch import nn\n\n\nclass Slow(nn.Linear):\n    def __init__(self):\n        super().__init__(6, 3)\n\n"
-        "    def forward(self, x):\n        open('under_way', 'w').close()\n        time.sleep(0.2)\n        return super().forward(x)\n"
+        "import time\nfrom torch import nn\n\n\nclass Slow(nn.Linear):\n    def __init__(self):\n        "
+        "super().__init__(6, 3)\n\n"
+        "    def forward(self, x):\n        open('under_way', 'w').close()\n        time.sleep(0.2)\n        "
+        "return super().forward(x)\n"
     )
     (tmp_path / "job.yaml").write_text(
         "model: slow.py:Slow\ndata: {kind: synthetic, samples: 64, shape: [6], classes: 3}\nloss: cross_entropy\n"
@@ -101,8 +114,10 @@ def test_a_plan_that_ranks_refuse_is_counted_as_refused_and_fails_nothing(tmp_pa
 @pytest.mark.slow
 def test_what_a_check_cannot_tell_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "import torch\nfrom torch import nn\n\n\nclass Noisy(nn.Linear):\n    def __init__(self):\n        super().__init__(784, 10)\n\n"
-        "    def forward(self, x):\n        return super().forward(x.flatten(1) + torch.randn(len(x), 784, dtype=x.dtype))\n"
+        "import torch\nfrom torch import nn\n\n\nclass Noisy(nn.Linear):\n    def __init__(self):\n        "
+        "super().__init__(784, 10)\n\n"
+        "    def forward(self, x):\n        return super().forward(x.flatten(1) + torch.randn(len(x), 784, "
+        "dtype=x.dtype))\n"
     )
     data = {"kind": "synthetic", "samples": 64, "shape": [784], "classes": 10}
     write_job(tmp_path / "job.yaml", model="own.py:Noisy", data=data)

@@ -1,4 +1,7 @@
-"""`paceline doctor` on the machine that runs the tests: it measures, it is honest about what it could not, and a script can read it."""
+"""`paceline doctor` on the machine that runs the tests.
+
+It measures, it is honest about what it could not, and a script can read it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,15 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
     with started("paceline", "doctor", "--json", folder=tmp_path) as process:
         shown = ended(process, deadline_s=110)  # it starts torch three times, and measures: 9 s on two quiet cores
     assert shown.code == 0, shown
-    assert shown.says("machine", "software", "system", "matrix product, fp32", "copy in memory", "all-reduce", "paceline can train here")
+    assert shown.says(
+        "machine",
+        "software",
+        "system",
+        "matrix product, fp32",
+        "copy in memory",
+        "all-reduce",
+        "paceline can train here",
+    )
     *screen, last = shown.out.splitlines()
     assert max(map(len, screen)) <= 100
     record = json.loads(last)
@@ -34,17 +45,25 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_not_a_crash(tmp_path: 
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     shown = paceline("doctor", "--json", folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert shown.code == 1
-    assert shown.says("problem", "libcudart.so.12", "nothing was measured", "1 problem keeps paceline from training here")
+    assert shown.says(
+        "problem", "libcudart.so.12", "nothing was measured", "1 problem keeps paceline from training here"
+    )
     assert json.loads(shown.out.splitlines()[-1])["figures"] == {}
     assert "Traceback" not in shown.err
 
 
 @pytest.mark.needs_root
 def test_ranks_that_could_not_meet_are_not_started(tmp_path: Path) -> None:
-    alone = ["unshare", "--net", str(BIN / "paceline"), "doctor"]  # in a network namespace of its own, whose loopback is down
+    # in a network namespace of its own, whose loopback is down
+    alone = ["unshare", "--net", str(BIN / "paceline"), "doctor"]
     shown = subprocess.run(alone, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert shown.returncode == 1, shown
-    for text in ("127.0.0.1 cannot be reached", "ip link set lo up", "see the problem with loopback above", "matrix product"):
+    for text in (
+        "127.0.0.1 cannot be reached",
+        "ip link set lo up",
+        "see the problem with loopback above",
+        "matrix product",
+    ):
         assert text in shown.stdout
 
 

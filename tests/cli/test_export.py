@@ -48,7 +48,9 @@ def test_a_fresh_model_with_the_exported_weights_has_the_accuracy_of_the_run(tmp
     assert held_out is not None
     inputs, labels = held_out.__getitems__(list(range(len(held_out))))  # type: ignore[arg-type, attr-defined]
     with torch.inference_mode():
-        accuracy = (exported(run.job, tmp_path / "model.safetensors")(inputs).argmax(1) == labels).double().mean().item()
+        accuracy = (
+            (exported(run.job, tmp_path / "model.safetensors")(inputs).argmax(1) == labels).double().mean().item()
+        )
     assert accuracy == run.metrics["accuracy"]
     assert accuracy > 0.5
 
@@ -96,7 +98,9 @@ def test_transformers_loads_the_exported_folder_of_a_bert(tmp_path: Path) -> Non
     bert = {"zoo": "bert", "args": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}}
     job = Job.load(write_job(tmp_path / "run" / "job.yaml", model=bert))
     model = job.model.build()
-    save_all(tmp_path / "run" / "checkpoints", 1, [Snapshot({f"model/{name}": p for name, p in model.named_parameters()})])
+    save_all(
+        tmp_path / "run" / "checkpoints", 1, [Snapshot({f"model/{name}": p for name, p in model.named_parameters()})]
+    )
     outcome = paceline("export", "run", "bert", "--layout", "hf", folder=tmp_path)
     assert outcome.says("bert: load it with from_pretrained('bert')")
     assert outcome.err == "", "nothing of transformers is on the screen"

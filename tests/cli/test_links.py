@@ -1,4 +1,7 @@
-"""`paceline links`: every transport at every size, checked, on the screen, as JSON and as a page; and what it does not understand."""
+"""`paceline links`: every transport at every size, checked, on the screen, as JSON and as a page.
+
+And what it does not understand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ def test_every_collective_is_measured_and_checked_on_this_machine(tmp_path: Path
     arguments = ["--transports", "gloo,shm", "--sizes", "1KiB,1 MiB", "--plot", tmp_path / "links.html", "--json"]
     shown = paceline("links", *arguments, folder=tmp_path)
     assert shown.code == 0, shown.err
-    assert shown.says("all-reduce", "send and receive", "of the limit", "copy between processes of a host", "none wrong")
+    assert shown.says(
+        "all-reduce", "send and receive", "of the limit", "copy between processes of a host", "none wrong"
+    )
     assert re.search(r"bus [MG]B/s", shown.out)  # by how fast the machine is
     *screen, last = shown.out.splitlines()
     assert max(map(len, screen)) <= 116
@@ -42,10 +47,25 @@ def test_every_collective_is_measured_and_checked_on_this_machine(tmp_path: Path
 @pytest.mark.needs_iproute2
 def test_slow_emulated_hosts_are_measured_against_their_link_in_bounded_time(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2, rate: 25mbit}\n")
-    arguments = ["--cluster", "cluster.yaml", "--transports", "gloo", "--collectives", "all_reduce", "--algorithms", "flat,ring"]
+    arguments = [
+        "--cluster",
+        "cluster.yaml",
+        "--transports",
+        "gloo",
+        "--collectives",
+        "all_reduce",
+        "--algorithms",
+        "flat,ring",
+    ]
     shown = paceline("links", *arguments, "--sizes", "64KiB,256KiB,1MiB,16MiB", "--json", folder=tmp_path)
     assert shown.code == 0, shown.err
-    assert shown.says("2 ranks on 2 hosts", "stated 25 Mbit/s", "half a round trip", "left out, as one call would take longer", "16MiB")
+    assert shown.says(
+        "2 ranks on 2 hosts",
+        "stated 25 Mbit/s",
+        "half a round trip",
+        "left out, as one call would take longer",
+        "16MiB",
+    )
     figures = json.loads(shown.out.splitlines()[-1])["figures"]
     assert 0.6 * 3.125e-3 < figures["limit_stream_gigabytes_per_s"] < 3.2e-3
     for name in ("gloo_all_reduce_1MiB", "gloo_all_reduce_ring_1MiB"):
@@ -65,7 +85,9 @@ def test_slow_emulated_hosts_are_measured_against_their_link_in_bounded_time(tmp
     ],
     ids=lambda value: " ".join(value),
 )
-def test_what_it_does_not_understand_is_an_error_of_the_command_line(arguments: list[str], texts: list[str], tmp_path: Path) -> None:
+def test_what_it_does_not_understand_is_an_error_of_the_command_line(
+    arguments: list[str], texts: list[str], tmp_path: Path
+) -> None:
     shown = paceline("links", *arguments, folder=tmp_path, COLUMNS="200")
     assert shown.code == 2
     assert shown.says(*texts, "--help")
@@ -87,7 +109,18 @@ def test_a_transport_that_fails_is_named_and_costs_no_other(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_ranks_of_a_torchrun_measure_as_well(tmp_path: Path) -> None:
-    command = ["-m", "paceline", "links", "--transports", "gloo", "--collectives", "all_reduce,send_receive", "--sizes", "1KiB", "--json"]
+    command = [
+        "-m",
+        "paceline",
+        "links",
+        "--transports",
+        "gloo",
+        "--collectives",
+        "all_reduce,send_receive",
+        "--sizes",
+        "1KiB",
+        "--json",
+    ]
     with started("torchrun", "--standalone", "--nproc-per-node", 2, *command, folder=tmp_path) as process:
         shown = ended(process)
     assert shown.code == 0, shown.err

@@ -1,4 +1,7 @@
-"""The command itself: it answers at once, by every name, and what it does not know is an error that says what it knows."""
+"""The command itself.
+
+It answers at once, by every name, and what it does not know is an error that says what it knows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ HEAVY = {"torch", "numpy", "pydantic", "yaml", "psutil", "transformers"}
 def modules_after(code: str) -> set[str]:
     """The modules that are loaded in a fresh Python after `code`."""
     script = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('loaded', *sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     return set(shown.splitlines()[-1].split())
 
 
@@ -57,14 +62,20 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 
 def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
     shown = paceline("--help", folder=tmp_path, COLUMNS="200")
-    assert shown.says("Train any PyTorch model", "train", "Train a job on this machine's devices", "export", "newest checkpoint")
-    assert shown.says("bench", "how a job scales", "report", "report.html", "doctor", "how fast it is", "links", "hardware's limits")
+    assert shown.says(
+        "Train any PyTorch model", "train", "Train a job on this machine's devices", "export", "newest checkpoint"
+    )
+    assert shown.says(
+        "bench", "how a job scales", "report", "report.html", "doctor", "how fast it is", "links", "hardware's limits"
+    )
     shown = paceline("train", "--help", folder=tmp_path, COLUMNS="200")
     assert shown.says("JOB", "--plan", "--resume", "--restarts", "Directory of the run.", "runs/JOB-TIME", "a free one")
 
 
 def test_it_is_a_module_as_well(tmp_path: Path) -> None:
-    as_module = subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True, check=True, timeout=60)
+    as_module = subprocess.run(
+        [sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
     assert as_module.stdout.splitlines()[3:] == paceline("--help", folder=tmp_path).out.splitlines()[3:]
 
 
@@ -79,7 +90,9 @@ def test_it_is_a_module_as_well(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_what_it_does_not_know_is_an_error_of_the_command_line(arguments: list[str], texts: list[str], tmp_path: Path) -> None:
+def test_what_it_does_not_know_is_an_error_of_the_command_line(
+    arguments: list[str], texts: list[str], tmp_path: Path
+) -> None:
     shown = paceline(*arguments, folder=tmp_path, COLUMNS="200")
     assert shown.code == 2
     assert shown.says(*texts, "--help")

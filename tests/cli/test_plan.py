@@ -1,4 +1,7 @@
-"""`paceline plan`: the whole answer on the screen, as JSON and as a page, from a name of a cluster; and what it cannot plan for."""
+"""`paceline plan`: the whole answer on the screen, as JSON and as a page, from a name of a cluster.
+
+And what it cannot plan for.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +55,28 @@ def screen(width: int, *, terminal: bool) -> str:
     told = explain(job(), cluster(price_per_hour=2.5), found(), what_would_help=False)
     changes = (Advice("twice the memory", "149 GiB", 0.001), Advice("x", but="not predicted: nobody knows"))
     out = StringIO()
-    show(replace(told, changes=changes, trainings=(RARER,)), fitted(Console(file=out, width=width, force_terminal=terminal)), top=10)
+    show(
+        replace(told, changes=changes, trainings=(RARER,)),
+        fitted(Console(file=out, width=width, force_terminal=terminal)),
+        top=10,
+    )
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
 
 
 def test_one_command_tells_everything_on_the_screen_as_json_and_as_a_page_and_imports_no_torch(tmp_path: Path) -> None:
     write_job(tmp_path)
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None  # to import it is an error from here on\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['torch'] = None  # to import it is an error from here on\n"
+    )
     arguments = ["--cluster", NAME, "--json", "--page", "plan.html", "--batch-advice", "--top", 4]
     shown = paceline("plan", "job.yaml", *arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert shown.code == 0, shown.err
-    assert shown.says("where the step goes", "what holds the memory", "the best plans", "what was excluded", "what would help most")
-    assert shown.says("what the prediction does not know", "optimality gap", "the global batch", "critical batch size", "plan.html")
+    assert shown.says(
+        "where the step goes", "what holds the memory", "the best plans", "what was excluded", "what would help most"
+    )
+    assert shown.says(
+        "what the prediction does not know", "optimality gap", "the global batch", "critical batch size", "plan.html"
+    )
     *lines, last = shown.out.splitlines()
     assert max(map(len, lines)) <= 120
     values = json.loads(last)
@@ -85,21 +98,30 @@ def test_the_accepted_batch_is_a_new_job_and_every_change_is_said(tmp_path: Path
     accepted = Job.load(tmp_path / "out.yaml")
     assert accepted.global_batch > 4
     assert shown.says(
-        f"global_batch was 4, is {accepted.global_batch}", "optimizer.lr was 0.001, is", "stop.steps was 100, is", "wrote out.yaml"
+        f"global_batch was 4, is {accepted.global_batch}",
+        "optimizer.lr was 0.001, is",
+        "stop.steps was 100, is",
+        "wrote out.yaml",
     )
-    again = paceline("plan", file, "--cluster", "1x2xA100-SXM-80", "--accept-batch", "out.yaml", folder=tmp_path, COLUMNS="200")
+    again = paceline(
+        "plan", file, "--cluster", "1x2xA100-SXM-80", "--accept-batch", "out.yaml", folder=tmp_path, COLUMNS="200"
+    )
     assert again.code == 2
     assert again.says("is there already")
 
 
 def test_a_model_too_large_for_every_plan_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
-    write_job(tmp_path, model={"transformer": {"layers": 80, "hidden": 16384, "heads": 128, "seq": 1024, "vocab": 32000}})
+    write_job(
+        tmp_path, model={"transformer": {"layers": 80, "hidden": 16384, "heads": 128, "seq": 1024, "vocab": 32000}}
+    )
     shown = paceline("plan", "job.yaml", "--cluster", "V100-SXM-16", folder=tmp_path)
     assert shown.code == 1
     assert "GiB" in shown.error
 
 
-@pytest.mark.parametrize(("name", "text"), [("2x8xH1000", "H100-SXM"), ("0x8xH100-SXM", "has no device"), ("absent.yaml", "absent.yaml")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("2x8xH1000", "H100-SXM"), ("0x8xH100-SXM", "has no device"), ("absent.yaml", "absent.yaml")]
+)
 def test_a_cluster_that_cannot_be_is_an_error_that_helps(name: str, text: str) -> None:
     with pytest.raises(ClusterError, match=text):
         command._cluster(name, None)
@@ -137,10 +159,17 @@ def test_where_it_is_piped_no_line_ends_in_blanks_that_nobody_sees() -> None:
 
 
 def test_numbers_are_said_as_people_say_them() -> None:
-    assert [str(large(n)) for n in (70.6e9, 1.2e6, 4810, 1e12)] == ["70.6 billion", "1.20 million", "4,810", "1.00 trillion"]
+    assert [str(large(n)) for n in (70.6e9, 1.2e6, 4810, 1e12)] == [
+        "70.6 billion",
+        "1.20 million",
+        "4,810",
+        "1.00 trillion",
+    ]
 
 
-def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object) -> None:
         raise LaunchError("rank 0 raised: no memory\nTraceback …")
 

@@ -33,4 +33,6 @@ def test_a_directory_that_is_neither_is_an_error(tmp_path: Path) -> None:
 
 def test_a_report_that_is_broken_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"job": "digits"')
-    assert paceline("report", ".", folder=tmp_path).error.startswith("report.json cannot be read as a benchmark's report")
+    assert paceline("report", ".", folder=tmp_path).error.startswith(
+        "report.json cannot be read as a benchmark's report"
+    )

@@ -50,11 +50,17 @@ def test_every_mistake_in_a_job_is_named_with_its_line_and_the_nearest_key(tmp_p
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"model": {"hf": "config.json", "task": "causal_lm"}}, r"job\.yaml, line 3: model\.hf: no such file: .*/config\.json"),
+        (
+            {"model": {"hf": "config.json", "task": "causal_lm"}},
+            r"job\.yaml, line 3: model\.hf: no such file: .*/config\.json",
+        ),
         ({"model": "nets.py:net"}, r"job\.yaml, line 2: model\.factory: no such file: .*/nets\.py"),
         ({"global_batch": 0}, r"global_batch should be at least 1, got 0"),
         ({"partition": {"weights": [1, 1, 1]}}, r"plan dp=2 has 2 replicas, but the job's partition has 3 weights"),
-        ({"global_batch": 1}, r"2 replicas for a global batch of 1.*dp is at most 1, or the job's global_batch at least 2"),
+        (
+            {"global_batch": 1},
+            r"2 replicas for a global batch of 1.*dp is at most 1, or the job's global_batch at least 2",
+        ),
     ],
     ids=["no HF config", "no model file", "no batch", "weights", "batch below the replicas"],
 )
@@ -79,17 +85,24 @@ def test_a_plan_that_cannot_work_is_refused(plan: str, error: str, job: Path, tm
 def test_a_run_directory_that_cannot_be_made_is_named(job: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     error = refused(job, "--run", "file/run", folder=tmp_path)
-    assert error == "the run cannot be kept in file/run: Not a directory. Name a directory that can be written with --run.\n"
+    assert (
+        error
+        == "the run cannot be kept in file/run: Not a directory. Name a directory that can be written with --run.\n"
+    )
     assert refused("nowhere.yaml", folder=tmp_path) == "nowhere.yaml: no such file\n"
 
 
 def test_a_run_is_never_mixed_with_another(job: Path, tmp_path: Path) -> None:
     run = Run.create(tmp_path / "first", Job.load(job), discover(), Plan())
-    assert refused(job, "--run", "first", folder=tmp_path).startswith("first holds a run already. Continue it with --resume")
+    assert refused(job, "--run", "first", folder=tmp_path).startswith(
+        "first holds a run already. Continue it with --resume"
+    )
 
     write_job(job, global_batch=24, optimizer={"name": "sgd", "lr": 0.2, "momentum": 0.9}, stop={"steps": 1000})
     error = refused(job, "--run", "first", "--resume", folder=tmp_path)
-    assert error.startswith("first was made by another job: global_batch was 16, is 24; optimizer.lr was 0.1, is 0.2. Restore the values")
+    assert error.startswith(
+        "first was made by another job: global_batch was 16, is 24; optimizer.lr was 0.1, is 0.2. Restore the values"
+    )
     assert run.job.stop.steps == 6, "the run keeps its own job"
 
 
@@ -101,12 +114,19 @@ def test_a_port_in_use_is_named_with_who_uses_it(job: Path, tmp_path: Path) -> N
         assert f"port {port} on 127.0.0.1 is in use by " in refused(job, "--port", port, folder=tmp_path)
 
 
-def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_step_more(job: Path, tmp_path: Path) -> None:
+def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_step_more(
+    job: Path, tmp_path: Path
+) -> None:
     """Piped output is plain lines; a failed start does not hide the run to be resumed."""
     first = paceline("train", job, "--plan", "dp=1", folder=tmp_path)
     assert first.code == 0
     assert first.says(
-        "stopped      steps: 6 done", "training     loss", "after 6 steps", "(synthetic data)", "plan dp=1", "run          runs/small-"
+        "stopped      steps: 6 done",
+        "training     loss",
+        "after 6 steps",
+        "(synthetic data)",
+        "plan dp=1",
+        "run          runs/small-",
     )
     assert "\x1b" not in first.out + first.err
     [run] = (tmp_path / "runs").iterdir()

@@ -13,7 +13,9 @@ from paceline.cluster.cluster import Cluster, Device, Host, Link
 GIB = 2**30
 H200 = Device(index=0, name="NVIDIA H200", memory_bytes=140 * GIB, bf16=True)
 LAPTOP = Host(name="laptop", cores=2, memory_bytes=24 * GIB, cpu="AMD EPYC")
-SERVER = Host(name="server", cores=16, memory_bytes=128 * GIB, cpu="Xeon", gpus=(H200, H200.model_copy(update={"index": 1})))
+SERVER = Host(
+    name="server", cores=16, memory_bytes=128 * GIB, cpu="Xeon", gpus=(H200, H200.model_copy(update={"index": 1}))
+)
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1)
 sizes, perhaps = st.integers(1, 2**50), st.sampled_from([None, True, False])
@@ -28,7 +30,9 @@ links = st.builds(
 
 @st.composite
 def hosts(draw: st.DrawFn) -> Host:
-    affinity = tuple(tuple(group) for group in draw(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=2), max_size=4)))
+    affinity = tuple(
+        tuple(group) for group in draw(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=2), max_size=4))
+    )
     return Host(
         name=draw(text),
         cores=draw(st.integers(1, sum(map(len, affinity)) or 512)),
@@ -51,7 +55,9 @@ def test_a_cluster_survives_its_yaml(tmp_path_factory: pytest.TempPathFactory, h
 
 
 def test_three_lines_by_hand_are_a_cluster(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("hosts:\n- {name: a, cores: 2, memory_bytes: 8000}\n- {name: b, cores: 4, memory_bytes: 8000}\n")
+    (tmp_path / "c.yaml").write_text(
+        "hosts:\n- {name: a, cores: 2, memory_bytes: 8000}\n- {name: b, cores: 4, memory_bytes: 8000}\n"
+    )
     assert Cluster.load(tmp_path / "c.yaml").devices == 6
 
 
@@ -85,7 +91,10 @@ def test_hyper_threads_are_no_physical_cores() -> None:
             Cluster(hosts=(LAPTOP, SERVER)),
             "this cluster: 2 hosts, 18 cores (AMD EPYC, Xeon), 152 GiB memory, 2 × NVIDIA H200 (140 GiB)",
         ),
-        (Cluster(hosts=(Host(name="a", cores=1, memory_bytes=GIB // 2),)), "this cluster: 1 core (CPU), 512 MiB memory, no GPU"),
+        (
+            Cluster(hosts=(Host(name="a", cores=1, memory_bytes=GIB // 2),)),
+            "this cluster: 1 core (CPU), 512 MiB memory, no GPU",
+        ),
     ],
 )
 def test_a_cluster_describes_itself_in_one_line(cluster: Cluster, line: str) -> None:
@@ -97,7 +106,10 @@ def test_a_cluster_describes_itself_in_one_line(cluster: Cluster, line: str) -> 
     [
         (lambda: Cluster(hosts=()), "at least one host"),
         (lambda: Cluster(hosts=(LAPTOP, LAPTOP)), "two hosts are named 'laptop'"),
-        (lambda: Host(name="a", cores=3, memory_bytes=1, affinity=((0,), (1,))), "host a has 3 cores, but its affinity names only 2"),
+        (
+            lambda: Host(name="a", cores=3, memory_bytes=1, affinity=((0,), (1,))),
+            "host a has 3 cores, but its affinity names only 2",
+        ),
         (lambda: Host(name="a", cores=1, memory_bytes=1, affinity=((0,), ())), "empty list"),
         (lambda: Host(name="a", cores=1, memory_bytes=1, gpus=LAPTOP.devices), "kind cpu among its GPUs"),
         (lambda: Host(name="a", cores=0, memory_bytes=1), "cores"),

@@ -1,4 +1,7 @@
-"""Discovery on the machine that runs the tests. Wrong here: ranks that fight for cores, or a record that nobody can judge figures by."""
+"""Discovery on the machine that runs the tests.
+
+Wrong here: ranks that fight for cores, or a record that nobody can judge figures by.
+"""
 
 import json
 import os
@@ -17,7 +20,9 @@ from paceline.errors import ClusterError
 def alone(code: str, **variables: str) -> str:
     """What `code` prints in a Python of its own."""
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
 
 
 def test_this_machine_has_what_the_kernel_lets_us_use() -> None:
@@ -36,7 +41,10 @@ def test_cores_that_we_may_not_run_on_are_no_devices() -> None:
 
 
 def test_hidden_gpus_leave_a_machine_of_cores() -> None:
-    assert alone("from paceline.cluster.discover import discover; print(discover().kind)", CUDA_VISIBLE_DEVICES="") == "cpu"
+    assert (
+        alone("from paceline.cluster.discover import discover; print(discover().kind)", CUDA_VISIBLE_DEVICES="")
+        == "cpu"
+    )
 
 
 def test_a_discovered_machine_survives_its_yaml(tmp_path: Path) -> None:
@@ -46,7 +54,10 @@ def test_a_discovered_machine_survives_its_yaml(tmp_path: Path) -> None:
 
 
 def test_discovery_starts_without_torch() -> None:
-    code = "import sys; from paceline.cluster import discover, environment; discover(); environment(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from paceline.cluster import discover, environment; discover(); environment(); print('torch' "
+        "in sys.modules)"
+    )
     assert alone(code) == "False"
 
 
@@ -74,13 +85,22 @@ def test_the_record_is_plain_json_with_versions_and_load() -> None:
 
 
 def test_the_record_holds_what_changes_speed_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "MASTER_ADDR",
+        "NCCL_SOCKET_IFNAME",
+        "AWS_SECRET_ACCESS_KEY",
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+    ):
         monkeypatch.setenv(name, "7")
     assert {"OMP_NUM_THREADS", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"} <= environment()["variables"].keys()
     assert not {"AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN"} & environment()["variables"].keys()
 
 
-def test_the_record_names_the_commit_and_whether_files_differ_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_names_the_commit_and_whether_files_differ_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert environment()["git_commit"] is None
@@ -88,7 +108,9 @@ def test_the_record_names_the_commit_and_whether_files_differ_from_it(tmp_path: 
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
         subprocess.run(["git", *command], check=True, timeout=60)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
     assert environment()["git_commit"] == commit
     (tmp_path / "job.yaml").write_text("b")
     assert environment()["git_commit"] == f"{commit}-dirty"

@@ -1,6 +1,9 @@
-"""Which GPUs a run may use and what joins them, asked of a stand-in for the driver: the machines that run these tests have none.
+"""Which GPUs a run may use and what joins them, asked of a stand-in for the driver.
 
-Wrong here: ranks on a GPU that belongs to somebody else, or a run that does not start on a GPU whose driver leaves a question open.
+The machines that run these tests have none.
+
+Wrong here: ranks on a GPU that belongs to somebody else, or a run that does not start on a GPU whose driver leaves a
+question open.
 """
 
 from types import SimpleNamespace
@@ -119,7 +122,10 @@ def test_only_the_visible_gpus_are_used_in_their_order(visible: str | None, name
 
 
 def test_a_gpu_states_its_memory_and_whether_it_computes_in_bf16() -> None:
-    assert [(gpu.memory_bytes, gpu.bf16) for gpu in read_gpus(Driver(FOUR[:2]), None).devices] == [(2**30, False), (2**31, True)]
+    assert [(gpu.memory_bytes, gpu.bf16) for gpu in read_gpus(Driver(FOUR[:2]), None).devices] == [
+        (2**30, False),
+        (2**31, True),
+    ]
 
 
 def test_links_between_the_same_two_gpus_add_up_and_count_once() -> None:

@@ -28,16 +28,20 @@ def test_a_name_says_hosts_devices_links_and_price() -> None:
     cluster = named_cluster("64x8xH100-SXM, 400gbit, 2.5/h")
     assert cluster.devices_per_host == (8,) * 64
     assert cluster.kind == "cuda"
-    assert {(gpu.name, gpu.memory_bytes, gpu.bf16) for host in cluster.hosts for gpu in host.gpus} == {("H100-SXM", 80 * 2**30, True)}
+    assert {(gpu.name, gpu.memory_bytes, gpu.bf16) for host in cluster.hosts for gpu in host.gpus} == {
+        ("H100-SXM", 80 * 2**30, True)
+    }
     assert rate_gbps(cluster) == 3200  # of a host
     assert cluster.price_per_hour == 2.5
     assert cluster.describe() == (
-        "64x8xH100-SXM: 64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour for each"
+        "64x8xH100-SXM: 64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an "
+        "hour for each"
     )
 
 
 @pytest.mark.parametrize(
-    "rate", ["400gbit", "400 Gbit/s", "400Gb/s", "400gbps", "0.4tbit", "400gbit/device", "3200gbit/host", "3200gbit per host"]
+    "rate",
+    ["400gbit", "400 Gbit/s", "400Gb/s", "400gbps", "0.4tbit", "400gbit/device", "3200gbit/host", "3200gbit per host"],
 )
 def test_a_rate_is_of_a_device_or_of_a_host(rate: str) -> None:
     assert rate_gbps(named_cluster(f"2x8xA100-SXM-80, {rate}")) == pytest.approx(3200)
@@ -51,7 +55,13 @@ def test_a_rate_that_is_not_given_is_the_usual_one_and_said_to_be() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hosts", "devices"),
-    [("H100-SXM", 1, 1), ("8xH100-SXM", 1, 8), ("3×8×MI300X", 3, 8), ("2 x 72 x GB200", 2, 72), ("256xTPU-v5e", 1, 256)],
+    [
+        ("H100-SXM", 1, 1),
+        ("8xH100-SXM", 1, 8),
+        ("3×8×MI300X", 3, 8),
+        ("2 x 72 x GB200", 2, 72),
+        ("256xTPU-v5e", 1, 256),
+    ],
 )
 def test_short_and_odd_forms_are_understood(name: str, hosts: int, devices: int) -> None:
     assert named_cluster(name).devices_per_host == (devices,) * hosts
@@ -74,7 +84,11 @@ def test_a_device_of_a_cluster_of_cpus_is_a_core() -> None:
 def test_any_shape_is_read_back_from_the_yaml_that_it_is_written_as(
     hosts: int, per_host: int, device: str, rate: int | None, price: int | None
 ) -> None:
-    words = [f"{hosts}x{per_host}x{device}", *([f"{rate}gbit"] if rate else []), *([f"{price}/h"] if price is not None else [])]
+    words = [
+        f"{hosts}x{per_host}x{device}",
+        *([f"{rate}gbit"] if rate else []),
+        *([f"{price}/h"] if price is not None else []),
+    ]
     cluster = named_cluster(", ".join(words))
     assert cluster.devices == hosts * per_host
     assert "hosts" not in cluster.to_yaml()  # thousands of lines otherwise
@@ -119,10 +133,17 @@ def test_a_yaml_file_may_name_the_catalogue(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("name: the new room\ncatalogue: 2x8xH100-SXM, 400gbit\nprice_per_hour: 1.5\n")
     cluster = Cluster.load(file)
-    assert (cluster.name, cluster.devices, cluster.price_per_hour, cluster.only_planned) == ("the new room", 16, 1.5, True)
+    assert (cluster.name, cluster.devices, cluster.price_per_hour, cluster.only_planned) == (
+        "the new room",
+        16,
+        1.5,
+        True,
+    )
     assert cluster_from(file) == cluster == cluster_from(str(file))
     file.write_text("name: the new room\ncatalogue: 2x8xH1000\n")
-    with pytest.raises(ClusterError, match=r'cluster.yaml, line 2: cluster "2x8xH1000": "H1000" is not in the catalogue'):
+    with pytest.raises(
+        ClusterError, match=r'cluster.yaml, line 2: cluster "2x8xH1000": "H1000" is not in the catalogue'
+    ):
         Cluster.load(file)
     file.write_text("catalogue: H100-SXM\nhosts: [{name: a, cores: 1, memory_bytes: 1}]\n")
     with pytest.raises(ClusterError, match="leave `hosts` and `emulate` out"):
@@ -148,7 +169,9 @@ def test_what_cluster_takes_is_a_file_or_a_name(tmp_path: Path) -> None:
 
 def test_every_name_in_the_documentation_is_one() -> None:
     text = DOCUMENT.read_text()
-    names = re.findall(r"^\| `([^`]*x[A-Z][^`]*)` \|", text, re.MULTILINE) + re.findall(r"^catalogue: (.*)$", text, re.MULTILINE)
+    names = re.findall(r"^\| `([^`]*x[A-Z][^`]*)` \|", text, re.MULTILINE) + re.findall(
+        r"^catalogue: (.*)$", text, re.MULTILINE
+    )
     names += re.findall(r"\(`(\d+x[^`]*)`\)", text)
     assert len(names) >= 8
     for name in names:

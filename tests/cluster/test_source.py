@@ -31,13 +31,19 @@ hosts:
         ),
         ("name: lab", "colour: red", 'line 1: unknown key "colour" in the cluster. Known: name, hosts'),
         ("name: T4", "name: T4, indx: 1", 'line 7: unknown key "indx" in hosts[0].gpus[0]. Did you mean "index"?'),
-        ("- name: b\n  cores: 2", '- name: b\n  cores: "2"', "line 9: hosts[1].cores should be a whole number, got '2'"),
+        (
+            "- name: b\n  cores: 2",
+            '- name: b\n  cores: "2"',
+            "line 9: hosts[1].cores should be a whole number, got '2'",
+        ),
         ("- name: b", "- cpu: b", 'line 8: hosts[1] needs the key "name"'),
         ("name: b", "name: a", "two hosts are named 'a'"),
         ("index: 0", "index: -1", "line 7: hosts[0].gpus[0].index should be at least 0, got -1"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
+def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(
+    tmp_path: Path, change: str, to: str, message: str
+) -> None:
     assert change in GOOD
     file = tmp_path / "cluster.yaml"
     file.write_text(GOOD.replace(change, to))

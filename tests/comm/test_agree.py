@@ -1,4 +1,7 @@
-"""Ranks that hold different things are told so, by name, before they exchange them; else they hang, or train on a mixture."""
+"""Ranks that hold different things are told so, by name, before they exchange them.
+
+Else they hang, or train on a mixture.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,8 @@ def test_ranks_that_hold_the_same_go_on_after_a_few_bytes(ranks: Ranks) -> None:
         (["weight (4, 3) float32"], r"number 2 of rank 0 is bias \(4,\) float32, of rank 1 it is nothing more"),
     ],
 )
-def test_the_first_thing_that_differs_is_named_with_what_both_ranks_have(ranks: Ranks, other: list[str], message: str) -> None:
+def test_the_first_thing_that_differs_is_named_with_what_both_ranks_have(
+    ranks: Ranks, other: list[str], message: str
+) -> None:
     with pytest.raises(RankError, match=message):
         ranks(2, bring, [["weight (4, 3) float32", "bias (4,) float32"], other])

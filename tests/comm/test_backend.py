@@ -39,8 +39,9 @@ def show(arguments):
         group.all_reduce(torch.ones(100_000))
         Path(arguments[0], f"sockets-{group.rank}").write_text(" ".join(listening()))
         group.barrier()
-"""
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # 127.0.0.1, mapped into IPv6, and ::1
+"""  # noqa: E501
+# 127.0.0.1, mapped into IPv6, and ::1
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -107,7 +108,9 @@ def test_a_rendezvous_that_cannot_be_served_or_reached_is_named(monkeypatch: pyt
             taken.close()  # nobody serves there
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(LaunchError, match=rf"rank {rank} cannot meet the others at 127\.0\.0\.1:{port}.*Choose another MASTER_PORT"):
+        with pytest.raises(
+            LaunchError, match=rf"rank {rank} cannot meet the others at 127\.0\.0\.1:{port}.*Choose another MASTER_PORT"
+        ):
             join(deadline_s=1)
 
 

@@ -36,7 +36,11 @@ def collectives() -> dict[str, Any]:
         torch.cat(gathered).sum().backward()
         assert rows.grad is not None
         results["rows"] = [part.tolist() for part in gathered]
-        results["own"] = (gathered[group.rank] is rows, rows.grad.sum().item(), [part.requires_grad for part in gathered])
+        results["own"] = (
+            gathered[group.rank] is rows,
+            rows.grad.sum().item(),
+            [part.requires_grad for part in gathered],
+        )
         results["json"] = group.gather_json({"name": "ä" * 100 * group.rank, "none": None, "rank": group.rank})
         group.barrier()
         results["bytes"] = group.bytes_reduced
@@ -57,7 +61,9 @@ def test_collectives_give_every_rank_the_same(ranks: Ranks, size: int, backend: 
         assert result["max"] == [size, 10 * size]
         assert result["broadcast"] == size - 1
         assert result["rows"] == [[[r, r]] * (r + 1) for r in range(size)]
-        assert result["own"] == (True, 2.0 * (rank + 1), [r == rank for r in range(size)]), "gradients flow through the own rows alone"
+        assert result["own"] == (True, 2.0 * (rank + 1), [r == rank for r in range(size)]), (
+            "gradients flow through the own rows alone"
+        )
         assert result["json"] == [{"name": "ä" * 100 * r, "none": None, "rank": r} for r in range(size)]
         assert result["bytes"] > 3 * 8
 
@@ -138,7 +144,12 @@ def shared_tensors(limit: int | None) -> dict[str, Any]:
         if limit is not None and group.rank == group.size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         results: dict[str, Any] = {"sums": []}
-        for numel, dtype in ((0, torch.float32), (1, torch.bfloat16), (1000, torch.float64), (1_000_000, torch.float32)):
+        for numel, dtype in (
+            (0, torch.float32),
+            (1, torch.bfloat16),
+            (1000, torch.float64),
+            (1_000_000, torch.float32),
+        ):
             tensor = group.empty(numel, dtype)
             assert (tensor.shape, tensor.dtype, bool(tensor.any())) == ((numel,), dtype, False)
             tensor.fill_(group.rank + 1)
@@ -198,7 +209,9 @@ def messages_and_parts() -> dict[str, Any]:
         following, before, started = (group.rank + 1) % 3, (group.rank - 1) % 3, group.sent_bytes
         first, second = torch.empty(2, dtype=torch.bfloat16), torch.empty(1, 3, dtype=torch.bool)
         sent = torch.full((2,), group.rank + 0.5, dtype=torch.bfloat16)
-        group.exchange([(following, sent), (following, torch.ones(1, 3, dtype=torch.bool))], [(before, first), (before, second)])
+        group.exchange(
+            [(following, sent), (following, torch.ones(1, 3, dtype=torch.bool))], [(before, first), (before, second)]
+        )
         results["exchange"] = (first.tolist(), second.tolist(), group.sent_bytes - started)
         if group.rank == 0:
             group.send(torch.tensor([7]), to=2)
@@ -261,7 +274,11 @@ def several_groups() -> dict[str, Any]:
             group.all_reduce(tensor)
             sums.append(tensor.item())
             results["transports"].add(group.transport.name)
-        results |= {"sums": sums, "place": (row.rank, row.size, column.rank, again.size), "one_host": world.host is world}
+        results |= {
+            "sums": sums,
+            "place": (row.rank, row.size, column.rank, again.size),
+            "one_host": world.host is world,
+        }
         return results
 
 
@@ -314,9 +331,13 @@ def different_calls() -> dict[str, str]:
             "dtype": lambda: group.broadcast(torch.zeros(3, dtype=torch.float64 if odd else torch.float32)),
             "op": lambda: group.all_reduce(numbers, "max" if odd else "sum"),
             "call": lambda: (group.all_reduce if odd else group.broadcast)(numbers),
-            "message": lambda: group.exchange([(other, numbers[:2])], [(other, torch.zeros(2 + odd))]) if plain.rank < 2 else None,
+            "message": lambda: (
+                group.exchange([(other, numbers[:2])], [(other, torch.zeros(2 + odd))]) if plain.rank < 2 else None
+            ),
             "equal": lambda: group.gather_json("x" * plain.rank),
-            "equal messages": lambda: group.exchange([((plain.rank + 1) % 3, numbers)], [((plain.rank - 1) % 3, torch.zeros(3))]),
+            "equal messages": lambda: group.exchange(
+                [((plain.rank + 1) % 3, numbers)], [((plain.rank - 1) % 3, torch.zeros(3))]
+            ),
         }
         said = {}
         for kind, call in calls.items():
@@ -335,7 +356,10 @@ def test_a_checked_group_names_two_calls_that_differ_before_either_starts(ranks:
     by_rank = ranks(3, different_calls, backend=backend)
     for said in by_rank:
         assert "rank 0 all-reduce (sum) of float32 (3, 4), rank 1 all-reduce (sum) of float32 (3, 5)" in said["shape"]
-        assert "rank 0 broadcast from rank 0 of float32 (3,), rank 1 broadcast from rank 0 of float64 (3,)" in said["dtype"]
+        assert (
+            "rank 0 broadcast from rank 0 of float32 (3,), rank 1 broadcast from rank 0 of float64 (3,)"
+            in said["dtype"]
+        )
         assert "rank 0 all-reduce (sum) of float32 (3,), rank 1 all-reduce (max) of float32 (3,)" in said["op"]
         assert "rank 0 broadcast from rank 0 of float32 (3,), rank 1 all-reduce (sum) of float32 (3,)" in said["call"]
         assert said["equal"] == said["equal messages"] == said["counts"] == ""

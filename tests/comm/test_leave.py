@@ -43,14 +43,16 @@ def train(arguments):
     del model, rule  # gradients in shared memory live as long as whoever has them
     gc.collect()
     Path(arguments[0], f"threads-{group.rank}").write_text(f"{during}\\n{transport_threads()}")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_leaving_ends_the_threads_and_the_memory_of_the_transport(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "rank_that_trains.py"
     script.write_text(RANK)
-    paceline.launch.local.launch([f"{script}:train", str(tmp_path), transport], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    paceline.launch.local.launch(
+        [f"{script}:train", str(tmp_path), transport], ranks=2, threads=1, pin_cores=None, deadline_s=60
+    )
     for rank in range(2):
         during, after = (tmp_path / f"threads-{rank}").read_text().splitlines()
         assert transport.replace("shm", "memfd:paceline-tensor") in during

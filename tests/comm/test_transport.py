@@ -32,7 +32,10 @@ def store(name: str) -> Store:
 
 
 def chosen(wanted: str, limits: dict[int, int]) -> tuple[str, str | None]:
-    """What the ranks choose; those in `limits` may make no larger file than that, which is what shared memory is to the kernel."""
+    """What the ranks choose.
+
+    Those in `limits` may make no larger file than that, which is what shared memory is to the kernel.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank in limits:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits[rank], resource.RLIM_INFINITY))
@@ -120,7 +123,9 @@ def with_one_absent() -> str:
 
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
-    assert ranks(2, with_one_absent)[0] == "rank 0 waited 0.5 s for ranks [1], which did not come to the start of the run"
+    assert (
+        ranks(2, with_one_absent)[0] == "rank 0 waited 0.5 s for ranks [1], which did not come to the start of the run"
+    )
 
 
 # Runs, as a person starts them

@@ -138,7 +138,10 @@ def loader_with(kind: str) -> DataLoader[Any]:
     samplers: dict[str, dict[str, Any]] = {
         "subset": {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(30), generator=seeded())},
         "weighted": {"batch_size": BATCH, "sampler": WeightedRandomSampler(weights, 40, generator=seeded())},
-        "replacement": {"batch_size": BATCH, "sampler": RandomSampler(numbered(), replacement=True, num_samples=70, generator=seeded())},
+        "replacement": {
+            "batch_size": BATCH,
+            "sampler": RandomSampler(numbered(), replacement=True, num_samples=70, generator=seeded()),
+        },
         "generator": {"batch_size": BATCH, "shuffle": True, "generator": seeded()},
         "no generator": {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(30))},
         "list": {"batch_size": BATCH, "sampler": list(range(20))[::-1]},
@@ -148,8 +151,13 @@ def loader_with(kind: str) -> DataLoader[Any]:
         "remembering": {"batch_size": BATCH, "sampler": Remembering()},
         "global state": {"batch_size": BATCH, "sampler": OfGlobalState()},
         "buckets": {"batch_sampler": Buckets()},
-        "batch sampler": {"batch_sampler": BatchSampler(SubsetRandomSampler(range(30), generator=seeded()), 7, drop_last=True)},
-        "bulk": {"batch_size": None, "sampler": BatchSampler(RandomSampler(range(50), generator=seeded()), 7, drop_last=False)},
+        "batch sampler": {
+            "batch_sampler": BatchSampler(SubsetRandomSampler(range(30), generator=seeded()), 7, drop_last=True)
+        },
+        "bulk": {
+            "batch_size": None,
+            "sampler": BatchSampler(RandomSampler(range(50), generator=seeded()), 7, drop_last=False),
+        },
     }
     return DataLoader(numbered(), **samplers[kind])
 
@@ -196,7 +204,11 @@ def test_the_order_of_a_loaders_own_sampler_is_kept(ranks: Ranks) -> None:
     for kind in OWN:
         joined = [[a + b for a, b in zip(*epoch, strict=True)] for epoch in zip(first[kind], second[kind], strict=True)]
         assert joined == alone[kind], kind
-        assert all(abs(len(a) - len(b)) <= 1 for epoch in zip(first[kind], second[kind], strict=True) for a, b in zip(*epoch, strict=True))
+        assert all(
+            abs(len(a) - len(b)) <= 1
+            for epoch in zip(first[kind], second[kind], strict=True)
+            for a, b in zip(*epoch, strict=True)
+        )
 
 
 def losses_with(kinds: Iterable[str]) -> dict[str, list[float]]:
@@ -243,7 +255,9 @@ def resume_all(positions: dict[str, str]) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (0, 2), (1, 0), (2, 1)])
-def test_a_saved_position_goes_on_exactly_with_any_sampler_and_number_of_ranks(ranks: Ranks, epochs: int, steps: int) -> None:
+def test_a_saved_position_goes_on_exactly_with_any_sampler_and_number_of_ranks(
+    ranks: Ranks, epochs: int, steps: int
+) -> None:
     positions = {}
     for kind in OWN:
         positions[kind], rest = saved_after(kind, steps, epochs)
@@ -277,7 +291,12 @@ def test_loading_a_position_in_the_same_process_goes_back_to_it() -> None:
 
 def test_an_iteration_broken_off_goes_on_with_the_next_batch() -> None:
     for workers in (0, 2):
-        loader = DataLoader(numbered(), batch_size=BATCH, sampler=SubsetRandomSampler(range(30), generator=seeded()), num_workers=workers)
+        loader = DataLoader(
+            numbered(),
+            batch_size=BATCH,
+            sampler=SubsetRandomSampler(range(30), generator=seeded()),
+            num_workers=workers,
+        )
         engine = engine_of(loader)
         seen = [rows(next(iter(engine.loader)))]
         seen += [rows(batch) for batch in engine.loader]
@@ -301,7 +320,9 @@ def test_a_sampler_that_does_not_draw_the_same_again_is_not_resumed_in_silence()
     saved = json.dumps(engine.loader.state_dict())
     again = engine_of(loader())
     again.loader.load_state_dict(json.loads(saved))
-    with pytest.raises(DataError, match="Unrepeatable does not draw again what it drew before: its epoch 0 differs within the first 1"):
+    with pytest.raises(
+        DataError, match="Unrepeatable does not draw again what it drew before: its epoch 0 differs within the first 1"
+    ):
         next(iter(again.loader))
 
 
@@ -327,7 +348,9 @@ def test_a_sampler_that_draws_something_else_on_each_rank_is_refused(ranks: Rank
 
 def test_a_sampler_for_one_rank_of_ddp_is_refused_with_the_line_to_write() -> None:
     sampler: Any = DistributedSampler(numbered(), num_replicas=2, rank=0)
-    with pytest.raises(DataError, match=r"DistributedSampler draws the part of one of 2 ranks.*batch_size=16, shuffle=True.*2 x 8"):
+    with pytest.raises(
+        DataError, match=r"DistributedSampler draws the part of one of 2 ranks.*batch_size=16, shuffle=True.*2 x 8"
+    ):
         engine_of(DataLoader(numbered(), batch_size=BATCH, sampler=sampler))
     with pytest.raises(DataError, match="DistributedSampler draws the part"):
         engine_of(DataLoader(numbered(), batch_sampler=BatchSampler(sampler, BATCH, drop_last=False)))
@@ -363,7 +386,9 @@ def endless(workers: int = 0) -> tuple[list[list[int]], int]:
     sampler = Endless()
     by_batch: Any = BatchSampler(sampler, BATCH, drop_last=False)
     engine = engine_of(
-        DataLoader(numbered(), batch_sampler=by_batch, num_workers=workers, multiprocessing_context="fork" if workers else None)
+        DataLoader(
+            numbered(), batch_sampler=by_batch, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
     )
     with pytest.raises(TypeError, match="has no length"):
         len(engine.loader)
@@ -418,8 +443,12 @@ def halved(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_collate_fn_is_called_also_where_the_data_set_makes_whole_batches() -> None:
-    assert rows(next(iter(engine_of(DataLoader(numbered(), BATCH, collate_fn=doubled)).loader))) == [2 * i for i in range(BATCH)]
-    assert rows(next(iter(engine_of(DataLoader(Collated(), BATCH, collate_fn=halved)).loader))) == [i // 2 for i in range(BATCH)]
+    assert rows(next(iter(engine_of(DataLoader(numbered(), BATCH, collate_fn=doubled)).loader))) == [
+        2 * i for i in range(BATCH)
+    ]
+    assert rows(next(iter(engine_of(DataLoader(Collated(), BATCH, collate_fn=halved)).loader))) == [
+        i // 2 for i in range(BATCH)
+    ]
     assert rows(next(iter(engine_of(DataLoader(Collated(), BATCH)).loader))) == list(range(BATCH))
 
 
@@ -448,7 +477,9 @@ def test_worker_init_fn_runs_in_each_loader_process_and_sees_the_users_data_set(
 
 
 def test_loader_processes_are_started_as_multiprocessing_context_says() -> None:
-    loader = engine_of(DataLoader(numbered(), BATCH, num_workers=1, worker_init_fn=open_it, multiprocessing_context="spawn")).loader
+    loader = engine_of(
+        DataLoader(numbered(), BATCH, num_workers=1, worker_init_fn=open_it, multiprocessing_context="spawn")
+    ).loader
     assert loader._loader.multiprocessing_context.get_start_method() == "spawn"
     again = pickle.loads(pickle.dumps(loader._samples))  # what such a process is sent
     assert rows(again.read([3, 4])) == [3, 4]
@@ -517,7 +548,9 @@ class Slow(Dataset[Any]):
 
 def test_a_loader_process_that_does_not_answer_within_timeout_is_an_error() -> None:
     engine = engine_of(DataLoader(Slow(), 1, num_workers=1, timeout=0.1))
-    with pytest.raises(LoaderProcessError, match=r"rank 0, before step 0 of epoch 0: no batch came .* within their timeout of 0\.1 s"):
+    with pytest.raises(
+        LoaderProcessError, match=r"rank 0, before step 0 of epoch 0: no batch came .* within their timeout of 0\.1 s"
+    ):
         next(iter(engine.loader))
 
 

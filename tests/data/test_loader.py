@@ -195,7 +195,10 @@ def test_a_second_iteration_takes_over_from_one_that_is_still_referred_to(num_wo
 
 
 def test_loading_a_state_ends_the_running_iteration_and_the_next_one_begins_there(num_workers: int) -> None:
-    """A rewind in the middle of the loop; going on with batches that were read ahead would skip what is to be done again."""
+    """A rewind in the middle of the loop.
+
+    Going on with batches that were read ahead would skip what is to be done again.
+    """
     loader = load(Rows(), num_workers)
     start, seen = loader.state_dict(), []
     for batch in loader:
@@ -270,10 +273,14 @@ def test_samples_are_collated_by_torch_or_by_the_users_function(num_workers: int
 
 
 @pytest.mark.parametrize("kind", [Plain, Fast])
-def test_a_sample_that_raises_is_named_with_its_dataset_and_the_cause_is_chained(num_workers: int, kind: type[Plain]) -> None:
+def test_a_sample_that_raises_is_named_with_its_dataset_and_the_cause_is_chained(
+    num_workers: int, kind: type[Plain]
+) -> None:
     """StopIteration, too: left alone, it would end the epoch early and in silence."""
     for error in (IndexError("row 13 of 12"), StopIteration()):
-        with pytest.raises(DataError, match=rf"replica 0: sample 13 of .*{kind.__name__} raised {type(error).__name__}") as caught:
+        with pytest.raises(
+            DataError, match=rf"replica 0: sample 13 of .*{kind.__name__} raised {type(error).__name__}"
+        ) as caught:
             list(load(kind(error), num_workers))
         assert type(caught.value.__cause__) is type(error)
         assert ("in __getitem__" in "".join(getattr(caught.value.__cause__, "__notes__", []))) == bool(num_workers)
@@ -319,7 +326,8 @@ def test_a_dataset_that_changed_its_length_is_refused_at_the_next_epoch(num_work
 def test_a_killed_loader_process_is_an_error_that_says_so_and_not_a_hang() -> None:
     loader = load(Killed(), num_workers=2)
     with pytest.raises(
-        DataError, match=r"rank 0, before step 0 .*DataLoader worker process \(pid \d+\).* was killed by signal 9 \(SIGKILL\)"
+        DataError,
+        match=r"rank 0, before step 0 .*DataLoader worker process \(pid \d+\).* was killed by signal 9 \(SIGKILL\)",
     ):
         next(iter(loader))
     assert not multiprocessing.active_children()

@@ -1,4 +1,7 @@
-"""A DataLoader worker process that is killed: the rank that it belonged to is named, and the worker, and nobody else."""
+"""A DataLoader worker process that is killed.
+
+The rank that it belonged to is named, and the worker, and nobody else.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def train_and_lose_a_worker() -> None:
 
 
 def test_the_rank_whose_loader_process_was_killed_is_blamed_and_nobody_else(ranks: Ranks) -> None:
-    said = r"(?s)rank 1 of 2 failed first.*rank 1, before step 4 of epoch 0: a DataLoader worker process \(pid \d+\) was killed by signal 9"
+    said = (
+        r"(?s)rank 1 of 2 failed first.*rank 1, before step 4 of epoch 0: a DataLoader worker process \(pid \d+\) "
+        r"was killed by signal 9"
+    )
     with pytest.raises(RankError, match=said):
         ranks(2, train_and_lose_a_worker, backend="shm")
 
@@ -67,7 +73,9 @@ def lose_a_worker_of_ones_own(done: str) -> str:
         return "nothing was raised"
 
 
-def test_a_wait_that_the_death_of_another_loaders_process_ends_tells_of_that_process(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_wait_that_the_death_of_another_loaders_process_ends_tells_of_that_process(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     _, said = ranks(2, lose_a_worker_of_ones_own, str(tmp_path / "done"), backend="shm")
     assert said.startswith("False rank 1, in a wait for other ranks (all-reduce): DataLoader worker (pid ")
     assert "is killed by signal: Killed" in said

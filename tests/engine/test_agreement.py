@@ -44,7 +44,9 @@ def train(path: Path, plan: str, ranks: Ranks, **changes: Any) -> Run:
 
 
 def facts(run: Run, rank: int) -> list[tuple[Any, ...]]:
-    return [tuple(step[key] for key in ("step", "loss", "grad_norm", "lr", "local_samples")) for step in run.steps(rank)]
+    return [
+        tuple(step[key] for key in ("step", "loss", "grad_norm", "lr", "local_samples")) for step in run.steps(rank)
+    ]
 
 
 def losses(run: Run) -> list[list[float]]:
@@ -57,7 +59,8 @@ def losses(run: Run) -> list[list[float]]:
 @pytest.mark.parametrize("plan", [LOCAL, DILOCO])
 def test_a_run_goes_on_bit_for_bit_from_the_middle_of_a_period(tmp_path: Path, ranks: Ranks, plan: str) -> None:
     undisturbed = train(tmp_path / "undisturbed", plan, ranks, **EXACT, stop={"steps": 30})
-    train(tmp_path / "resumed", plan, ranks, **EXACT, stop={"steps": 14})  # a fragment left in step 12 and arrives in 15
+    # a fragment left in step 12 and arrives in 15
+    train(tmp_path / "resumed", plan, ranks, **EXACT, stop={"steps": 14})
     resumed = train(tmp_path / "resumed", plan, ranks, **EXACT, stop={"steps": 30})
     assert [e["step"] for e in resumed.events() if e["event"] == "resume"] == [14]
     for rank in range(2):
@@ -67,7 +70,9 @@ def test_a_run_goes_on_bit_for_bit_from_the_middle_of_a_period(tmp_path: Path, r
 
 def test_saving_and_measuring_change_no_later_step(tmp_path: Path, ranks: Ranks) -> None:
     rarely = train(tmp_path / "rarely", DILOCO, ranks, **EXACT)
-    often = train(tmp_path / "often", DILOCO, ranks, **EXACT | {"evaluate": {"every_steps": 2}}, checkpoint={"every_steps": 3})
+    often = train(
+        tmp_path / "often", DILOCO, ranks, **EXACT | {"evaluate": {"every_steps": 2}}, checkpoint={"every_steps": 3}
+    )
     for rank in range(2):
         assert facts(often, rank) == facts(rarely, rank)
 
@@ -83,7 +88,10 @@ def test_another_plan_goes_on_from_what_all_agreed_on_and_says_so(tmp_path: Path
     run = train(tmp_path / "run", after, ranks, stop={"steps": 40})
     said = [line for e in run.events() if e["event"] == "sync" for line in e["said"] if "left behind" in line]
     assert said == [
-        "the state that each rank had of its own in step 6 is left behind: sync=local:4 saved it. Training goes on from what all agreed on"
+        (
+            "the state that each rank had of its own in step 6 is left behind: sync=local:4 saved it. Training "
+            "goes on from what all agreed on"
+        )
     ]
     assert run.losses[-1] < 0.7 * run.losses[0]
 
@@ -109,7 +117,9 @@ def test_a_loss_that_one_replica_sees_ends_no_run(tmp_path: Path, ranks: Ranks) 
     assert [len(run.steps(rank)) for rank in range(2)] == [4, 4]
 
 
-def test_a_signal_to_one_rank_ends_all_within_a_period_and_saves(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_one_rank_ends_all_within_a_period_and_saves(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     undisturbed = train(tmp_path / "undisturbed", LOCAL, ranks)
     monkeypatch.setenv("INTERRUPT", "1:22")  # in its sixth step
     run = train(tmp_path / "run", LOCAL, ranks)
@@ -142,7 +152,9 @@ def test_a_replica_that_leaves_an_update_out_holds_up_no_other(tmp_path: Path, r
 
 @pytest.mark.parametrize("plan", [LOCAL, DILOCO])
 def test_a_replica_whose_loss_is_not_finite_ends_the_run_and_is_named(tmp_path: Path, ranks: Ranks, plan: str) -> None:
-    with pytest.raises(RankError, match=r"the loss of step \d+ is nan \(rank (0|1)'s share of the batch has it in samples \[5\]\)"):
+    with pytest.raises(
+        RankError, match=r"the loss of step \d+ is nan \(rank (0|1)'s share of the batch has it in samples \[5\]\)"
+    ):
         train(tmp_path / "run", plan, ranks, data=points(nan_at=[5]))
 
 
@@ -180,7 +192,9 @@ def joined_in_every_step(batch_norm: str) -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Points(), batch_size=7)
-    paceline.setup(model, optimizer, nn.functional.cross_entropy, loader, plan="dp=2 sync=local:4", batch_norm=batch_norm)
+    paceline.setup(
+        model, optimizer, nn.functional.cross_entropy, loader, plan="dp=2 sync=local:4", batch_norm=batch_norm
+    )
 
 
 def test_what_joins_replicas_in_every_step_is_refused(ranks: Ranks) -> None:

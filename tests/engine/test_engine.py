@@ -1,4 +1,7 @@
-"""The engine in a loop of one's own: what a step does to the model, what it refuses, and what an evaluation measures and leaves alone."""
+"""The engine in a loop of one's own.
+
+What a step does to the model, what it refuses, and what an evaluation measures and leaves alone.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
 
 
 def skip_second_step() -> list[dict[str, Any]]:
-    """The engine's state before and after a step that is left out, and the problem; sample 15 is in the second batch."""
+    """The engine's state before and after a step that is left out, and the problem.
+
+    Sample 15 is in the second batch.
+    """
     engine = engine_for(network(), nan_at=15, nonfinite="skip")
     batches = iter(engine.loader)
     engine.step(next(batches))
@@ -68,7 +74,11 @@ def skip_second_step() -> list[dict[str, Any]]:
     after = state_of(engine)
     following = engine.step(next(batches))
     engine.close()
-    return [before, after, {"problem": result.problem, "loss": result.loss, "step": result.step, "next": following.loss}]
+    return [
+        before,
+        after,
+        {"problem": result.problem, "loss": result.loss, "step": result.step, "next": following.loss},
+    ]
 
 
 def assert_skipped(outcome: list[dict[str, Any]], rank: int) -> None:
@@ -91,7 +101,9 @@ def test_a_skipped_step_leaves_every_replica_as_it_was(ranks: Ranks) -> None:
 def test_stop_names_the_step_the_samples_and_the_ways_out() -> None:
     engine = engine_for(network(), nan_at=3)
     weights = copy.deepcopy(dict(engine.model.named_parameters()))
-    with pytest.raises(NonFiniteError, match=r"the loss of step 1 is nan .*samples \[3\].*Nothing was updated.*nonfinite: skip"):
+    with pytest.raises(
+        NonFiniteError, match=r"the loss of step 1 is nan .*samples \[3\].*Nothing was updated.*nonfinite: skip"
+    ):
         engine.step(next(iter(engine.loader)))
     assert_same_bits(weights, dict(engine.model.named_parameters()))
 
@@ -197,7 +209,9 @@ def sync_batch_norm_on_too_little(replicas: int) -> None:
 
 
 def test_synchronised_batch_norm_refuses_a_batch_that_leaves_a_replica_without_samples(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"the last batch of an epoch holds 1 samples for 2 replicas. Set drop_last: true"):
+    with pytest.raises(
+        RankError, match=r"the last batch of an epoch holds 1 samples for 2 replicas. Set drop_last: true"
+    ):
         ranks(2, sync_batch_norm_on_too_little, 2)
 
 
@@ -212,10 +226,13 @@ def evaluation() -> dict[str, Any]:
     model.get_submodule("1").eval()  # a layer that its owner keeps frozen
     with torch.no_grad():
         model.get_buffer("1.running_mean").fill_(0.2 * (1 + engine.group.rank))  # 0.2, 0.4, …: its mean is known
-    held_out = TensorDataset(torch.randn(11, FEATURES, generator=torch.Generator().manual_seed(9)), torch.arange(11) % CLASSES)
+    held_out = TensorDataset(
+        torch.randn(11, FEATURES, generator=torch.Generator().manual_seed(9)), torch.arange(11) % CLASSES
+    )
     before, random_before = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
     metrics = engine.evaluate(
-        held_out_batches(held_out, batch=4, replica=engine.group.rank, replicas=engine.group.size), build_metrics(("accuracy",), loss)
+        held_out_batches(held_out, batch=4, replica=engine.group.rank, replicas=engine.group.size),
+        build_metrics(("accuracy",), loss),
     )
     assert_same_bits(before, dict(model.named_buffers()))
     assert torch.equal(random_before, torch.get_rng_state())
@@ -225,7 +242,10 @@ def evaluation() -> dict[str, Any]:
         model.eval()
         inputs, labels = held_out[:]
         output = model(inputs)
-    expected = {"loss": F.cross_entropy(output, labels).item(), "accuracy": (output.argmax(1) == labels).float().mean().item()}
+    expected = {
+        "loss": F.cross_entropy(output, labels).item(),
+        "accuracy": (output.argmax(1) == labels).float().mean().item(),
+    }
     return {"metrics": metrics, "expected": expected}
 
 
@@ -266,12 +286,20 @@ def test_channels_last_changes_the_layout_and_not_the_result() -> None:
     def losses(plan: str) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES))
-        images = TensorDataset(torch.randn(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(5)), torch.arange(SAMPLES) % CLASSES)
+        images = TensorDataset(
+            torch.randn(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(5)), torch.arange(SAMPLES) % CLASSES
+        )
         engine = paceline.setup(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, DataLoader(images, batch_size=BATCH), plan=plan
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            F.cross_entropy,
+            DataLoader(images, batch_size=BATCH),
+            plan=plan,
         )
         found = [engine.step(batch).loss for batch in engine.loader]
-        assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last) == ("channels_last" in plan)
+        assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last) == (
+            "channels_last" in plan
+        )
         return found
 
     assert losses("dp=1 memory_format=channels_last") == pytest.approx(losses("dp=1"), rel=1e-5)

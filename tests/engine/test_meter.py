@@ -1,4 +1,7 @@
-"""The stop-watch, on a clock that the test turns: every second of a step is in one part, and the one that it belongs to."""
+"""The stop-watch, on a clock that the test turns.
+
+Every second of a step is in one part, and the one that it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def finished(meter: Meter, step: int) -> Timing:
 
 def test_every_second_between_two_marks_belongs_to_the_part_marked_second(turn: Turn) -> None:
     meter = Meter(torch.device("cpu"))
-    marked(meter, turn, [(DATA, 1.0), (COMPUTE, 4.0), (COMM, 2.0), (OPTIMIZER, 0.5), (CHECKPOINT, 0.25), (OPTIMIZER, 0.5)])
+    marked(
+        meter, turn, [(DATA, 1.0), (COMPUTE, 4.0), (COMM, 2.0), (OPTIMIZER, 0.5), (CHECKPOINT, 0.25), (OPTIMIZER, 0.5)]
+    )
     timing = finished(meter, 1)
     assert dict(zip(PARTS, timing.parts_s, strict=True)) == {
         "data": 1.0,
@@ -75,7 +80,9 @@ def test_a_pause_belongs_to_no_step(turn: Turn) -> None:
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
-def test_waiting_for_the_slowest_rank_is_imbalance_and_no_more_than_was_waited(waited: float, slowest: float, own: float) -> None:
+def test_waiting_for_the_slowest_rank_is_imbalance_and_no_more_than_was_waited(
+    waited: float, slowest: float, own: float
+) -> None:
     meter = Meter(torch.device("cpu"))
     meter.current.parts_s[COMM] = waited
     meter.split_wait(slowest, own)

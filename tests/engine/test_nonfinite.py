@@ -43,13 +43,18 @@ def explained() -> str:
     """Ranks 1 and 2 have bad samples, rank 3 has none at all."""
     with joined(deadline_s=30) as group:
         shares = [batch(), batch(0), batch(2, 5), None]
-        return explain(group, shares[group.rank], [20 * group.rank + i for i in range(12)], step=4, loss=math.nan, norm=1.0)
+        return explain(
+            group, shares[group.rank], [20 * group.rank + i for i in range(12)], step=4, loss=math.nan, norm=1.0
+        )
 
 
 def test_every_rank_says_the_same_of_all_ranks(ranks: Ranks) -> None:
     said = ranks(4, explained)
     assert len(set(said)) == 1
-    assert "(rank 1's share of the batch has it in samples [20]; rank 2's share of the batch has it in samples [42, 45])" in said[0]
+    assert (
+        "(rank 1's share of the batch has it in samples [20]; rank 2's share of the batch has it in samples [42, 45])"
+        in said[0]
+    )
 
 
 def test_the_errors_say_what_to_do() -> None:

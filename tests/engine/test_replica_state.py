@@ -1,4 +1,7 @@
-"""Replicas hold the same state, whatever a model's forward writes; where they cannot, training is refused before the first update."""
+"""Replicas hold the same state, whatever a model's forward writes.
+
+Where they cannot, training is refused before the first update.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ class Written(Words):
         return super().forward(words)
 
 
-def trained(plan: str, make: Callable[[], nn.Module], optimizer: str = "SGD", steps: int = 4, **settings: Any) -> dict[str, Any]:
+def trained(
+    plan: str, make: Callable[[], nn.Module], optimizer: str = "SGD", steps: int = 4, **settings: Any
+) -> dict[str, Any]:
     """Losses and parameters after a few steps, or what was said in place of them."""
     torch.manual_seed(1)
     model = make().double()
@@ -117,7 +122,9 @@ def test_sparse_embeddings_train_as_dense_ones(ranks: Ranks, plan: str, optimize
         ("dp=2", sparse, "SparseAdam", "SparseAdam takes sparse gradients"),
     ],
 )
-def test_what_cannot_be_as_in_one_process_is_refused(ranks: Ranks, plan: str, make: Any, optimizer: str, why: str) -> None:
+def test_what_cannot_be_as_in_one_process_is_refused(
+    ranks: Ranks, plan: str, make: Any, optimizer: str, why: str
+) -> None:
     assert all(why in rank["said"] for rank in ranks(2, trained, plan, make, optimizer, backend="shm"))
 
 
@@ -138,7 +145,10 @@ def test_state_that_forward_writes_from_a_ranks_own_samples_ends_the_run_before_
     ranks: Ranks, kind: str, name: str, plan: str
 ) -> None:
     for rank in ranks(2, written, kind, plan, "same", backend="shm"):
-        assert f"step 1: {'buffer' if kind == 'a buffer' else 'parameter'} {name} is different on rank 1 than on rank 0" in rank["said"]
+        assert (
+            f"step 1: {'buffer' if kind == 'a buffer' else 'parameter'} {name} is different on rank 1 than on rank 0"
+            in rank["said"]
+        )
         assert "Nothing was updated" in rank["said"]
 
 

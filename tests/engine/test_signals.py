@@ -1,4 +1,7 @@
-"""The numbers that ride with the gradients: the loss, the votes and the busy times come back as agreed on every rank."""
+"""The numbers that ride with the gradients.
+
+The loss, the votes and the busy times come back as agreed on every rank.
+"""
 
 from __future__ import annotations
 

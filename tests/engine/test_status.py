@@ -29,11 +29,15 @@ def mark_as(rank: int, file: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase
 
 
 def test_every_rank_is_starting_before_it_says_anything(board: StatusBoard) -> None:
-    assert [(s.rank, s.attempt, s.phase, s.step) for s in board.read()] == [(rank, 4, "starting", 0) for rank in range(3)]
+    assert [(s.rank, s.attempt, s.phase, s.step) for s in board.read()] == [
+        (rank, 4, "starting", 0) for rank in range(3)
+    ]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_mark_changes_the_rank_s_own_slot_only(board: StatusBoard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
+def test_a_mark_changes_the_rank_s_own_slot_only(
+    board: StatusBoard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase
+) -> None:
     before = board.read()
     mark_as(1, tmp_path / "status", monkeypatch, phase, step=2**40)
     after = board.read()
@@ -41,7 +45,9 @@ def test_a_mark_changes_the_rank_s_own_slot_only(board: StatusBoard, tmp_path: P
     assert (after[1].pid, after[1].attempt, after[1].phase, after[1].step) == (os.getpid(), 4, phase, 2**40)
 
 
-def test_a_mark_of_the_same_phase_counts_as_a_change(board: StatusBoard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_of_the_same_phase_counts_as_a_change(
+    board: StatusBoard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark_as(0, tmp_path / "status", monkeypatch, "evaluate", 5)
     first = board.read()[0].changed_ns
     mark_as(0, tmp_path / "status", monkeypatch, "evaluate", 5)

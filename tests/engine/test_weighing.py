@@ -52,7 +52,9 @@ class PerToken(nn.Module):
         return scores
 
 
-def losses(loss: Any, plan: str, data: Any = None, model: Callable[[], nn.Module] = PerToken, steps: int = 4) -> list[float]:
+def losses(
+    loss: Any, plan: str, data: Any = None, model: Callable[[], nn.Module] = PerToken, steps: int = 4
+) -> list[float]:
     torch.manual_seed(4)
     trained = model()
     dataset = data if data is not None else TensorDataset(*padded())
@@ -169,7 +171,9 @@ class Wrapped(nn.Module):
         (Wrapped(), r"the weights of their classes\): `loss.items"),
     ],
 )
-def test_a_loss_that_is_not_the_mean_over_samples_is_refused_with_what_to_write(loss: Any, said: str, plan: str) -> None:
+def test_a_loss_that_is_not_the_mean_over_samples_is_refused_with_what_to_write(
+    loss: Any, said: str, plan: str
+) -> None:
     if loss is compared and plan == PARTS[1]:
         plan = "dp=1 microbatches=4"
     with pytest.raises(PlanError, match=said):
@@ -261,14 +265,25 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return SAMPLES
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[i], "attention_mask": (self.targets[i] != -100).long(), self.key: self.targets[i]}
+        return {
+            "input_ids": self.tokens[i],
+            "attention_mask": (self.targets[i] != -100).long(),
+            self.key: self.targets[i],
+        }
 
 
 def gpt2() -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=VOCAB,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
@@ -393,7 +408,12 @@ def tiny_gpt() -> nn.Module:
 def llama() -> nn.Module:
     import transformers
 
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
     return model
 
@@ -452,10 +472,13 @@ def test_the_held_out_loss_is_weighed_as_the_training_loss(ranks: Ranks, plan: s
 
 def test_the_record_of_a_run_says_what_cannot_be_weighed(tmp_path: Path) -> None:
     (tmp_path / "noise.py").write_text(
-        "import torch.nn.functional as F\n\n\ndef noisy(output, target):\n    return F.cross_entropy(F.dropout(output, 0.5), target)\n"
+        "import torch.nn.functional as F\n\n\ndef noisy(output, target):\n    return "
+        "F.cross_entropy(F.dropout(output, 0.5), target)\n"
     )
     run = tmp_path / "run"
-    train_in(new_run(run, small_job(loss=f"{tmp_path}/noise.py:noisy", stop={"steps": 2}), "dp=1 microbatches=2"), Group())
+    train_in(
+        new_run(run, small_job(loss=f"{tmp_path}/noise.py:noisy", stop={"steps": 2}), "dp=1 microbatches=2"), Group()
+    )
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (said,) = [event["said"] for event in events if event["event"] == "loss"]
     assert "the loss noisy draws random numbers" in said[0]

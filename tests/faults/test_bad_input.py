@@ -1,4 +1,7 @@
-"""Whatever is wrong with the user's data, model or ranks: one error that says what and where, within seconds, and no rank left."""
+"""Whatever is wrong with the user's data, model or ranks.
+
+One error that says what and where, within seconds, and no rank left.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,17 @@ def error_of(file: Path, plan: str = "dp=1") -> str:
         ({"model": "no_module"}, "what_goes_wrong.py:no_module returned a builtins.str; a model is a torch.nn.Module"),
         ({"model": "nett"}, "has no 'nett'. Did you mean \"net\"?"),
         ({"samples": 0}, "what_goes_wrong.py:Points made an empty Points: its length is 0"),
-        ({"samples": 10}, "the training set has 10 samples, fewer than one global batch of 16: set global_batch to 10 or less"),
+        (
+            {"samples": 10},
+            "the training set has 10 samples, fewer than one global batch of 16: set global_batch to 10 or less",
+        ),
         ({"trouble": "shrink"}, "Points had 96 samples when the job began and has 89 now; keep it fixed"),
     ],
     ids=["no module", "no such name", "empty", "shorter than a batch", "changes its length"],
 )
-def test_a_model_or_data_set_that_cannot_work_is_one_error_without_a_traceback(settings: Any, error: str, tmp_path: Path) -> None:
+def test_a_model_or_data_set_that_cannot_work_is_one_error_without_a_traceback(
+    settings: Any, error: str, tmp_path: Path
+) -> None:
     shown = error_of(job(tmp_path, **settings))
     assert error in shown
     assert len(shown.splitlines()) == 1
@@ -59,21 +67,29 @@ def test_an_error_inside_the_users_module_is_shown_where_it_happened(tmp_path: P
 
 def test_labels_out_of_range_are_named_with_their_step_rank_and_sample(tmp_path: Path) -> None:
     shown = error_of(job(tmp_path, trouble="label"), "dp=2")
-    assert re.fullmatch(r"expected labels in 0\.\.2, found 11 in step \d on rank [01] \(sample 40, 1 of 8 labels\)\n", shown)
+    assert re.fullmatch(
+        r"expected labels in 0\.\.2, found 11 in step \d on rank [01] \(sample 40, 1 of 8 labels\)\n", shown
+    )
 
 
 def test_data_that_is_not_finite_stops_the_run_and_names_the_sample(tmp_path: Path) -> None:
     shown = error_of(job(tmp_path, trouble="nan"), "dp=2")
-    assert re.match(r"the loss of step \d is nan \(rank [01]'s share of the batch has it in samples \[40\]\)\. Nothing was updated", shown)
+    assert re.match(
+        r"the loss of step \d is nan \(rank [01]'s share of the batch has it in samples \[40\]\)\. Nothing was updated",
+        shown,
+    )
     assert "nonfinite: skip" in shown
     assert "nonfinite: rewind" in shown
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"), [("skip", "left out, as the job's policy is to skip"), ("rewind", r"went back from step \d+ to")]
+    ("policy", "told"),
+    [("skip", "left out, as the job's policy is to skip"), ("rewind", r"went back from step \d+ to")],
 )
 def test_with_another_policy_the_run_goes_on_without_that_batch(policy: str, told: str, tmp_path: Path) -> None:
-    outcome = paceline("train", job(tmp_path, trouble="nan", nonfinite=policy), "--plan", "dp=2", "--run", "run", folder=tmp_path)
+    outcome = paceline(
+        "train", job(tmp_path, trouble="nan", nonfinite=policy), "--plan", "dp=2", "--run", "run", folder=tmp_path
+    )
     assert outcome.code == 0, outcome.err
     assert len(re.findall(told, outcome.err)) == 3, "the sample comes once an epoch"
     assert len(events(tmp_path / "run", "nonfinite")) == 3
@@ -91,7 +107,9 @@ def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_traceback(tmp_
 
 def test_a_rank_that_raises_shows_its_traceback_alone(tmp_path: Path) -> None:
     shown = error_of(job(tmp_path, model="RaisesOnRankOne"), "dp=2")
-    assert re.match(r"rank 1 \(host .*, pid \d+\) raised and the other ranks were stopped: ValueError: the attention mask", shown)
+    assert re.match(
+        r"rank 1 \(host .*, pid \d+\) raised and the other ranks were stopped: ValueError: the attention mask", shown
+    )
     assert shown.count("Traceback") == 1
     assert shown.endswith("ValueError: the attention mask has the wrong shape\n")
 
@@ -99,7 +117,11 @@ def test_a_rank_that_raises_shows_its_traceback_alone(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_after_the_deadline_with_where_it_hangs(tmp_path: Path) -> None:
     shown = error_of(job(tmp_path, trouble="hang", deadline_s=3), "dp=2")
     assert re.match(
-        r"rank 1 \(host .*, pid \d+\) has been in data of step 5 for 3 s while rank 0 waits for it; the ranks were stopped", shown
+        (
+            r"rank 1 \(host .*, pid \d+\) has been in data of step 5 for 3 s while rank 0 waits for it; the ranks "
+            r"were stopped"
+        ),
+        shown,
     )
     assert "raise deadline_s" in shown
     assert "in come_to_grief" in shown

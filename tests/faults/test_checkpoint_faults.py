@@ -32,8 +32,12 @@ from single_process_mesh import meshes, own_parts, parts_of, random_tensors, sav
 VALUES = 700_000  # float32: three pieces of a shard
 
 
-def checkpointer(folder: Path, *, rank: int = 0, world: int = 1, keep: int = 3, deadline_s: float = 60.0) -> Checkpointer:
-    return Checkpointer(folder, rank=rank, world=world, keep=keep, deadline_s=deadline_s, report=lambda event, facts: None)
+def checkpointer(
+    folder: Path, *, rank: int = 0, world: int = 1, keep: int = 3, deadline_s: float = 60.0
+) -> Checkpointer:
+    return Checkpointer(
+        folder, rank=rank, world=world, keep=keep, deadline_s=deadline_s, report=lambda event, facts: None
+    )
 
 
 def state(value: float) -> Snapshot:
@@ -71,7 +75,9 @@ def script(*arguments: object) -> subprocess.CompletedProcess[str]:
 # A crash while writing
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the_next_step", "the_same_step_again"])
+@pytest.mark.parametrize(
+    "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the_next_step", "the_same_step_again"]
+)
 def test_a_kill_at_any_line_of_the_writing_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
     done = script("kill_at_every_line", tmp_path, step)
     assert done.returncode == 0, done.stderr
@@ -119,7 +125,8 @@ def _killer(at_line: int) -> Callable[[FrameType, str, Any], Any]:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal lines
-        if "paceline" not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("division.py"):  # which touches no file
+        # which touches no file
+        if "paceline" not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("division.py"):
             return None
         lines += event == "line"
         if lines == at_line:
@@ -198,7 +205,9 @@ def test_training_that_falls_back_keeps_what_it_saves_from_there(tmp_path: Path)
     save(tmp_path, 9)
     cut(tmp_path / "step-00000009/rank-0.safetensors")
     save(tmp_path, 2, keep=1)
-    assert loaded_value(tmp_path, []) == 2.0, "a damaged step 9 counts for nothing, also when only one checkpoint is kept"
+    assert loaded_value(tmp_path, []) == 2.0, (
+        "a damaged step 9 counts for nothing, also when only one checkpoint is kept"
+    )
     save(tmp_path, 9, keep=1)
     assert loaded_value(tmp_path) == 9.0
 
@@ -213,7 +222,8 @@ def test_a_full_disk_is_named_with_what_was_needed_and_the_older_checkpoint_stay
     (tmp_path / ".step-00000002.partial/rank-0.safetensors").symlink_to("/dev/full")
     saving.save(2, state(2.0))
     with pytest.raises(
-        CheckpointError, match=r"(?s)step 2 .*No space left.*rank 0 needs 2,800,\d+ bytes.* are free.*untouched: step-00000001"
+        CheckpointError,
+        match=r"(?s)step 2 .*No space left.*rank 0 needs 2,800,\d+ bytes.* are free.*untouched: step-00000001",
     ):
         saving.close()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
@@ -226,7 +236,9 @@ def test_a_full_disk_is_named_with_what_was_needed_and_the_older_checkpoint_stay
 def test_a_file_size_limit_is_an_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
     save(tmp_path, 1)
     done = script("save_with_a_limit", tmp_path)
-    assert "CheckpointError: the checkpoint of step 2 was not written: File too large: rank 0 needs 2,800," in done.stderr
+    assert (
+        "CheckpointError: the checkpoint of step 2 was not written: File too large: rank 0 needs 2,800," in done.stderr
+    )
     assert done.returncode == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert loaded_value(tmp_path) == 1.0
@@ -284,7 +296,9 @@ def test_a_rank_that_fails_ends_the_wait_at_once_with_its_reason(tmp_path: Path)
     shared = {f"model/{i}": torch.ones(300_000) for i in range(2)}
     for saving in (zero, one):
         saving.save(2, Snapshot(shared))
-    with pytest.raises(CheckpointError, match=r"rank 1 could not write its part: No space left on device: rank 1 needs"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 1 could not write its part: No space left on device: rank 1 needs"
+    ):
         zero.close()
     with pytest.raises(CheckpointError, match=r"step 2 was not written: No space left on device: rank 1 needs"):
         one.close()
@@ -292,14 +306,21 @@ def test_a_rank_that_fails_ends_the_wait_at_once_with_its_reason(tmp_path: Path)
 
 
 def test_a_divided_state_that_is_not_all_there_is_no_checkpoint(tmp_path: Path) -> None:
-    """Every rank wrote what it should, but they do not agree on who holds what: found now, and not when the weights are wanted."""
+    """Every rank wrote what it should, but they do not agree on who holds what.
+
+    Found now, and not when the weights are wanted.
+    """
     save(tmp_path, 1)
     ranks = [(mesh, parts_of(mesh)) for mesh in meshes(fsdp=2)]
     layout = ranks[1][1]["qkv"].layout
     ranks[1][1]["qkv"].layout = layout.narrow(0, 1, layout.shape[0])
-    snapshots = [Snapshot(own_parts(random_tensors(), parts), parts=parts, coordinate=MeshCoordinate.of(mesh)) for mesh, parts in ranks]
+    snapshots = [
+        Snapshot(own_parts(random_tensors(), parts), parts=parts, coordinate=MeshCoordinate.of(mesh))
+        for mesh, parts in ranks
+    ]
     with pytest.raises(
-        CheckpointError, match=r"(?s)step 2 was not written: .* of qkv do not make up .* by no rank.*untouched: step-00000001"
+        CheckpointError,
+        match=r"(?s)step 2 was not written: .* of qkv do not make up .* by no rank.*untouched: step-00000001",
     ):
         save_all(tmp_path, 2, snapshots)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,4 +1,7 @@
-"""A rank, the launcher or the disk fails in the middle of a run: what was saved stays, no process is left, and the run goes on exactly."""
+"""A rank, the launcher or the disk fails in the middle of a run.
+
+What was saved stays, no process is left, and the run goes on exactly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ WHAT = Path(__file__).with_name("what_goes_wrong.py")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 steps of about 20 ms on two ranks, a checkpoint after every tenth. The state, of 8 MB, takes some steps to be written."""
+    """60 steps of about 20 ms on two ranks, a checkpoint after every tenth.
+
+    The state, of 8 MB, takes some steps to be written.
+    """
     return write_job(
         tmp_path_factory.mktemp("job") / "job.yaml",
         model={"factory": f"{WHAT}:net", "args": {"width": 1000}},
@@ -84,13 +90,17 @@ def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exact
 
 
 @pytest.mark.slow
-def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(job: Path, undisturbed: dict[int, float], tmp_path: Path) -> None:
+def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
     with training(job, tmp_path, "--restarts", 1) as (process, run):
         wait_for_step(25, run, process)
         kill_rank(0, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("was killed by SIGKILL", "Starting again, attempt 2.", "resumed at step ", "stopped      steps: 60 done")
+    assert outcome.says(
+        "was killed by SIGKILL", "Starting again, attempt 2.", "resumed at step ", "stopped      steps: 60 done"
+    )
     assert losses(run) == undisturbed
 
 
@@ -117,7 +127,12 @@ def test_a_sigterm_during_a_checkpoint_lets_it_be_finished_and_the_run_goes_on_e
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     with training(job, tmp_path) as (process, run):
-        wait_for(lambda: any(name.endswith(".partial") for name in checkpoints(run)) if (run / "checkpoints").is_dir() else False, process)
+        wait_for(
+            lambda: (
+                any(name.endswith(".partial") for name in checkpoints(run)) if (run / "checkpoints").is_dir() else False
+            ),
+            process,
+        )
         process.terminate()
         stopped = ended(process)
     assert stopped.code == 143
@@ -137,7 +152,11 @@ def test_ctrl_c_saves_and_ends_the_run(job: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         outcome = ended(process)
     assert outcome.code == 130
-    assert outcome.says("SIGINT: the ranks save a checkpoint and end", "stopped      SIGINT", f"--run {run.relative_to(tmp_path)} --resume")
+    assert outcome.says(
+        "SIGINT: the ranks save a checkpoint and end",
+        "stopped      SIGINT",
+        f"--run {run.relative_to(tmp_path)} --resume",
+    )
     assert checkpoints(run)[-1] == f"step-{max(losses(run)):08d}"
 
 
@@ -191,14 +210,18 @@ def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_
         options = ("train", job, "--plan", "dp=2", "--run", "disk/run")
         full = paceline(*options, folder=tmp_path)
         assert full.code == 1
-        assert full.says("the checkpoint of step 20 was not written: No space left on device: rank ", "Training goes on")
+        assert full.says(
+            "the checkpoint of step 20 was not written: No space left on device: rank ", "Training goes on"
+        )
         assert "the checkpoint of step 40 was not written: No space left on device: rank " in full.error
         assert "Saved before and untouched: step-00000010" in full.error
         assert "3 in a row have failed (checkpoint.max_failures)" in full.error
         assert whole(checkpoints(disk / "run")) == ["step-00000010"]
 
         remount(disk, "ro")
-        assert paceline(*options, "--resume", folder=tmp_path).error.startswith("the run cannot be kept in disk/run: Read-only file system")
+        assert paceline(*options, "--resume", folder=tmp_path).error.startswith(
+            "the run cannot be kept in disk/run: Read-only file system"
+        )
 
         remount(disk, f"rw,size={state_bytes * 8}")
         again = paceline(*options, "--resume", folder=tmp_path)

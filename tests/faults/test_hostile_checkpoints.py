@@ -28,7 +28,9 @@ def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
         saving = Checkpointer(tmp_path, rank=0, world=1, keep=3, deadline_s=60, report=lambda event, facts: None)
         tensors = {"model/w": torch.full((4, 3), float(step)), "model/b": torch.full((3,), float(step))}
-        saving.save(step, Snapshot(tensors, {"rng/torch": torch.arange(4)}, {"value": step}, aliases={"model/v": "model/w"}))
+        saving.save(
+            step, Snapshot(tensors, {"rng/torch": torch.arange(4)}, {"value": step}, aliases={"model/v": "model/w"})
+        )
         saving.close()
     return tmp_path
 
@@ -141,7 +143,9 @@ def test_a_pipe_for_a_manifest_is_never_waited_for(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"loop": 3}, {"step": "many"}])
-def test_a_whole_checkpoint_with_values_of_no_run_is_an_error_that_names_it(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_a_whole_checkpoint_with_values_of_no_run_is_an_error_that_names_it(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
     run = train_here(tmp_path / "run", small_job(stop={"steps": 3})).path
 
     def change(content: dict[str, Any]) -> None:

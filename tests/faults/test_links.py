@@ -1,4 +1,7 @@
-"""A run between hosts whose link is cut: for a while, it goes on and learns the same; for good, it ends, and its checkpoint is whole."""
+"""A run between hosts whose link is cut: for a while, it goes on and learns the same.
+
+For good, it ends, and its checkpoint is whole.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,9 @@ def test_a_link_that_is_cut_for_two_seconds_in_the_middle_changes_no_loss(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_link_that_is_cut_for_good_ends_the_run_within_its_deadline_and_the_checkpoint_is_whole(tmp_path: Path) -> None:
+def test_a_link_that_is_cut_for_good_ends_the_run_within_its_deadline_and_the_checkpoint_is_whole(
+    tmp_path: Path,
+) -> None:
     job = job_of(tmp_path, deadline_s=8)
     with training(job, "run") as process:
         wait_for_step(25, tmp_path / "run", process)

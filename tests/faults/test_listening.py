@@ -1,7 +1,9 @@
-"""Every socket of a run listens where it is meant to, and nowhere else: on loopback, or at the address of its (emulated) host.
+"""Every socket of a run listens where it is meant to, and nowhere else.
 
-The sockets are those that the kernel shows of every process of a run that trains. Who could connect from another network could read and
-overwrite the rendezvous, or sit in the middle of a sum.
+On loopback, or at the address of its (emulated) host.
+
+The sockets are those that the kernel shows of every process of a run that trains. Who could connect from another
+network could read and overwrite the rendezvous, or sit in the middle of a sum.
 """
 
 from __future__ import annotations
@@ -81,10 +83,13 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def test_the_walk_sees_sockets_that_listen_everywhere() -> None:
     everywhere = (
-        "import socket, sys; s = socket.create_server(('', 0)); t = socket.create_server(('::', 0), family=socket.AF_INET6); "
+        "import socket, sys; s = socket.create_server(('', 0)); t = socket.create_server(('::', 0), "
+        "family=socket.AF_INET6); "
         "print(flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(["python3", "-c", everywhere], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        ["python3", "-c", everywhere], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         found = listening(psutil.Process(process.pid))
@@ -108,15 +113,36 @@ def test_on_one_host_everything_listens_on_loopback(transport: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.needs_root
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_the_ranks_of_a_torchrun_listen_where_its_master_is_whatever_the_hosts_name_stands_for(transport: str, tmp_path: Path) -> None:
+def test_the_ranks_of_a_torchrun_listen_where_its_master_is_whatever_the_hosts_name_stands_for(
+    transport: str, tmp_path: Path
+) -> None:
     """The store of torchrun's agent listens on every interface; the ranks are ours.
 
     It is torch's own (docs/network.md says so).
     """
     run, hosts = tmp_path / "run", tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{outer_address()} {socket.gethostname()}\n")
-    torchrun = [BIN / "torchrun", "--nnodes", 1, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    train = ["--no-python", BIN / "paceline", "train", endless_job(tmp_path), "--plan", f"dp=2 transport={transport}", "--run-dir", run]
+    torchrun = [
+        BIN / "torchrun",
+        "--nnodes",
+        1,
+        "--nproc-per-node",
+        2,
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        free_port(),
+    ]
+    train = [
+        "--no-python",
+        BIN / "paceline",
+        "train",
+        endless_job(tmp_path),
+        "--plan",
+        f"dp=2 transport={transport}",
+        "--run-dir",
+        run,
+    ]
     command = shlex.join(map(str, [*torchrun, *train]))
     inside = ["--mount", "sh", "-c", f"mount --bind {hosts} /etc/hosts && exec {command}"]
     with started(str(shutil.which("unshare")), *inside, folder=tmp_path) as process:
@@ -148,7 +174,15 @@ def free_port() -> int:
 def test_on_emulated_hosts_everything_listens_at_the_hosts_own_address(transport: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2, rate: 1gbit}\n")
-    arguments = [endless_job(tmp_path), "--cluster", "cluster.yaml", "--plan", f"dp=2 transport={transport}", "--run", run]
+    arguments = [
+        endless_job(tmp_path),
+        "--cluster",
+        "cluster.yaml",
+        "--plan",
+        f"dp=2 transport={transport}",
+        "--run",
+        run,
+    ]
     with started("paceline", "train", *arguments, folder=tmp_path) as process:
         wait_for_step(2, run, process)
         found = seen(process)

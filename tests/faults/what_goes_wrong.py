@@ -17,8 +17,8 @@ RANK = int(os.environ.get("RANK", 0))
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Random points of three classes.
 
-    `trouble` is what happens: `label` and `nan` at the sample `at`; `shrink` at the second epoch; `raise`, `hang` and `kill` when rank 1
-    has read `at` samples. Reading a sample takes `sleep_s`.
+    `trouble` is what happens: `label` and `nan` at the sample `at`; `shrink` at the second epoch; `raise`, `hang` and
+    `kill` when rank 1 has read `at` samples. Reading a sample takes `sleep_s`.
     """
 
     def __init__(self, samples: int = 96, trouble: str = "none", at: int = 40, sleep_s: float = 0.0) -> None:
@@ -55,7 +55,9 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 def net(width: int = 8) -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)
+    )
 
 
 class RaisesOnRankOne(nn.Module):

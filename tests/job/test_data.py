@@ -23,7 +23,9 @@ def test_one_word_names_a_kind_and_a_colon_an_import_path() -> None:
 
 def test_paths_count_from_the_folder_of_the_job_file(tmp_path: Path) -> None:
     read = SPEC.validate_python
-    assert read({"kind": "cifar10", "path": "cifar"}, context={"base": tmp_path}) == Cifar10(kind="cifar10", path=tmp_path / "cifar")
+    assert read({"kind": "cifar10", "path": "cifar"}, context={"base": tmp_path}) == Cifar10(
+        kind="cifar10", path=tmp_path / "cifar"
+    )
     images = read({"kind": "images", "path": "a", "held_out_path": "/b"}, context={"base": tmp_path})
     assert images == Images(kind="images", path=tmp_path / "a", held_out_path=Path("/b"))
 
@@ -32,7 +34,10 @@ def test_text_takes_one_path_or_several_and_knows_pythons_own_library(tmp_path: 
     one = SPEC.validate_python({"kind": "text", "path": "{stdlib}/json"})
     assert isinstance(one, Text)
     assert one.path == (Path(sysconfig.get_path("stdlib"), "json"),)
-    assert SPEC.validate_python({"kind": "text", "path": ["a", "b"]}, context={"base": tmp_path}).path == (tmp_path / "a", tmp_path / "b")
+    assert SPEC.validate_python({"kind": "text", "path": ["a", "b"]}, context={"base": tmp_path}).path == (
+        tmp_path / "a",
+        tmp_path / "b",
+    )
 
 
 def test_a_spec_reads_back_from_what_it_is_saved_as() -> None:

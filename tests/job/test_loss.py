@@ -48,7 +48,9 @@ def test_classes_tokens_and_pixels_have_torchs_cross_entropy(wrap: Any) -> None:
     smoothing=st.sampled_from([0.0, 0.1]),
     weight=st.sampled_from([None, [0.2, 1.0, 3.0]]),
 )
-def test_parts_weighted_by_their_items_make_up_the_whole(labels: list[int], cut: int, smoothing: float, weight: list[float] | None) -> None:
+def test_parts_weighted_by_their_items_make_up_the_whole(
+    labels: list[int], cut: int, smoothing: float, weight: list[float] | None
+) -> None:
     ce = loss("cross_entropy", label_smoothing=smoothing, **({"weight": weight} if weight else {}))
     torch.manual_seed(0)
     logits, target = torch.randn(len(labels), 3, dtype=torch.float64), torch.tensor(labels)
@@ -76,17 +78,37 @@ def test_a_model_that_went_wrong_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("logits", "labels", "words"),
     [
-        (torch.zeros(4, 10), torch.tensor([0, 9, 11, 3]), r"expected labels in 0\.\.9, found 11 in a batch \(at 2, 1 of 4 labels\)"),
-        (torch.zeros(2, 10), torch.tensor([-1, 10]), r"expected labels in 0\.\.9, found -1 in a batch \(at 0, 2 of 2 labels\)"),
-        (torch.zeros(2, 3, 10), torch.tensor([[0, 1, 2], [3, 10, 4]]), r"expected labels in 0\.\.9, found 10 in a batch"),
+        (
+            torch.zeros(4, 10),
+            torch.tensor([0, 9, 11, 3]),
+            r"expected labels in 0\.\.9, found 11 in a batch \(at 2, 1 of 4 labels\)",
+        ),
+        (
+            torch.zeros(2, 10),
+            torch.tensor([-1, 10]),
+            r"expected labels in 0\.\.9, found -1 in a batch \(at 0, 2 of 2 labels\)",
+        ),
+        (
+            torch.zeros(2, 3, 10),
+            torch.tensor([[0, 1, 2], [3, 10, 4]]),
+            r"expected labels in 0\.\.9, found 10 in a batch",
+        ),
         (torch.zeros(4, 10), torch.zeros(4), r"labels should be whole numbers, got float32 \[4\]"),
         (
             torch.zeros(4, 10),
             torch.zeros(3, dtype=torch.int64),
             r"logits float32 \[4, 10\] for labels int64 \[3\]; .* one label per sample",
         ),
-        (torch.zeros(4, 10), torch.zeros(4, 1, dtype=torch.int64), r"for labels int64 \[4, 1\]; .* one label per sample"),
-        (torch.zeros(2, 3, 10), torch.zeros(2, dtype=torch.int64), r"for labels int64 \[2\]; there should be one label per token"),
+        (
+            torch.zeros(4, 10),
+            torch.zeros(4, 1, dtype=torch.int64),
+            r"for labels int64 \[4, 1\]; .* one label per sample",
+        ),
+        (
+            torch.zeros(2, 3, 10),
+            torch.zeros(2, dtype=torch.int64),
+            r"for labels int64 \[2\]; there should be one label per token",
+        ),
     ],
 )
 def test_labels_that_do_not_fit_are_named(logits: Tensor, labels: Tensor, words: str) -> None:
@@ -96,7 +118,9 @@ def test_labels_that_do_not_fit_are_named(logits: Tensor, labels: Tensor, words:
 
 def test_labels_can_be_checked_before_they_reach_a_gpu() -> None:
     check_labels(torch.tensor([0, 9, -100]), 10, "in batch 37")
-    with pytest.raises(DataError, match=r"expected labels in 0\.\.9, found 10 in batch 37 \(at \(1, 0\), 1 of 4 labels\)"):
+    with pytest.raises(
+        DataError, match=r"expected labels in 0\.\.9, found 10 in batch 37 \(at \(1, 0\), 1 of 4 labels\)"
+    ):
         check_labels(torch.tensor([[0, 9], [10, 3]]), 10, "in batch 37")
 
 
@@ -109,13 +133,17 @@ def test_labels_can_be_checked_before_they_reach_a_gpu() -> None:
 )
 def test_a_loss_checks_labels_by_the_shape_of_the_output_alone(logits: Tensor, labels: Tensor, place: str) -> None:
     cross_entropy = CrossEntropy(weight=[1.0] * 10)
-    assert cross_entropy.items(labels) == labels.numel(), "counting the items comes before the check, and must not trip over the label"
+    assert cross_entropy.items(labels) == labels.numel(), (
+        "counting the items comes before the check, and must not trip over the label"
+    )
     cross_entropy.check(logits.to("meta"), labels.clamp(max=9), "in step 3")
     with pytest.raises(DataError, match=rf"expected labels in 0\.\.9, found 10 in step 3 \({place}, 1 of \d labels\)"):
         cross_entropy.check(logits.to("meta"), labels, "in step 3", [5, 12, 47])
 
 
-@pytest.mark.parametrize(("name", "reference"), [("mse", F.mse_loss), ("mae", F.l1_loss), ("bce", F.binary_cross_entropy_with_logits)])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("mse", F.mse_loss), ("mae", F.l1_loss), ("bce", F.binary_cross_entropy_with_logits)]
+)
 def test_fitted_numbers_have_torchs_losses_in_full_precision(name: str, reference: Any) -> None:
     output, target = torch.randn(5, 1), torch.rand(5)
     expected = reference(output.squeeze(1), target)
@@ -126,7 +154,9 @@ def test_fitted_numbers_have_torchs_losses_in_full_precision(name: str, referenc
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 5), (4,)])
 def test_shapes_that_torch_would_broadcast_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(DataError, match=r"mse needs an output and a target of the same shape; the model returned float32 \[5\]"):
+    with pytest.raises(
+        DataError, match=r"mse needs an output and a target of the same shape; the model returned float32 \[5\]"
+    ):
         loss("mse")(torch.zeros(5), torch.zeros(shape))
 
 
@@ -141,7 +171,9 @@ def test_the_contrastive_loss_is_nt_xent() -> None:
     contrastive = loss("contrastive", temperature=0.2)
     assert float(contrastive(views, None)) == pytest.approx(total / 8)
     assert contrastive.whole_batch
-    with pytest.raises(DataError, match=r"needs two views of each sample, \(n, 2, d\), but the model returned float32 \[3, 4\]"):
+    with pytest.raises(
+        DataError, match=r"needs two views of each sample, \(n, 2, d\), but the model returned float32 \[3, 4\]"
+    ):
         contrastive(torch.zeros(3, 4), None)
 
 

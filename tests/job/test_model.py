@@ -18,7 +18,15 @@ from paceline.job.model import ModelSpec
 from paceline.job.zoo.data.simclr import random_view
 
 SMALL_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 20, "context": 16}
-SMALL_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 20, "n_positions": 16, "dtype": "bfloat16"}
+SMALL_GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "vocab_size": 20,
+    "n_positions": 16,
+    "dtype": "bfloat16",
+}
 
 
 def spec(zoo: str | None = None, **values: Any) -> ModelSpec:
@@ -98,7 +106,9 @@ def test_the_gpt_is_small_by_default_and_shares_its_embedding_with_its_head() ->
 def test_a_sequence_longer_than_the_context_is_refused() -> None:
     model = spec("gpt", args=SMALL_GPT).build()
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 20)
-    with pytest.raises(DataError, match="a sequence of 17 tokens is longer than the model's context of 16; give the model context: 17"):
+    with pytest.raises(
+        DataError, match="a sequence of 17 tokens is longer than the model's context of 16; give the model context: 17"
+    ):
         model(torch.zeros(1, 17, dtype=torch.int64))
 
 
@@ -118,7 +128,8 @@ def test_simclr_makes_two_views_of_length_1_and_can_be_trained_on_them() -> None
     model_spec = spec("simclr", args={"dim": 24})
     model = model_spec.build()
     assert model_spec.input_shape() == (3, 32, 32)
-    images = F.interpolate(torch.rand(16, 3, 4, 4), (32, 32), mode="bilinear")  # patches of colour; in noise no view is like another
+    # patches of colour; in noise no view is like another
+    images = F.interpolate(torch.rand(16, 3, 4, 4), (32, 32), mode="bilinear")
     contrastive = LossSpec(name="contrastive").build()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []
@@ -208,16 +219,29 @@ def test_a_class_or_a_function_of_ones_own_makes_the_model(own_code: Path, name:
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
-        ("Net", {}, "own_models.py:Net(width: int, depth: int = 1) -> None does not fit the job's args (none): missing a required"),
+        (
+            "Net",
+            {},
+            (
+                "own_models.py:Net(width: int, depth: int = 1) -> None does not fit the job's args (none): "
+                "missing a required"
+            ),
+        ),
         ("make", {"widht": 1}, "own_models.py:make(width) does not fit the job's args (widht): "),
         ("forgot", {}, "own_models.py:forgot returned None (is a return missing?); a model is a torch.nn.Module"),
-        ("uncalled", {}, "own_models.py:uncalled returned the class Net itself, not an instance of it; a model is a torch.nn.Module"),
+        (
+            "uncalled",
+            {},
+            "own_models.py:uncalled returned the class Net itself, not an instance of it; a model is a torch.nn.Module",
+        ),
         ("text", {}, "own_models.py:text returned a builtins.str; a model is a torch.nn.Module"),
         ("built", {}, "own_models.py:built is a Net; name a function or class that makes the model"),
         ("nett", {}, "has no 'nett'. Did you mean \"Net\"?"),
     ],
 )
-def test_a_factory_that_makes_no_model_is_named_with_the_reason(own_code: Path, name: str, args: dict[str, Any], words: str) -> None:
+def test_a_factory_that_makes_no_model_is_named_with_the_reason(
+    own_code: Path, name: str, args: dict[str, Any], words: str
+) -> None:
     with pytest.raises(JobError) as caught:
         spec(factory=f"{own_code}:{name}", args=args).build()
     assert words in str(caught.value)
@@ -243,7 +267,14 @@ def test_args_override_the_config_under_any_of_a_keys_names(tmp_path: Path, key:
 
 
 def test_a_config_that_names_no_class_gets_the_first_where_its_kind_has_several(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deit", **sizes}))
     model = spec(hf=tmp_path / "config.json", task="image_classification").build()
     assert type(model).__name__ == "DeiTForImageClassification"
@@ -290,7 +321,9 @@ def test_a_config_that_does_not_fit_is_named_with_the_reason(
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"{", "is not JSON: "), (b"\xff", "is not JSON: "), (b"[1]", "it holds a list, not keys")])
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"{", "is not JSON: "), (b"\xff", "is not JSON: "), (b"[1]", "it holds a list, not keys")]
+)
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content)
@@ -304,7 +337,9 @@ def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.M
         spec("bert").build()
 
 
-@pytest.mark.parametrize("values", [{}, {"zoo": "mlp", "factory": "a:b"}, {"hf": __file__}, {"zoo": "mlp", "task": "causal_lm"}])
+@pytest.mark.parametrize(
+    "values", [{}, {"zoo": "mlp", "factory": "a:b"}, {"hf": __file__}, {"zoo": "mlp", "task": "causal_lm"}]
+)
 def test_a_model_has_exactly_one_source(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"name exactly one of zoo, factory, hf|hf needs a task"):
         spec(**values)

@@ -39,7 +39,9 @@ def spec(**values: Any) -> OptimizerSpec:
 
 
 def close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-12) -> bool:
-    return len(ours) == len(theirs) and all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -52,7 +54,11 @@ def close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-12) ->
             torch.optim.SGD,
             {"momentum": 0.9, "nesterov": True},
         ),
-        ({"name": "adam", "lr": 0.1, "weight_decay": 0.1, "betas": [0.8, 0.9]}, torch.optim.Adam, {"betas": (0.8, 0.9)}),
+        (
+            {"name": "adam", "lr": 0.1, "weight_decay": 0.1, "betas": [0.8, 0.9]},
+            torch.optim.Adam,
+            {"betas": (0.8, 0.9)},
+        ),
         ({"name": "adamw", "lr": 0.1, "weight_decay": 0.1, "eps": 1e-4}, torch.optim.AdamW, {"eps": 1e-4}),
     ],
 )
@@ -61,7 +67,9 @@ def test_torchs_optimizers_do_what_they_do_without_us(
 ) -> None:
     ours, theirs = net(), net()
     optimizer = spec(**values).build(ours.parameters(), fused=fused)
-    reference = torch_optimizer(theirs.parameters(), lr=0.1, weight_decay=values.get("weight_decay", 0.0), **torch_values)  # type: ignore[call-arg]
+    reference = torch_optimizer(
+        theirs.parameters(), lr=0.1, weight_decay=values.get("weight_decay", 0.0), **torch_values
+    )  # type: ignore[call-arg]
     assert bool(optimizer.defaults["fused"]) == fused
     assert close(trained(ours, optimizer), trained(theirs, reference))
 
@@ -104,7 +112,9 @@ class ByHandLARS:
 class ByHandLAMB(ByHandLARS):
     """Algorithm 2 of the LAMB paper, a parameter and a number at a time."""
 
-    def __init__(self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
         self.parameters = list(model.parameters())
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
@@ -130,7 +140,9 @@ class ByHandLAMB(ByHandLARS):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lars_is_the_papers_algorithm(momentum: float, weight_decay: float) -> None:
     ours, by_hand = net(), net()
-    optimizer = spec(name="lars", lr=2.0, momentum=momentum, weight_decay=weight_decay, trust=0.02).build(ours.parameters())
+    optimizer = spec(name="lars", lr=2.0, momentum=momentum, weight_decay=weight_decay, trust=0.02).build(
+        ours.parameters()
+    )
     reference: Any = ByHandLARS(by_hand, 2.0, momentum, weight_decay, 0.02)
     assert close(trained(ours, optimizer), trained(by_hand, reference))
 
@@ -138,7 +150,9 @@ def test_lars_is_the_papers_algorithm(momentum: float, weight_decay: float) -> N
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lamb_is_the_papers_algorithm(weight_decay: float) -> None:
     ours, by_hand = net(), net()
-    optimizer = spec(name="lamb", lr=0.05, betas=[0.8, 0.95], eps=1e-6, weight_decay=weight_decay).build(ours.parameters())
+    optimizer = spec(name="lamb", lr=0.05, betas=[0.8, 0.95], eps=1e-6, weight_decay=weight_decay).build(
+        ours.parameters()
+    )
     reference: Any = ByHandLAMB(by_hand, 0.05, (0.8, 0.95), 1e-6, weight_decay)
     assert close(
         trained(ours, optimizer), trained(by_hand, reference), tolerance=1e-9
@@ -231,7 +245,9 @@ _schedules = st.one_of(
         st.floats(0, 1),
     ),
     st.builds(
-        lambda m, factor: {"name": "step", "milestones": m, "factor": factor}, st.lists(st.integers(0, 99), min_size=1), st.floats(0.1, 0.9)
+        lambda m, factor: {"name": "step", "milestones": m, "factor": factor},
+        st.lists(st.integers(0, 99), min_size=1),
+        st.floats(0.1, 0.9),
     ),
 )
 
@@ -274,7 +290,10 @@ def test_a_decay_without_an_end_is_refused_and_one_with_an_end_is_not(name: str)
         ({"name": "step"}, "needs milestones"),
         ({"name": "cosine", "milestones": [3]}, "needs milestones"),
         ({"name": "constant", "final": 0.1}, "constant has no final"),
-        ({"name": "linear", "warmup_steps": 10, "decay_steps": 10}, "the decay should end after the warm-up of 10 steps"),
+        (
+            {"name": "linear", "warmup_steps": 10, "decay_steps": 10},
+            "the decay should end after the warm-up of 10 steps",
+        ),
     ],
 )
 def test_a_schedule_that_contradicts_itself_is_refused(values: dict[str, Any], words: str) -> None:

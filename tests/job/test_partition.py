@@ -1,4 +1,7 @@
-"""Dealing the samples: what is lost or doubled here, the training never sees or sees twice, and no loss curve would tell."""
+"""Dealing the samples.
+
+What is lost or doubled here, the training never sees or sees twice, and no loss curve would tell.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,12 @@ def deals(draw: st.DrawFn, kinds: tuple[str, ...] = ("uniform", "stratified", "h
     samples = draw(st.integers(batch, 400))
     weights = draw(st.none() | st.lists(st.floats(0.05, 20), min_size=replicas, max_size=replicas).map(tuple))
     kind = draw(st.sampled_from(kinds))
-    arguments: dict[str, Any] = {"samples": samples, "global_batch": batch, "replicas": replicas, "seed": draw(st.integers(0, 2**31 - 1))}
+    arguments: dict[str, Any] = {
+        "samples": samples,
+        "global_batch": batch,
+        "replicas": replicas,
+        "seed": draw(st.integers(0, 2**31 - 1)),
+    }
     if kind == "stratified":
         classes = draw(st.lists(st.integers(0, 6), min_size=samples, max_size=samples))
         arguments["labels"] = np.array(classes) * 7 - 3
@@ -31,11 +39,17 @@ def deals(draw: st.DrawFn, kinds: tuple[str, ...] = ("uniform", "stratified", "h
     if kind == "hierarchical":
         hosts = draw(st.integers(1, replicas))
         arguments["hosts"] = draw(
-            st.permutations([*range(hosts), *draw(st.lists(st.integers(0, hosts - 1), min_size=replicas, max_size=replicas))][:replicas])
+            st.permutations(
+                [*range(hosts), *draw(st.lists(st.integers(0, hosts - 1), min_size=replicas, max_size=replicas))][
+                    :replicas
+                ]
+            )
         )
         host_files = draw(st.booleans())
         if host_files:
-            cuts = sorted(draw(st.lists(st.integers(1, max(samples - 1, 1)), min_size=hosts - 1, max_size=hosts - 1, unique=True)))
+            cuts = sorted(
+                draw(st.lists(st.integers(1, max(samples - 1, 1)), min_size=hosts - 1, max_size=hosts - 1, unique=True))
+            )
             arguments["host_samples"] = [b - a for a, b in zip([0, *cuts], [*cuts, samples], strict=True)]
     arguments["spec"] = PartitionSpec.model_validate({"kind": kind, "weights": weights, "host_files": host_files})
     return arguments
@@ -91,7 +105,9 @@ def test_without_the_uneven_last_batch_all_others_stay_as_they_are(deal: dict[st
 
 
 @given(deals(kinds=("uniform", "stratified")), st.data())
-def test_global_batches_are_the_same_for_any_number_of_replicas_and_any_weights(deal: dict[str, Any], data: st.DataObject) -> None:
+def test_global_batches_are_the_same_for_any_number_of_replicas_and_any_weights(
+    deal: dict[str, Any], data: st.DataObject
+) -> None:
     replicas = data.draw(st.integers(1, min(8, deal["global_batch"])))
     others = partitions(deal, replicas=replicas, spec=PartitionSpec(kind=deal["spec"].kind))
     for ours, theirs in zip(epochs(partitions(deal)), epochs(others), strict=True):
@@ -102,7 +118,13 @@ def test_global_batches_are_the_same_for_any_number_of_replicas_and_any_weights(
 def test_each_epoch_and_each_seed_has_an_order_of_its_own(kind: Any) -> None:
     def order(seed: int, epoch: int) -> list[list[int]]:
         part = Partition(
-            PartitionSpec(kind=kind), samples=100, global_batch=10, seed=seed, replica=0, replicas=1, labels=np.arange(100) % 3
+            PartitionSpec(kind=kind),
+            samples=100,
+            global_batch=10,
+            seed=seed,
+            replica=0,
+            replicas=1,
+            labels=np.arange(100) % 3,
         )
         return list(part.batches(epoch))
 
@@ -112,7 +134,9 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own(kind: Any) -> None:
 
 
 def test_without_shuffle_the_samples_come_in_the_datasets_order() -> None:
-    parts = partitions({"spec": PartitionSpec(shuffle=False), "samples": 10, "global_batch": 4, "seed": 0, "replicas": 2})
+    parts = partitions(
+        {"spec": PartitionSpec(shuffle=False), "samples": 10, "global_batch": 4, "seed": 0, "replicas": 2}
+    )
     assert epochs(parts, 5) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
     with pytest.raises(ValidationError, match="shuffle: false goes with uniform"):
         PartitionSpec(kind="stratified", shuffle=False)
@@ -130,7 +154,9 @@ def test_a_stratified_part_keeps_to_its_due_of_each_class_at_every_step(deal: di
     parts = partitions(deal)
     behind = np.zeros((deal["replicas"], classes.max() + 1))
     for number, step in enumerate(epochs(parts)):
-        counts = np.array([np.bincount(classes[batch], minlength=classes.max() + 1) for batch in map(np.array, map(_ints, step))])
+        counts = np.array(
+            [np.bincount(classes[batch], minlength=classes.max() + 1) for batch in map(np.array, map(_ints, step))]
+        )
         share = np.array(parts[0].shares(number)) / parts[0].size(number)
         behind += np.outer(share, counts.sum(axis=0)) - counts
         assert np.abs(behind).max() < 3
@@ -139,7 +165,9 @@ def test_a_stratified_part_keeps_to_its_due_of_each_class_at_every_step(deal: di
 @pytest.mark.parametrize("proportions", [(0.5, 0.5), (0.7, 0.2, 0.1), (0.1,) * 10, (0.01,) * 100])
 def test_a_stratified_batch_keeps_the_proportions_of_the_classes(proportions: tuple[float, ...]) -> None:
     labels = np.repeat(np.arange(len(proportions)), [round(5000 * p) for p in proportions])
-    part = Partition(PartitionSpec(kind="stratified"), samples=5000, global_batch=64, seed=1, replica=0, replicas=1, labels=labels)
+    part = Partition(
+        PartitionSpec(kind="stratified"), samples=5000, global_batch=64, seed=1, replica=0, replicas=1, labels=labels
+    )
     for batch in list(part.batches(0))[:-1]:
         assert np.abs(np.bincount(labels[batch], minlength=len(proportions)) - 64 * np.array(proportions)).max() < 2
 
@@ -147,7 +175,9 @@ def test_a_stratified_batch_keeps_the_proportions_of_the_classes(proportions: tu
 def test_the_first_replica_does_not_get_the_first_classes_more_often() -> None:
     """Ties between classes are drawn anew in each epoch; a fixed rule would skew every epoch the same way."""
     labels = np.arange(20) % 4
-    part = Partition(PartitionSpec(kind="stratified"), samples=20, global_batch=2, seed=0, replica=0, replicas=2, labels=labels)
+    part = Partition(
+        PartitionSpec(kind="stratified"), samples=20, global_batch=2, seed=0, replica=0, replicas=2, labels=labels
+    )
     firsts = [labels[next(part.batches(epoch))[0]] for epoch in range(40)]
     assert set(firsts) == {0, 1, 2, 3}
 
@@ -172,7 +202,10 @@ def test_all_hosts_work_in_every_step_in_which_they_can_and_finish_together(deal
     parts = partitions(deal)
     steps = np.array(
         [
-            [sum(s for s, h in zip(parts[0].shares(n), deal["hosts"], strict=True) if h == host) for host in set(deal["hosts"])]
+            [
+                sum(s for s, h in zip(parts[0].shares(n), deal["hosts"], strict=True) if h == host)
+                for host in set(deal["hosts"])
+            ]
             for n in range(parts[0].steps_per_epoch)
         ]
     )
@@ -180,18 +213,36 @@ def test_all_hosts_work_in_every_step_in_which_they_can_and_finish_together(deal
     enough = totals * deal["global_batch"] >= deal["samples"]  # at least one sample for each step, by proportion
     full = deal["samples"] // deal["global_batch"]
     assert (steps[:full, enough] >= 1).all()
-    due = np.minimum(np.arange(1, len(steps) + 1) * deal["global_batch"], deal["samples"])[:, None] * totals / deal["samples"]
+    due = (
+        np.minimum(np.arange(1, len(steps) + 1) * deal["global_batch"], deal["samples"])[:, None]
+        * totals
+        / deal["samples"]
+    )
     assert np.abs(steps.cumsum(axis=0) - due).max() < len(totals) + 1
 
 
 def test_two_equal_hosts_both_work_in_every_step_of_an_odd_epoch() -> None:
-    deal = {"spec": PartitionSpec(kind="hierarchical"), "samples": 1001, "global_batch": 2, "seed": 0, "replicas": 2, "hosts": [0, 1]}
+    deal = {
+        "spec": PartitionSpec(kind="hierarchical"),
+        "samples": 1001,
+        "global_batch": 2,
+        "seed": 0,
+        "replicas": 2,
+        "hosts": [0, 1],
+    }
     shares = [partitions(deal)[0].shares(step) for step in range(501)]
     assert shares == [(1, 1)] * 500 + [(1, 0)]
 
 
 def refusal(**changes: Any) -> str:
-    deal: dict[str, Any] = {"spec": PartitionSpec(), "samples": 100, "global_batch": 10, "seed": 0, "replica": 0, "replicas": 2}
+    deal: dict[str, Any] = {
+        "spec": PartitionSpec(),
+        "samples": 100,
+        "global_batch": 10,
+        "seed": 0,
+        "replica": 0,
+        "replicas": 2,
+    }
     with pytest.raises((DataError, PlanError)) as caught:
         Partition(**deal | changes)
     return f"{caught.type.__name__}: {caught.value}"
@@ -199,8 +250,9 @@ def refusal(**changes: Any) -> str:
 
 def test_sizes_that_cannot_work_are_refused_with_those_that_can() -> None:
     assert "DataError: the training set is empty" in refusal(samples=0)
-    assert "DataError: the training set has 50 samples, fewer than one global batch of 64: set global_batch to 50" in refusal(
-        samples=50, global_batch=64
+    assert (
+        "DataError: the training set has 50 samples, fewer than one global batch of 64: set global_batch to 50"
+        in refusal(samples=50, global_batch=64)
     )
     assert "PlanError: global_batch 1 cannot be dealt to 2 replicas" in refusal(global_batch=1)
     assert "3 weights for 2 replicas; give 2" in refusal(spec=PartitionSpec(weights=(1, 2, 3)))

@@ -33,7 +33,9 @@ def stopped_at(rule: StopRule, losses: list[float]) -> tuple[int, str] | None:
         ({"loss_below": 0.75, "steps": 70}, (27, "loss_below: 0.74 < 0.75 at step 27")),
     ],
 )
-def test_the_first_rule_that_comes_true_ends_the_run_and_is_named(values: dict[str, Any], stop: tuple[int, str]) -> None:
+def test_the_first_rule_that_comes_true_ends_the_run_and_is_named(
+    values: dict[str, Any], stop: tuple[int, str]
+) -> None:
     assert stopped_at(rule(**values), [1 - step / 100 for step in range(100)]) == stop
 
 
@@ -82,9 +84,17 @@ def test_the_elapsed_time_survives_a_restart() -> None:
 
 @pytest.mark.parametrize(
     ("values", "total"),
-    [({"steps": 7}, 7), ({"epochs": 3}, 30), ({"epochs": 3, "steps": 99}, 30), ({"seconds": 5.0}, None), ({"loss_below": 1.0}, None)],
+    [
+        ({"steps": 7}, 7),
+        ({"epochs": 3}, 30),
+        ({"epochs": 3, "steps": 99}, 30),
+        ({"seconds": 5.0}, None),
+        ({"loss_below": 1.0}, None),
+    ],
 )
-def test_the_most_steps_are_known_where_steps_or_epochs_bound_the_run(values: dict[str, Any], total: int | None) -> None:
+def test_the_most_steps_are_known_where_steps_or_epochs_bound_the_run(
+    values: dict[str, Any], total: int | None
+) -> None:
     assert StopSpec(**values).total_steps(steps_per_epoch=10) == total
 
 

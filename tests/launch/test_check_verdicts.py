@@ -1,4 +1,7 @@
-"""The verdicts of `paceline check`: a mistake is never taken for rounding, and what rounds or draws is never taken for a mistake."""
+"""The verdicts of `paceline check`.
+
+A mistake is never taken for rounding, and what rounds or draws is never taken for a mistake.
+"""
 
 from __future__ import annotations
 
@@ -136,10 +139,12 @@ class Normed(nn.Module):
         if self.strays and os.environ.get("RANK") == "1":
             self.norm.momentum = 0.5
         return self.last(torch.tanh(self.norm(self.first(x))))
-'''
+'''  # noqa: E501
 
 
-def job(folder: Path, factory: str, loss: str = "cross_entropy", args: dict[str, Any] | None = None, **changes: Any) -> Job:
+def job(
+    folder: Path, factory: str, loss: str = "cross_entropy", args: dict[str, Any] | None = None, **changes: Any
+) -> Job:
     """A small job whose model and loss stand in a file written into `folder`.
 
     The loss only if it is not one of paceline's own.
@@ -148,7 +153,9 @@ def job(folder: Path, factory: str, loss: str = "cross_entropy", args: dict[str,
     file.write_text(CODE)
     data = {"kind": "synthetic", "samples": 64, "shape": [6], "classes": 3, "held_out": 0}
     own = loss if loss == "cross_entropy" else f"{file}:{loss}"
-    return small_job(**({"model": {"factory": f"{file}:{factory}", "args": args or {}}, "data": data, "loss": own} | changes))
+    return small_job(
+        **({"model": {"factory": f"{file}:{factory}", "args": args or {}}, "data": data, "loss": own} | changes)
+    )
 
 
 def checked(work: Job, plan: str) -> Parity:
@@ -172,7 +179,9 @@ def test_a_rank_whose_gradient_is_left_out_is_found_where_bf16_rounds_as_usual(t
 def test_statistics_that_stray_on_one_rank_are_found(tmp_path: Path) -> None:
     found = checked(job(tmp_path, "Normed", args={"strays": True}), "dp=2")
     assert found.verdict == "differs"
-    assert found.largest.gradient < found.tolerance.gradient, "training normalises by the batch, so only the buffer shows it"
+    assert found.largest.gradient < found.tolerance.gradient, (
+        "training normalises by the batch, so only the buffer shows it"
+    )
     worst = max((step.buffer for step in found.steps), key=lambda w: w.difference)
     assert (worst.name, worst.rank) == ("norm.running_mean", 1)
 
@@ -186,7 +195,9 @@ def test_uneven_shares_are_checked(tmp_path: Path) -> None:
     assert checked(job(tmp_path, "Normed", partition={"weights": [3, 1]}), "dp=2").verdict == "holds"
 
 
-def test_a_loss_with_float32_tensors_and_a_model_that_computes_in_float32_are_checked_in_float64(tmp_path: Path) -> None:
+def test_a_loss_with_float32_tensors_and_a_model_that_computes_in_float32_are_checked_in_float64(
+    tmp_path: Path,
+) -> None:
     found = checked(job(tmp_path, "InFloat32", "weighed"), "dp=2 precision=fp64")
     assert found.verdict == "holds"
     assert found.tolerance.loss == 1e-9, "what the model asks for in float32 is float64 as well"

@@ -29,7 +29,9 @@ def end(
 
 
 def record(rank: int, at: float, *, secondary: bool = False, explained: bool = False) -> ErrorRecord:
-    return ErrorRecord(rank, "b", 100 + rank, at, "ValueError", f"error of rank {rank}", "its traceback", secondary, explained)
+    return ErrorRecord(
+        rank, "b", 100 + rank, at, "ValueError", f"error of rank {rank}", "its traceback", secondary, explained
+    )
 
 
 def caught(error: BaseException, cause: BaseException | None = None) -> ErrorRecord:
@@ -40,7 +42,9 @@ def caught(error: BaseException, cause: BaseException | None = None) -> ErrorRec
 
 
 @given(st.permutations(range(4)), st.permutations([1.0, 2.0, 3.0, 4.0]))
-def test_the_first_rank_that_failed_by_itself_is_blamed_in_any_order_of_ends(numbers: list[int], times: list[float]) -> None:
+def test_the_first_rank_that_failed_by_itself_is_blamed_in_any_order_of_ends(
+    numbers: list[int], times: list[float]
+) -> None:
     ends = [end(rank, 1, record=record(rank, at, secondary=rank < 2)) for rank, at in zip(numbers, times, strict=True)]
     own = {rank: at for rank, at in zip(numbers, times, strict=True) if rank >= 2}
     assert root_cause(ends, None).rank == min(own, key=own.__getitem__)
@@ -87,11 +91,15 @@ def test_a_kill_is_explained_as_far_as_the_kernel_tells(oom_kills: int | None, w
         (None, True),
     ],
 )
-def test_what_may_pass_is_worth_another_attempt_also_where_it_explains_itself(cause: Exception | None, final: bool) -> None:
+def test_what_may_pass_is_worth_another_attempt_also_where_it_explains_itself(
+    cause: Exception | None, final: bool
+) -> None:
     error = CheckpointError("the checkpoint of step 20 was not written")
     error.__cause__ = cause
     assert root_cause([end(0, 1, record=ErrorRecord.of(error, 0))], None).final is final
-    assert not root_cause([end(0, 1, record=ErrorRecord.of(LoaderProcessError("rank 0: loader process 3 was killed"), 0))], None).final
+    assert not root_cause(
+        [end(0, 1, record=ErrorRecord.of(LoaderProcessError("rank 0: loader process 3 was killed"), 0))], None
+    ).final
 
 
 def test_only_an_error_that_explains_itself_is_final() -> None:

@@ -38,7 +38,9 @@ def failure(what: str, *arguments: object, **settings: Any) -> str:
 
 
 @contextmanager
-def launcher(what: str, folder: Path, stderr: int = subprocess.PIPE, *, fork: bool = True) -> Iterator[subprocess.Popen[str]]:
+def launcher(
+    what: str, folder: Path, stderr: int = subprocess.PIPE, *, fork: bool = True
+) -> Iterator[subprocess.Popen[str]]:
     """A process that launches two ranks of the function, once both have said that they are ready."""
     call = f"launch([{f'{WHAT}:{what}'!r}, {str(folder)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60)"
     code = f"from paceline.launch.local import launch\n{call}"
@@ -80,7 +82,9 @@ def test_every_rank_finds_its_place_its_threads_and_the_rendezvous_in_its_enviro
     assert len({t["environment"]["MASTER_PORT"] for t in told}) == 1
 
 
-def test_a_rank_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
     run("tell", tmp_path, ranks=1)
     environment = json.loads((tmp_path / "rank-0.json").read_text())["environment"]
@@ -283,7 +287,9 @@ def test_a_port_that_cannot_be_is_an_error(port: int) -> None:
 
 def test_a_restart_has_a_rendezvous_of_its_own(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    launched = run("fail_in_the_first_attempt", tmp_path, ranks=1, restarts=3, on_event=lambda *event: events.append(event))
+    launched = run(
+        "fail_in_the_first_attempt", tmp_path, ranks=1, restarts=3, on_event=lambda *event: events.append(event)
+    )
     assert launched.attempts == 2
     assert (tmp_path / "port-0").read_text() != (tmp_path / "port-1").read_text()
     [(kind, event)] = events
@@ -294,7 +300,9 @@ def test_a_restart_has_a_rendezvous_of_its_own(tmp_path: Path) -> None:
 
 def test_restarts_are_not_without_end(tmp_path: Path) -> None:
     events: list[str] = []
-    assert "exit code 5" in failure("vanish_with_code_5", ranks=1, restarts=2, on_event=lambda kind, _: events.append(kind))
+    assert "exit code 5" in failure(
+        "vanish_with_code_5", ranks=1, restarts=2, on_event=lambda kind, _: events.append(kind)
+    )
     assert events == ["restart", "restart"]
 
 

@@ -24,7 +24,9 @@ WHAT = Path(__file__).with_name("what_ranks_do.py")
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.yaml"
 
 
-def run(what: str, folder: Path, cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None) -> list[Any]:
+def run(
+    what: str, folder: Path, cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
+) -> list[Any]:
     """Launch a function of what_ranks_do.py on a cluster's hosts; returns what the ranks wrote."""
     with places_on(cluster, ranks, on_end) as places:
         launch([f"{WHAT}:{what}", str(folder)], ranks=ranks, threads=1, pin_cores=None, deadline_s=60, places=places)
@@ -59,7 +61,9 @@ def test_ranks_meet_and_listen_only_at_the_address_of_their_host(tmp_path: Path)
 
 
 def test_a_rank_that_fails_is_told_with_its_host(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"^rank 1 \(host host-1, pid \d+\) raised and the other ranks were stopped: ValueError"):
+    with pytest.raises(
+        LaunchError, match=r"^rank 1 \(host host-1, pid \d+\) raised and the other ranks were stopped: ValueError"
+    ):
         run("raise_on_rank_1", tmp_path, Cluster(emulate=Emulate(hosts=2, cpu=1)), 2)
 
 
@@ -68,14 +72,16 @@ def test_a_rank_that_is_killed_is_told_with_its_host(tmp_path: Path) -> None:
         run("be_killed_on_rank_1", tmp_path, Cluster(emulate=Emulate(hosts=2, cpu=1)), 2)
 
 
-def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there_and_then_it_goes(tmp_path: Path) -> None:
+def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there_and_then_it_goes(
+    tmp_path: Path,
+) -> None:
     code = f"""
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
 with places_on(Cluster(emulate=Emulate(hosts=2, cpu=1)), 2) as places:
     launch([{f"{WHAT}:save_on_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
-"""
+"""  # noqa: E501
     until = time.monotonic() + 60
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
         try:
@@ -114,7 +120,9 @@ def test_a_job_trains_on_emulated_hosts_as_it_does_on_this_machine(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_on_emulated_hosts_saves_when_its_launcher_is_killed_and_goes_on_when_started_again(tmp_path: Path) -> None:
+def test_a_run_on_emulated_hosts_saves_when_its_launcher_is_killed_and_goes_on_when_started_again(
+    tmp_path: Path,
+) -> None:
     cluster = write_cluster(tmp_path / "cluster.yaml", hosts=2, rate="1gbit", cpu=1)
     arguments = ("train", DIGITS, "--cluster", cluster, "--plan", "dp=2", "--run", "run")
     with started("paceline", *arguments, folder=tmp_path) as process:

@@ -67,7 +67,9 @@ def sleep(seconds: float) -> None:
 def test_request_and_results_keep_their_types_and_come_in_the_order_of_ranks() -> None:
     job, cluster, plan = small_job(), discover(), Plan.parse("dp=2 threads=1 cut=blocks.1")
     request = Request(job, cluster, plan, {4: (1.5, math.inf)})
-    assert run_on_plan(echo, request, job=job, cluster=cluster, plan=plan) == [Answer(rank, request, 1) for rank in (0, 1)]
+    assert run_on_plan(echo, request, job=job, cluster=cluster, plan=plan) == [
+        Answer(rank, request, 1) for rank in (0, 1)
+    ]
 
 
 def test_results_so_far_arrive_the_last_one_too() -> None:

@@ -47,7 +47,9 @@ def test_ranks_of_all_attempts_and_launches_are_forked_from_one_process(tmp_path
     assert {one["parent"] for one in told.values()} == {seed} == {shared_pids()[-1]}
 
 
-def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warm_up()
     monkeypatch.chdir(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -61,7 +63,9 @@ def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(tmp_path
 
 
 def test_ranks_are_stopped_and_started_again_where_their_seed_is_killed(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"the process that the ranks were forked from \(pid \d+\) was killed, and they were stopped"):
+    with pytest.raises(
+        LaunchError, match=r"the process that the ranks were forked from \(pid \d+\) was killed, and they were stopped"
+    ):
         run("kill_the_parent", tmp_path)
     assert len(run("tell_of_the_fork", tmp_path)) == 2
 

@@ -1,4 +1,7 @@
-"""Functions for ranks to run in tests/launch/test_local.py. Without torch where it is not the point: ranks then start in no time."""
+"""Functions for ranks to run in tests/launch/test_local.py.
+
+Without torch where it is not the point: ranks then start in no time.
+"""
 
 import ctypes
 import json
@@ -106,7 +109,10 @@ def crash(_: list[str]) -> None:
 
 
 def stand_still(arguments: list[str]) -> None:
-    """Be in the phase that the arguments name for this rank, and go on no further; `stopped` is a compute phase that gets SIGSTOP."""
+    """Be in the phase that the arguments name for this rank, and go on no further.
+
+    `stopped` is a compute phase that gets SIGSTOP.
+    """
     phase: Phase | str = arguments[RANK]
     if phase == "stopped":
         StatusBoard.of_this_rank().mark("compute", 37)

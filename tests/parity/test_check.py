@@ -29,7 +29,7 @@ class Odd(nn.Module):
 
     def forward(self, x):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
-'''
+'''  # noqa: E501
 
 CHAOTIC = '''
 import torch

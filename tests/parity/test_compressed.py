@@ -1,4 +1,7 @@
-"""Compressed all-reduce is not exact, so it is held to convergence: the loss of exact training within a stated number of samples."""
+"""Compressed all-reduce is not exact, so it is held to convergence.
+
+The loss of exact training within a stated number of samples.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def losses_on_digits() -> dict[str, list[float]]:
     inputs, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
     with joined(deadline_s=60) as group:
         return {
-            codec: trained(group, codec, inputs, labels, int(STEPS * (1 + SAMPLES_MORE.get(codec, 0)))) for codec in ("none", *SAMPLES_MORE)
+            codec: trained(group, codec, inputs, labels, int(STEPS * (1 + SAMPLES_MORE.get(codec, 0))))
+            for codec in ("none", *SAMPLES_MORE)
         }
 
 
@@ -73,7 +77,9 @@ def test_every_codec_reaches_the_loss_of_exact_training_on_digits(ranks: Ranks) 
     assert exact[-1] < 0.4 < 2 < exact[0]
     for codec, losses in first.items():
         assert losses != exact[: len(losses)], codec
-        assert min(losses) <= exact[-1], f"{codec} needs more than {1 + SAMPLES_MORE[codec]:.2f} x the samples: {min(losses)} > {exact[-1]}"
+        assert min(losses) <= exact[-1], (
+            f"{codec} needs more than {1 + SAMPLES_MORE[codec]:.2f} x the samples: {min(losses)} > {exact[-1]}"
+        )
 
 
 def gpt_job() -> Job:
@@ -106,7 +112,9 @@ def gpt_losses(ranks: Ranks, path: Path, codec: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["bf16", "int8", "powersgd:16+int8"])
-def test_a_gpt_learns_as_much_from_as_many_samples(ranks: Ranks, tmp_path: Path, exact_gpt_losses: list[float], codec: str) -> None:
+def test_a_gpt_learns_as_much_from_as_many_samples(
+    ranks: Ranks, tmp_path: Path, exact_gpt_losses: list[float], codec: str
+) -> None:
     """The mean loss of the last tenth of the steps is within 2 %."""
     assert mean(gpt_losses(ranks, tmp_path, codec)[-15:]) < 1.02 * mean(exact_gpt_losses[-15:])
 

@@ -42,7 +42,10 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """`never` takes part in no step; `sometimes` only where a sample's first feature is positive, so not on every replica."""
+    """`never` takes part in no step.
+
+    `sometimes` only where a sample's first feature is positive, so not on every replica.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,12 @@ def normalised() -> nn.Module:
 
 def images() -> nn.Module:
     return nn.Sequential(
-        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES)
+        nn.Unflatten(1, (3, 2, 2)),
+        nn.Conv2d(3, 4, 2, padding=1),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(36, CLASSES),
     )
 
 
@@ -81,7 +89,9 @@ def ignored(target: Tensor) -> Tensor:
     return torch.where(torch.arange(len(target)) % 3 == 0, -100, target)
 
 
-def trained(make: Callable[[], nn.Module], plan: str, batch: int, *, ignore: bool = False, **settings: Any) -> dict[str, Any]:
+def trained(
+    make: Callable[[], nn.Module], plan: str, batch: int, *, ignore: bool = False, **settings: Any
+) -> dict[str, Any]:
     """Losses, gradient norms and weights of some steps; `make` builds the model from a fixed seed."""
     torch.manual_seed(3)
     model = make()
@@ -122,7 +132,9 @@ def assert_equal(one: dict[str, Any], many: dict[str, Any]) -> None:
     for kind in ("weights", "buffers"):
         for name, expected in one[kind].items():
             difference = (many[kind][name] - expected).abs().max().item()
-            assert torch.allclose(many[kind][name], expected, rtol=1e-8, atol=1e-10), f"{kind}: {name} differs by up to {difference:g}"
+            assert torch.allclose(many[kind][name], expected, rtol=1e-8, atol=1e-10), (
+                f"{kind}: {name} differs by up to {difference:g}"
+            )
     assert many["has_state"] == one["has_state"]
 
 

@@ -1,4 +1,7 @@
-"""Rules that agree on parameters: with a period of one step they are synchronous training; with longer ones they reach the same target."""
+"""Rules that agree on parameters: with a period of one step they are synchronous training.
+
+With longer ones they reach the same target.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from ranks import Ranks
 from small_jobs import new_run, train_as_rank
 
 EVERY_STEP = ["local:1", "diloco:1,lr=1,momentum=0"]
-# What is exact on paper differs by rounding: the mean of two sums is taken in place of the sum of a mean, a few units in the last of 16
-# digits, and as many more with every step.
+# What is exact on paper differs by rounding: the mean of two sums is taken in place of the sum of a mean, a few units
+# in the last of 16 digits, and as many more with every step.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-13}
 
 
@@ -51,7 +54,10 @@ def test_with_a_period_of_one_step_plain_sgd_is_synchronous(ranks: Ranks, replic
 
 
 def divided(folder: Path, split: str) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses, and this rank's parameters, of a GPT under a split: synchronous, and with every rule of a period of one step."""
+    """Losses, and this rank's parameters, of a GPT under a split.
+
+    Synchronous, and with every rule of a period of one step.
+    """
     job, found = family_job("gpt", folder, optimizer={"name": "sgd", "lr": 0.5}, clip_norm=None), []
     with joined(deadline_s=60) as group:
         for sync in ("allreduce", *EVERY_STEP):
@@ -66,7 +72,11 @@ def divided(folder: Path, split: str) -> list[tuple[list[float], dict[str, Tenso
 
 
 @pytest.mark.parametrize(
-    "split", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp=2", "pp=2 microbatches=2", "cp=2", "fsdp=2 tp=2")), "tp=2"]
+    "split",
+    [
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp=2", "pp=2 microbatches=2", "cp=2", "fsdp=2 tp=2")),
+        "tp=2",
+    ],
 )
 def test_so_it_is_over_every_split(ranks: Ranks, tmp_path: Path, split: str) -> None:
     for (losses, weights), *others in ranks(Plan.parse(f"dp=2 {split}").ranks, divided, tmp_path, split, backend="shm"):
@@ -120,9 +130,19 @@ GPT: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sync", "steps"), [("local:10", 80), ("diloco:10,fragments=2,overlap=3", 160), ("diloco:10,fragments=2,overlap=3 compress=int4", 160)]
+    ("sync", "steps"),
+    [
+        ("local:10", 80),
+        ("diloco:10,fragments=2,overlap=3", 160),
+        ("diloco:10,fragments=2,overlap=3 compress=int4", 160),
+    ],
 )
-def test_a_gpt_comes_to_what_synchronous_training_has_after_sixty_steps(ranks: Ranks, tmp_path: Path, sync: str, steps: int) -> None:
-    """That is 2.53 bits per byte after 1,920 sequences. An outer momentum of 0.9 needs more steps than these to pay, and costs some."""
+def test_a_gpt_comes_to_what_synchronous_training_has_after_sixty_steps(
+    ranks: Ranks, tmp_path: Path, sync: str, steps: int
+) -> None:
+    """That is 2.53 bits per byte after 1,920 sequences.
+
+    An outer momentum of 0.9 needs more steps than these to pay, and costs some.
+    """
     found = run(tmp_path / "run", ranks, GPT | {"stop": {"steps": steps}}, f"dp=2 sync={sync}")
     assert found.metrics["bits_per_byte"] < 2.6, found.metrics

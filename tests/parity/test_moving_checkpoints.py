@@ -1,4 +1,7 @@
-"""A run that is saved under one plan and resumed under another goes on as if it had never stopped: same data order, same losses."""
+"""A run that is saved under one plan and resumed under another goes on as if it had never stopped.
+
+Same data order, same losses.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +67,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         pytest.param("fsdp=4", ["tp=2", "dp=2"], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_moves_between_plans(tmp_path: Path, ranks: Ranks, undisturbed: dict[int, float], before: str, after: list[str]) -> None:
+def test_a_run_moves_between_plans(
+    tmp_path: Path, ranks: Ranks, undisturbed: dict[int, float], before: str, after: list[str]
+) -> None:
     train(tmp_path / "saved", job(tmp_path, SAVED_AT), before, ranks)
     for plan in after:
         run = tmp_path / plan.replace(" ", "-")
         shutil.copytree(tmp_path / "saved", run)
         train(run, job(tmp_path, STEPS), plan, ranks)
-        assert losses(run) == pytest.approx(undisturbed, rel=1e-6), f"{before} to {plan}"  # a rank's loss is noted in float32
+        # a rank's loss is noted in float32
+        assert losses(run) == pytest.approx(undisturbed, rel=1e-6), f"{before} to {plan}"

@@ -100,14 +100,24 @@ def with_fsdp() -> Weights:
     for layer in (model.up, model.middle, model.sometimes, model.down):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    trained(model, lambda step: F.cross_entropy(model(batch(10 * step, rank, size)[0]), batch(10 * step, rank, size)[1]).backward())
+    trained(
+        model,
+        lambda step: F.cross_entropy(
+            model(batch(10 * step, rank, size)[0]), batch(10 * step, rank, size)[1]
+        ).backward(),
+    )
     return weights(model)
 
 
 def with_tensor_parallel() -> Weights:
     model = built()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"up": ColwiseParallel(), "middle": RowwiseParallel(), "sometimes": ColwiseParallel(), "down": RowwiseParallel()}
+    plan = {
+        "up": ColwiseParallel(),
+        "middle": RowwiseParallel(),
+        "sometimes": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
     parallelize_module(model, mesh, plan)
     trained(model, lambda step: F.cross_entropy(model(batch(10 * step)[0]), batch(10 * step)[1]).backward())
     matrix = torch.arange(64.0, dtype=torch.float64).view(8, 8)

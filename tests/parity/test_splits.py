@@ -1,4 +1,7 @@
-"""Every split, alone and in products, computes what one process computes: losses, gradients and parameters, whatever the model."""
+"""Every split, alone and in products, computes what one process computes.
+
+Losses, gradients and parameters, whatever the model.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,16 @@ TWO_AXES = [
     "pp=4 microbatches=4",
     "cp=4",
 ]
-WITH_EXPERTS = ["ep=2", "dp=2 ep=2", "fsdp=2 ep=2", "ep=2 tp=2", "pp=2 ep=2 microbatches=2", "ep=2 cp=2", "ep=4", "fsdp=2 ep=2 tp=2"]
+WITH_EXPERTS = [
+    "ep=2",
+    "dp=2 ep=2",
+    "fsdp=2 ep=2",
+    "ep=2 tp=2",
+    "pp=2 ep=2 microbatches=2",
+    "ep=2 cp=2",
+    "ep=4",
+    "fsdp=2 ep=2 tp=2",
+]
 THREE_AXES = [
     "dp=2 fsdp=2 tp=2",
     "dp=2 tp=2 pp=2 microbatches=2",
@@ -79,7 +91,14 @@ OF_FAMILIES = {
 }
 QUICK = {  # what `make test` runs of all these; the others are `make test-all`
     *("fsdp=2", "tp=2 sequence=on", "pp=2 microbatches=4", "cp=2", "remat=selective"),
-    *("fsdp=2 tp=2", "tp=2 pp=2 microbatches=2", "dp=2 cp=2", "fsdp=2 pp=2 microbatches=2", "dp=2 tp=2 pp=2 microbatches=2", "fsdp=2 ep=2"),
+    *(
+        "fsdp=2 tp=2",
+        "tp=2 pp=2 microbatches=2",
+        "dp=2 cp=2",
+        "fsdp=2 pp=2 microbatches=2",
+        "dp=2 tp=2 pp=2 microbatches=2",
+        "fsdp=2 ep=2",
+    ),
     *("dp=4 sync=allreduce:ring", "dp=2 tp=2 sync=allreduce:tree"),
 }
 
@@ -102,7 +121,8 @@ def parity(ranks: Ranks, folder: Path, family: str, text: str, *, backend: str =
 def held(found: Parity) -> None:
     worst = max(found.steps, key=lambda s: s.gradient.difference)
     assert found.holds, (
-        f"{found.plan}: {found.largest} beyond {found.tolerance}, gradient {worst.gradient}, {found.first_module}, {found.steps[-1]}"
+        f"{found.plan}: {found.largest} beyond {found.tolerance}, gradient {worst.gradient}, "
+        f"{found.first_module}, {found.steps[-1]}"
     )
 
 
@@ -146,6 +166,8 @@ def test_over_gloo(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     held(parity(ranks, tmp_path, "gpt", plan, backend="gloo"))
 
 
-@pytest.mark.parametrize("plan", plans(["fsdp=2 tp=2"], ["dp=2 pp=2 microbatches=2", "cp=2 remat=block", "fsdp=2 cp=2", "ep=2 tp=2"]))
+@pytest.mark.parametrize(
+    "plan", plans(["fsdp=2 tp=2"], ["dp=2 pp=2 microbatches=2", "cp=2 remat=block", "fsdp=2 cp=2", "ep=2 tp=2"])
+)
 def test_in_float64_to_the_last_digits(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     held(parity(ranks, tmp_path, "moe" if "ep" in plan else "gpt", f"{plan} precision=fp64"))

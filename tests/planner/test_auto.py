@@ -15,7 +15,14 @@ from paceline.plans.plan import Plan
 
 
 def job(**changes: Any) -> Job:
-    common = {"model": "mlp", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 64, "stop": {"steps": 1}}
+    common = {
+        "model": "mlp",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 64,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -30,7 +37,15 @@ def gpus(number: int) -> Cluster:
 
 @pytest.mark.parametrize(
     ("cluster", "global_batch", "dp"),
-    [(cores(1), 64, 1), (cores(2), 64, 2), (cores(32), 64, 8), (cores(4), 3, 3), (gpus(1), 64, 1), (gpus(16), 64, 16), (gpus(16), 1, 1)],
+    [
+        (cores(1), 64, 1),
+        (cores(2), 64, 2),
+        (cores(32), 64, 8),
+        (cores(4), 3, 3),
+        (gpus(1), 64, 1),
+        (gpus(16), 64, 16),
+        (gpus(16), 1, 1),
+    ],
 )
 def test_every_device_is_used_as_far_as_the_batch_goes(cluster: Cluster, global_batch: int, dp: int) -> None:
     assert auto_plan(job(global_batch=global_batch), cluster) == Plan(dp=dp)
@@ -45,7 +60,9 @@ def test_weights_say_how_many_replicas_there_are() -> None:
 
 
 def test_weights_that_no_device_is_left_for_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"3 weights, one for each rank, and this cluster has 2 devices. Ask for --plan \"dp=3\""):
+    with pytest.raises(
+        PlanError, match=r"3 weights, one for each rank, and this cluster has 2 devices. Ask for --plan \"dp=3\""
+    ):
         auto_plan(job(partition={"weights": [2, 1, 1]}), cores(2))
 
 

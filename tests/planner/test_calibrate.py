@@ -69,7 +69,10 @@ def test_what_was_measured_is_read_back_as_it_was() -> None:
 
 def test_what_is_kept_is_found_again() -> None:
     assert "kept in" in keep(FOUND)
-    assert kept(FOUND.key, HOST, reference_s=1e-3) == (None, f"the calibration in {cache_file(FOUND.key)} is stale: {_age(FOUND)}")
+    assert kept(FOUND.key, HOST, reference_s=1e-3) == (
+        None,
+        f"the calibration in {cache_file(FOUND.key)} is stale: {_age(FOUND)}",
+    )
     fresh = replace(FOUND, created=4e9)
     keep(fresh)
     assert kept(FOUND.key, HOST, reference_s=1.1e-3) == (fresh, None)

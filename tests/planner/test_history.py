@@ -1,4 +1,7 @@
-"""What was measured before corrects the next prediction: lost, doubled or misread, every later choice would rest on it."""
+"""What was measured before corrects the next prediction.
+
+Lost, doubled or misread, every later choice would rest on it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,20 @@ from paceline.plans.plan import Plan
 
 HERE = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34, cpu="some CPU"),))
 ELSEWHERE = Cluster(hosts=(Host(name="a", cores=8, memory_bytes=2**34, cpu="some CPU"),))
-PREDICTED = Prediction(0.1, 2**30, 640.0, 0.4, {"compute": 0.08, "dp": 0.02}, {"parameters": 2.0**30}, cost_per_run=3.0, notes=("a note",))
+PREDICTED = Prediction(
+    0.1, 2**30, 640.0, 0.4, {"compute": 0.08, "dp": 0.02}, {"parameters": 2.0**30}, cost_per_run=3.0, notes=("a note",)
+)
 
 
 def job(**changes: Any) -> Job:
-    common = {"model": "mlp", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 64, "stop": {"steps": 1}}
+    common = {
+        "model": "mlp",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 64,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -62,7 +74,10 @@ def test_what_was_measured_corrects_all_that_follows_from_the_time_and_is_said()
     assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
     assert (found.throughput, found.mfu, found.cost_per_run) == pytest.approx((640 / factor, 0.4 / factor, 3 * factor))
     assert found.memory == PREDICTED.memory
-    assert found.notes == ("a note", f"corrected by what was measured before: times {factor:.2f}, by 10 such plans of 10 on this hardware")
+    assert found.notes == (
+        "a note",
+        f"corrected by what was measured before: times {factor:.2f}, by 10 such plans of 10 on this hardware",
+    )
     assert corrected(found, JOB, HERE, Plan(dp=4)) is found, "not twice"
 
 
@@ -119,7 +134,9 @@ def test_damage_costs_only_the_lines_that_it_is_in(damage: bytes) -> None:
     assert len(pairs(HERE)) == 3
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '{"plan": 1}', '{"plan": "dp=2", "predicted_s": "x", "measured_s": 1}', '{"plan": "warp=9"}'])
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"plan": 1}', '{"plan": "dp=2", "predicted_s": "x", "measured_s": 1}', '{"plan": "warp=9"}']
+)
 def test_a_line_of_another_version_is_passed_over(line: str) -> None:
     measured("dp=2", 2.0)
     with file_of_history().open("a") as file:
@@ -153,6 +170,8 @@ def test_a_long_history_is_read_from_its_end(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < len(pairs(HERE)) < 10
 
 
-@pytest.mark.parametrize(("plan", "kind"), [("dp=1", "one rank"), ("dp=2 tp=4", "dp tp"), ("fsdp=2 remat=block fused=on", "fsdp block")])
+@pytest.mark.parametrize(
+    ("plan", "kind"), [("dp=1", "one rank"), ("dp=2 tp=4", "dp tp"), ("fsdp=2 remat=block fused=on", "fsdp block")]
+)
 def test_a_kind_is_what_is_divided_and_what_is_computed_again(plan: str, kind: str) -> None:
     assert kind_of(Plan.parse(plan)) == kind

@@ -1,4 +1,7 @@
-"""What `auto` tries and what it makes of the times: a wrong choice here slows every run, or changes what is computed."""
+"""What `auto` tries and what it makes of the times.
+
+A wrong choice here slows every run, or changes what is computed.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +78,25 @@ def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
     ("changes", "cluster", "knob", "reason"),
     [
         ({"model": "gpt"}, cores(2), "memory_format=channels_last", "is for images, and the model (gpt) takes none"),
-        ({"optimizer": "lamb"}, cores(2), "fused=on", "needs a fused step of lamb; torch has one of sgd, adam, adamw only"),
-        ({"partition": {"weights": [2, 1]}}, cores(2), "dp=1", "has 1 replica, but the job's partition has 2 weights, one per replica"),
+        (
+            {"optimizer": "lamb"},
+            cores(2),
+            "fused=on",
+            "needs a fused step of lamb; torch has one of sgd, adam, adamw only",
+        ),
+        (
+            {"partition": {"weights": [2, 1]}},
+            cores(2),
+            "dp=1",
+            "has 1 replica, but the job's partition has 2 weights, one per replica",
+        ),
         ({}, cores(2, bf16=False), "precision=bf16", "no bf16 arithmetic in this hardware, as far as is known"),
         ({}, cores(2, bf16=None), "precision=bf16", "no bf16 arithmetic in this hardware, as far as is known"),
     ],
 )
-def test_what_cannot_help_is_left_out_with_the_reason(changes: dict[str, Any], cluster: Cluster, knob: str, reason: str) -> None:
+def test_what_cannot_help_is_left_out_with_the_reason(
+    changes: dict[str, Any], cluster: Cluster, knob: str, reason: str
+) -> None:
     found = candidates(job(**changes), cluster)
     assert found[knob] is not None
     assert reason in str(found[knob])
@@ -104,7 +119,9 @@ works = st.builds(
 
 @settings(deadline=None)
 @given(works, st.integers(1, 32), st.booleans())
-def test_what_is_tried_can_run_and_what_can_be_chosen_keeps_the_precision(work: Job, number: int, with_gpus: bool) -> None:
+def test_what_is_tried_can_run_and_what_can_be_chosen_keeps_the_precision(
+    work: Job, number: int, with_gpus: bool
+) -> None:
     cluster = gpus(number) if with_gpus else cores(number)
     default = auto_plan(work, cluster)
     for knob in knobs(work, cluster, default):
@@ -146,7 +163,10 @@ def test_a_clear_case_is_decided_at_once(challenger_s: float, verdict: str) -> N
 
 
 def test_a_row_shows_both_sides_of_its_pairs() -> None:
-    """The machine was slower in these rounds than when the best plan was measured before: the ratio is of what stands beside it."""
+    """The machine was slower in these rounds than when the best plan was measured before.
+
+    The ratio is of what stands beside it.
+    """
     rounds = [(1.0, 2.0)] * (LEAST_ROUNDS - 1) + [(1.1, 2.2)]
     line = compared(rounds).tried(FUSED).line()
     assert re.search(r"  1 s \([01].* to 1.*\) ", line)
@@ -168,7 +188,10 @@ def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:
 
 def test_a_faster_precision_is_told_of_and_never_taken() -> None:
     [hint] = [knob for knob in knobs(job(), cores(2), Plan(dp=2)) if knob.hint]
-    assert compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict == "not taken: the job says fp32; set precision: bf16 for it"
+    assert (
+        compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict
+        == "not taken: the job says fp32; set precision: bf16 for it"
+    )
     assert compared([(1.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict == "not taken: no faster"
 
 
@@ -181,14 +204,18 @@ def test_measuring_costs_a_small_part_of_the_run() -> None:
 def test_what_costs_more_than_it_can_bring_is_not_tried() -> None:
     compiling = Knob({"compile": "on"}, cost_s=45)
     assert why_not_now(compiling, run_s=7200, left_s=0, comparison_s=1) is None
-    assert why_not_now(compiling, run_s=60, left_s=9, comparison_s=1) == "it takes about 45 s to begin, and the run at most 60 s"
+    assert (
+        why_not_now(compiling, run_s=60, left_s=9, comparison_s=1)
+        == "it takes about 45 s to begin, and the run at most 60 s"
+    )
     assert "does not say how long" in str(why_not_now(compiling, run_s=None, left_s=9, comparison_s=1))
     assert why_not_now(FUSED, run_s=None, left_s=9, comparison_s=1) is None
     assert why_not_now(FUSED, run_s=None, left_s=0.5, comparison_s=1) == "the time for measuring was used"
 
 
 @pytest.mark.parametrize(
-    ("stop", "too_few"), [({"steps": 6}, True), ({"steps": 4000}, False), ({"seconds": 5}, True), ({"epochs": 1}, False)]
+    ("stop", "too_few"),
+    [({"steps": 6}, True), ({"steps": 4000}, False), ({"seconds": 5}, True), ({"epochs": 1}, False)],
 )
 def test_a_run_of_a_few_steps_is_known_to_be_short_without_its_data(stop: dict[str, Any], too_few: bool) -> None:
     assert (steps_are_too_few(job(stop=stop)) is not None) == too_few

@@ -1,4 +1,7 @@
-"""The space of plans is what `paceline check --all` tries: a plan that is missing is never tested, one that cannot run stops it."""
+"""The space of plans is what `paceline check --all` tries.
+
+A plan that is missing is never tested, one that cannot run stops it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,14 @@ CPUS = Cluster(name="this machine", hosts=(Host(name="a", cores=8, memory_bytes=
 
 def job(**changes: Any) -> Job:
     tokens = {"kind": "synthetic", "vocab": 256, "shape": [24]}
-    common = {"model": "gpt", "data": tokens, "loss": "cross_entropy", "optimizer": "adamw", "global_batch": 16, "stop": {"steps": 1}}
+    common = {
+        "model": "gpt",
+        "data": tokens,
+        "loss": "cross_entropy",
+        "optimizer": "adamw",
+        "global_batch": 16,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -48,7 +58,9 @@ def test_plans_pass_every_check_once_each_and_small_ones_come_first() -> None:
     assert not any(reasons_against(plan, job(model="moe"), CPUS) for plan in found)
     assert max(Counter(found).values()) == 1
     assert [plan.ranks for plan in found] == sorted(plan.ranks for plan in found)
-    assert {"dp=2 tp=2 pp=2 microbatches=2", "ep=8", "fsdp=2 cp=2 ep=2", "tp=4 pp=2 sequence=on microbatches=2"} <= set(texts(found))
+    assert {"dp=2 tp=2 pp=2 microbatches=2", "ep=8", "fsdp=2 cp=2 ep=2", "tp=4 pp=2 sequence=on microbatches=2"} <= set(
+        texts(found)
+    )
     assert found == legal_plans(job(model="moe"), CPUS, range(1, 9))
 
 

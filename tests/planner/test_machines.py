@@ -1,4 +1,7 @@
-"""What the cost model is told of a cluster: a link taken for faster, or a device for another, and all predictions are off by as much."""
+"""What the cost model is told of a cluster.
+
+A link taken for faster, or a device for another, and all predictions are off by as much.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,22 @@ GIB = 2**30
 
 def gpu_host(name: str, gpu: str, count: int = 8, gbps: float | None = 1600.0) -> Host:
     gpus = tuple(Device(index=i, name=gpu, memory_bytes=79 * GIB) for i in range(count))
-    return Host(name=name, cores=64, memory_bytes=512 * GIB, gpus=gpus, links=(Link(name="eth0", kind="ethernet", bandwidth_gbps=gbps),))
+    return Host(
+        name=name,
+        cores=64,
+        memory_bytes=512 * GIB,
+        gpus=gpus,
+        links=(Link(name="eth0", kind="ethernet", bandwidth_gbps=gbps),),
+    )
 
 
 def cpu_host(
-    name: str, cpu: str = "AMD EPYC 7763", cores: int = 4, *, bf16: bool | None = None, affinity: tuple[tuple[int, ...], ...] = ()
+    name: str,
+    cpu: str = "AMD EPYC 7763",
+    cores: int = 4,
+    *,
+    bf16: bool | None = None,
+    affinity: tuple[tuple[int, ...], ...] = (),
 ) -> Host:
     link = Link(name="eth0", kind="ethernet", bandwidth_gbps=10)
     return Host(name=name, cores=cores, memory_bytes=8 * GIB, cpu=cpu, cpu_bf16=bf16, affinity=affinity, links=(link,))
@@ -32,7 +46,9 @@ def test_a_named_cluster_has_its_devices_and_its_rate() -> None:
 
 
 def test_gpus_that_were_found_are_those_of_the_catalogue_with_the_memory_that_was_found() -> None:
-    found = machines(Cluster(hosts=(gpu_host("a", "NVIDIA A100-SXM4-80GB"), gpu_host("b", "NVIDIA A100-SXM4-80GB", gbps=800.0))))
+    found = machines(
+        Cluster(hosts=(gpu_host("a", "NVIDIA A100-SXM4-80GB"), gpu_host("b", "NVIDIA A100-SXM4-80GB", gbps=800.0)))
+    )
     assert found.device.name == "A100-SXM-80"
     assert found.memory_bytes == 79 * GIB
     assert found.between.bandwidth == pytest.approx(800e9 / 8 / 8)  # the slower host's, shared by its devices
@@ -82,7 +98,9 @@ def test_two_threads_of_a_core_are_half_a_core_each() -> None:
 
 
 def test_emulated_hosts_have_their_rate_their_delay_and_their_quota() -> None:
-    found = machines(Cluster.model_validate({"emulate": {"hosts": 2, "rate": "100mbit", "cpu": [1, 0.5], "delay_ms": 2.0}}))
+    found = machines(
+        Cluster.model_validate({"emulate": {"hosts": 2, "rate": "100mbit", "cpu": [1, 0.5], "delay_ms": 2.0}})
+    )
     assert found.between.bandwidth == pytest.approx(12.5e6)
     assert found.between.latency_s == pytest.approx(2e-3, rel=0.1)
     assert found.speeds == pytest.approx((2.0, 1.0))

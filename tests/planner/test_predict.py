@@ -1,4 +1,7 @@
-"""Predictions of a job's plans. Wrong here: figures of another batch than the job's, or what was learned counted twice."""
+"""Predictions of a job's plans.
+
+Wrong here: figures of another batch than the job's, or what was learned counted twice.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,8 @@ def test_a_run_costs_its_steps_on_all_devices_it_uses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "byte"), [("compress=bf16", 2.0), ("compress=int8", 1.0), ("compress=topk:0.01", 0.08), ("compress=none", 4.0)]
+    ("text", "byte"),
+    [("compress=bf16", 2.0), ("compress=int8", 1.0), ("compress=topk:0.01", 0.08), ("compress=none", 4.0)],
 )
 def test_a_compressed_gradient_travels_in_fewer_bytes(text: str, byte: float) -> None:
     assert layout_of(JOB, CLUSTER, Plan.parse(f"dp=4 {text}")).sync_bytes == pytest.approx(byte)
@@ -62,14 +66,19 @@ def test_powersgd_sends_less_the_lower_its_rank() -> None:
 
 def test_local_rules_send_once_a_period() -> None:
     assert layout_of(JOB, CLUSTER, Plan.parse("dp=4 sync=local:8")).sync_every == 8
-    assert modelled(JOB, CLUSTER, Plan.parse("dp=4 sync=local:8")).breakdown["dp"] < modelled(JOB, CLUSTER, Plan(dp=4)).breakdown["dp"]
+    assert (
+        modelled(JOB, CLUSTER, Plan.parse("dp=4 sync=local:8")).breakdown["dp"]
+        < modelled(JOB, CLUSTER, Plan(dp=4)).breakdown["dp"]
+    )
 
 
 def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:
     plan = Plan(dp=2)
     before = predict(JOB, CLUSTER, plan)
     for _ in range(20):
-        pair = Pair.of(JOB, CLUSTER, plan, predicted_s=before.step_time_s, measured_s=2 * before.step_time_s, calibrated=False)
+        pair = Pair.of(
+            JOB, CLUSTER, plan, predicted_s=before.step_time_s, measured_s=2 * before.step_time_s, calibrated=False
+        )
         assert remember(pair, CLUSTER)
     after = predict(JOB, CLUSTER, plan)
     assert 1.7 < after.step_time_s / before.step_time_s < 2

@@ -1,4 +1,7 @@
-"""Which plans are measured, and when nothing is: a wrong answer costs every short run more than it saves, or a long one its best plan."""
+"""Which plans are measured, and when nothing is.
+
+A wrong answer costs every short run more than it saves, or a long one its best plan.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,14 @@ DEFAULT = Plan(dp=4)
 
 
 def job(**changes: Any) -> Job:
-    common = {"model": "mlp", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 64, "stop": {"epochs": 9}}
+    common = {
+        "model": "mlp",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 64,
+        "stop": {"epochs": 9},
+    }
     return Job(**(common | changes))
 
 
@@ -41,7 +51,14 @@ def names(listed: list[Forecast]) -> list[str]:
 
 
 def test_the_default_comes_first_then_the_best_of_other_degrees() -> None:
-    found = forecasts(("fsdp=4", 0.7), ("fsdp=4 zero=2", 0.71), ("dp=4", 1.0), ("tp=4", 0.9), ("dp=1", 1.2), ("pp=4 microbatches=8", 0.8))
+    found = forecasts(
+        ("fsdp=4", 0.7),
+        ("fsdp=4 zero=2", 0.71),
+        ("dp=4", 1.0),
+        ("tp=4", 0.9),
+        ("dp=1", 1.2),
+        ("pp=4 microbatches=8", 0.8),
+    )
     assert names(shortlist(job(), HERE, DEFAULT, found)) == ["dp=4", "fsdp=4", "pp=4 microbatches=8", "dp=1"]
 
 
@@ -55,17 +72,23 @@ def test_a_default_without_memory_is_not_what_measuring_begins_with() -> None:
     assert names(shortlist(job(), HERE, DEFAULT, found)) == ["fsdp=4", "tp=4"]
 
 
-@pytest.mark.parametrize("plan", ["dp=4 precision=bf16", "dp=4 sync=local:8", "dp=4 compress=int8", "dp=4 sync=diloco:50"])
+@pytest.mark.parametrize(
+    "plan", ["dp=4 precision=bf16", "dp=4 sync=local:8", "dp=4 compress=int8", "dp=4 sync=diloco:50"]
+)
 def test_what_computes_something_else_is_never_chosen(plan: str) -> None:
     assert names(shortlist(job(), HERE, DEFAULT, forecasts(("dp=4", 1.0), (plan, 0.1)))) == ["dp=4"]
 
 
-plans = st.sampled_from(["dp=4", "dp=2", "dp=1", "fsdp=4", "tp=4", "tp=2", "pp=2 microbatches=4", "dp=2 tp=2", "dp=2 remat=block"])
+plans = st.sampled_from(
+    ["dp=4", "dp=2", "dp=1", "fsdp=4", "tp=4", "tp=2", "pp=2 microbatches=4", "dp=2 tp=2", "dp=2 remat=block"]
+)
 rows = st.dictionaries(plans, st.floats(0.001, 10), min_size=1)
 
 
 @given(rows, st.booleans())
-def test_the_list_is_short_of_different_plans_and_has_the_predicted_best(times: dict[str, float], calibrated: bool) -> None:
+def test_the_list_is_short_of_different_plans_and_has_the_predicted_best(
+    times: dict[str, float], calibrated: bool
+) -> None:
     listed = shortlist(job(), HERE, DEFAULT, forecasts(*times.items(), calibrated=calibrated))
     assert 1 <= len(listed) <= MOST_PLANS
     assert len(set(names(listed))) == len(listed)
@@ -75,11 +98,16 @@ def test_the_list_is_short_of_different_plans_and_has_the_predicted_best(times: 
     for forecast in together:
         plan = Plan.parse(forecast.plan)
         assert plan.ranks <= ranks
-        assert not plan.splits or plan.ranks in (1, ranks), "one that divides the model has all ranks of the trial, or one"
+        assert not plan.splits or plan.ranks in (1, ranks), (
+            "one that divides the model has all ranks of the trial, or one"
+        )
 
 
 def test_a_short_run_is_not_measured_unless_it_saves_more_than_that_takes() -> None:
-    alike, better = forecasts(("dp=4", 1.0), ("fsdp=4", 0.9)), forecasts(("dp=4", 1.0), ("fsdp=4", 0.3), calibrated=True)
+    alike, better = (
+        forecasts(("dp=4", 1.0), ("fsdp=4", 0.9)),
+        forecasts(("dp=4", 1.0), ("fsdp=4", 0.3), calibrated=True),
+    )
     assert "it runs for 30 s at most by prediction" in str(why_not_measured(alike, 30.0, 0.0))
     assert why_not_measured(better, 30.0, 0.0) is None
     assert why_not_measured(better, 5.0, 0.0) is not None
@@ -90,12 +118,19 @@ def test_a_short_run_is_not_measured_unless_it_saves_more_than_that_takes() -> N
 def test_a_short_run_that_is_started_again_and_again_is_measured_in_the_end() -> None:
     assert why_not_measured(forecasts(("dp=4", 1.0)), 10.0, 40.0) is not None
     assert why_not_measured(forecasts(("dp=4", 1.0)), 10.0, 55.0) is None
-    assert share_to_spend(forecasts(("dp=4", 1.0)), 10.0, 50.0) == pytest.approx(0.6), "of this run, and a tenth of all of them"
+    assert share_to_spend(forecasts(("dp=4", 1.0)), 10.0, 50.0) == pytest.approx(0.6), (
+        "of this run, and a tenth of all of them"
+    )
 
 
 def test_unmeasured_only_a_certain_gain_leaves_the_default() -> None:
     assert certain([]) is None
-    for calibrated, step_s, taken in ((True, 0.9, "dp=4"), (True, 0.8, "fsdp=4"), (False, 0.8, "dp=4"), (False, 0.4, "fsdp=4")):
+    for calibrated, step_s, taken in (
+        (True, 0.9, "dp=4"),
+        (True, 0.8, "fsdp=4"),
+        (False, 0.8, "dp=4"),
+        (False, 0.4, "fsdp=4"),
+    ):
         found = certain(forecasts(("dp=4", 1.0), ("fsdp=4", step_s), calibrated=calibrated))
         assert found is not None
         assert found.plan == taken

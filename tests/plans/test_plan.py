@@ -58,9 +58,11 @@ def test_the_order_of_keys_means_nothing(plan: Plan, random: Random) -> None:
 @settings(deadline=None)
 @given(
     st.text(st.characters(codec="utf-8"))
-    | st.lists(st.sampled_from(["dp", "=", "2", "on", "off", "pin", "sync", "fp32", "²", "threads", "tp", "cut", ",", "zero-bubble"])).map(
-        "".join
-    )
+    | st.lists(
+        st.sampled_from(
+            ["dp", "=", "2", "on", "off", "pin", "sync", "fp32", "²", "threads", "tp", "cut", ",", "zero-bubble"]
+        )
+    ).map("".join)
 )
 def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
     try:
@@ -133,7 +135,17 @@ def test_every_mistake_in_a_text_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"dp": 0}, {"dp": True}, {"dp": 2.0}, {"threads": -1}, {"pin": 1}, {"compile": True}, {"precision": "fp8"}, {"sync": "none"}]
+    "values",
+    [
+        {"dp": 0},
+        {"dp": True},
+        {"dp": 2.0},
+        {"threads": -1},
+        {"pin": 1},
+        {"compile": True},
+        {"precision": "fp8"},
+        {"sync": "none"},
+    ],
 )
 def test_a_plan_made_in_python_is_held_to_the_same_values(values: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=next(iter(values))):
@@ -141,7 +153,15 @@ def test_a_plan_made_in_python_is_held_to_the_same_values(values: dict[str, obje
 
 
 def test_the_job_names_the_precision_where_the_plan_does_not() -> None:
-    job = Job(model="mlp", data="digits", loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1}, precision="fp64")
+    job = Job(
+        model="mlp",
+        data="digits",
+        loss="cross_entropy",
+        optimizer="sgd",
+        global_batch=8,
+        stop={"steps": 1},
+        precision="fp64",
+    )
     assert Plan().precision_for(job) == "fp64"
     assert Plan(precision="bf16").precision_for(job) == "bf16"
 

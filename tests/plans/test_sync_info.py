@@ -18,10 +18,16 @@ from paceline.plans.sync_info import SyncSpec, sync_info
         ("allreduce:ring", "allreduce", {"": "ring"}),
         ("local:8", "local", {"": 8}),
         ("diloco:30", "diloco", {"": 30, "fragments": 1, "overlap": 0, "lr": 0.7, "momentum": 0.9}),
-        ("diloco:30,overlap=5,fragments=4,lr=1", "diloco", {"": 30, "fragments": 4, "overlap": 5, "lr": 1.0, "momentum": 0.9}),
+        (
+            "diloco:30,overlap=5,fragments=4,lr=1",
+            "diloco",
+            {"": 30, "fragments": 4, "overlap": 5, "lr": 1.0, "momentum": 0.9},
+        ),
     ],
 )
-def test_a_rule_is_read_with_its_settings_and_their_defaults(text: str, name: str, arguments: dict[str, object]) -> None:
+def test_a_rule_is_read_with_its_settings_and_their_defaults(
+    text: str, name: str, arguments: dict[str, object]
+) -> None:
     assert SyncSpec.parse(text) == SyncSpec(name, arguments)
 
 
@@ -82,7 +88,9 @@ def test_a_compression_that_is_none_is_refused(text: str, message: str) -> None:
     assert message in problem
 
 
-@pytest.mark.parametrize("text", ["dp=4 sync=diloco:30,fragments=4,overlap=5 compress=int4", "dp=2 sync=local:8", "dp=2 compress=auto"])
+@pytest.mark.parametrize(
+    "text", ["dp=4 sync=diloco:30,fragments=4,overlap=5 compress=int4", "dp=2 sync=local:8", "dp=2 compress=auto"]
+)
 def test_the_text_of_a_plan_with_a_rule_is_read_back(text: str) -> None:
     assert str(Plan.parse(text)) == text
 
@@ -92,4 +100,9 @@ def test_rules_say_of_themselves_whether_replicas_differ_and_how_often_they_agre
     assert sync_info("averaging").exact
     assert sync_info("local:8").local_steps
     assert not sync_info("diloco:8").exact
-    assert [SyncSpec.parse(text).period for text in ("allreduce:ring", "averaging", "local:8", "diloco:30")] == [1, 1, 8, 30]
+    assert [SyncSpec.parse(text).period for text in ("allreduce:ring", "averaging", "local:8", "diloco:30")] == [
+        1,
+        1,
+        8,
+        30,
+    ]

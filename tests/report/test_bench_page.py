@@ -1,4 +1,7 @@
-"""The page of a benchmark in a real browser: it shows the report's numbers, explains them, claims no more, and asks no host."""
+"""The page of a benchmark in a real browser.
+
+It shows the report's numbers, explains them, claims no more, and asks no host.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,27 @@ def page_of(values: Report, folder: Path) -> Path:
 
 def shown_values(browser: Browser, figure: str) -> list[float]:
     """The numbers behind a line of the table."""
-    return [float(cell.get_attribute("data-value") or "nan") for cell in browser.all(f"tr[data-figure={figure}] td[data-value]")]
+    return [
+        float(cell.get_attribute("data-value") or "nan")
+        for cell in browser.all(f"tr[data-figure={figure}] td[data-value]")
+    ]
 
 
 @needs_chromium
 def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(browser: Browser, tmp_path: Path) -> None:
     browser.open(page_of(report(), tmp_path))
-    assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == [f"plot-{name}" for name in CHARTS]
+    assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == [
+        f"plot-{name}" for name in CHARTS
+    ]
     assert len(browser.all("#plot-scaling .scatterlayer .trace")) == 3, "ideal, strong and weak"
     assert len(browser.all("#plot-scaling .errorbar")) == 6, "an interval at 1, 2 and 4 devices, strong and weak"
     bars = browser.all("#plot-breakdown .barlayer .trace")
     assert len(bars) == len(PARTS)
     ranks = 1 + 2 * (2 + 4)
     assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == len(PARTS) * ranks
-    assert len(browser.all("#plot-breakdown .scatterlayer .point")) == ranks - 1, "the ideal is marked but for one device"
+    assert len(browser.all("#plot-breakdown .scatterlayer .point")) == ranks - 1, (
+        "the ideal is marked but for one device"
+    )
     for over in ("seconds", "samples"):
         assert len(browser.all(f"#plot-loss-{over} .scatterlayer .trace")) == 5
     assert browser.console() == []
@@ -50,13 +60,19 @@ def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(brow
 
 
 @needs_chromium
-def test_the_browser_itself_refuses_a_request_or_a_script_that_is_not_the_pages(browser: Browser, tmp_path: Path) -> None:
+def test_the_browser_itself_refuses_a_request_or_a_script_that_is_not_the_pages(
+    browser: Browser, tmp_path: Path
+) -> None:
     browser.open(page_of(report(), tmp_path))
-    browser.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.stolen = 3'}))")
+    browser.run(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.stolen = 3'}))"
+    )
     browser.run("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/x.png'}))")
     assert browser.run("return window.stolen") is None
     assert sum("Content Security Policy" in line for line in browser.console()) == 2
-    assert browser.requests() == ["http://127.0.0.1:9/x.png"], "the attempt; so an empty list elsewhere means that there was none"
+    assert browser.requests() == ["http://127.0.0.1:9/x.png"], (
+        "the attempt; so an empty list elsewhere means that there was none"
+    )
 
 
 @needs_chromium
@@ -77,19 +93,30 @@ def test_the_numbers_are_those_of_the_report(browser: Browser, tmp_path: Path) -
     assert lost[-1] == pytest.approx(four.step_time_s.middle - settings[0].step_time_s.middle / 4)
     assert sum(lost[:-1]) == pytest.approx(lost[-1])
     assert "not available" in browser.one("tr[data-figure=energy]").text
-    for text in (values.command, values.cluster, *map(on_cores, values.limits), *values.knobs, "2.13.0+cpu", "0.04, 0.17, 0.08"):
+    for text in (
+        values.command,
+        values.cluster,
+        *map(on_cores, values.limits),
+        *values.knobs,
+        "2.13.0+cpu",
+        "0.04, 0.17, 0.08",
+    ):
         assert " ".join(text.split()) in " ".join(browser.one("body").text.split())
 
 
 @needs_chromium
-def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader(browser: Browser, tmp_path: Path) -> None:
+def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader(
+    browser: Browser, tmp_path: Path
+) -> None:
     browser.open(page_of(report(), tmp_path))
     terms = browser.all(".term")
     named = {str(term.get_attribute("href")).rpartition("#definition-")[2] for term in terms}
     rows = {row.get_attribute("data-figure") for row in browser.all("tr[data-figure]")}
     assert rows | set(PARTS) | {"ideal", "interval", "lost", "loss"} <= named
     for name in named:
-        assert browser.one(f"#text-{name}").text == on_cores(DEFINITIONS[name].text), "in the list at the end, which the link leads to"
+        assert browser.one(f"#text-{name}").text == on_cores(DEFINITIONS[name].text), (
+            "in the list at the end, which the link leads to"
+        )
     assert all(browser.all(f"#{term.get_attribute('aria-describedby')}") for term in terms)
 
     tip = browser.one("#tip")
@@ -123,7 +150,9 @@ def test_where_the_intervals_overlap_no_speedup_stands_anywhere(browser: Browser
 @needs_chromium
 def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path: Path) -> None:
     one = dataclasses.replace(setting(1, "strong", 20, 0.01), label=HOSTILE, plan=HOSTILE)
-    two = dataclasses.replace(setting(2, "strong", 11, 0.01), label=HOSTILE, plan=HOSTILE, runs=[HOSTILE.replace("/", "")])
+    two = dataclasses.replace(
+        setting(2, "strong", 11, 0.01), label=HOSTILE, plan=HOSTILE, runs=[HOSTILE.replace("/", "")]
+    )
     (tmp_path / HOSTILE.replace("/", "")).mkdir()
     hostile = report(
         job=HOSTILE,
@@ -148,7 +177,10 @@ def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path
 
 @needs_chromium
 def test_it_fits_into_windows_wide_and_narrow(browser: Browser, tmp_path: Path) -> None:
-    outside = "return [...document.querySelectorAll('.main-svg, .card, section')].filter(e => e.getBoundingClientRect().right > innerWidth)"
+    outside = (
+        "return [...document.querySelectorAll('.main-svg, .card, section')].filter(e => "
+        "e.getBoundingClientRect().right > innerWidth)"
+    )
     for name in ("alike", "scales"):
         (tmp_path / name).mkdir()
     page_of(alike(synthetic=True, complete=False), tmp_path / "alike")
@@ -164,7 +196,10 @@ def test_it_fits_into_windows_wide_and_narrow(browser: Browser, tmp_path: Path) 
 @needs_chromium
 def test_text_can_be_read_in_both_themes_and_paper_is_white(browser: Browser, tmp_path: Path) -> None:
     page = page_of(alike(), tmp_path)
-    in_html, in_svg = ("#limits p", ".about", "td"), (".xtick text", ".ytick text", ".xtitle", ".legendtext", ".textpoint text")
+    in_html, in_svg = (
+        ("#limits p", ".about", "td"),
+        (".xtick text", ".ytick text", ".xtitle", ".legendtext", ".textpoint text"),
+    )
     for dark in (False, True):
         browser.open(page, dark=dark)
         assert (luminance(browser, "body", "backgroundColor") < 0.1) == dark
@@ -172,8 +207,12 @@ def test_text_can_be_read_in_both_themes_and_paper_is_white(browser: Browser, tm
         inks = {css: luminance(browser, css, "color") for css in in_html} | {
             css: luminance(browser, f".plot {css}", "fill") for css in in_svg
         }
-        assert {css: contrast(ink, card) for css, ink in inks.items() if contrast(ink, card) < 4.5} == {}, "WCAG 2: at least 4.5"
-        assert contrast(luminance(browser, ".warnings", "color"), luminance(browser, ".warnings", "backgroundColor")) > 4.5
+        assert {css: contrast(ink, card) for css, ink in inks.items() if contrast(ink, card) < 4.5} == {}, (
+            "WCAG 2: at least 4.5"
+        )
+        assert (
+            contrast(luminance(browser, ".warnings", "color"), luminance(browser, ".warnings", "backgroundColor")) > 4.5
+        )
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     assert luminance(browser, "body", "backgroundColor") == 1
     assert luminance(browser, ".plot .xtick text", "fill") < 0.1
@@ -193,8 +232,14 @@ def test_synthetic_data_and_an_interrupted_benchmark_are_said_at_the_top(tmp_pat
     ("settings", "verdict"),
     [
         ([setting(1, "strong", 20, 0.01)], "Measured on one core"),
-        ([setting(2, "strong", 20, 0.01, speedup=None, efficiency=None, is_speedup=False)], "measure one core, too (--devices 1,2)"),
-        ([setting(1, "strong", 20, 0.01), setting(2, "strong", 40, 0.01)], "Slower with 2 cores: 0.480 of the speed of one core."),
+        (
+            [setting(2, "strong", 20, 0.01, speedup=None, efficiency=None, is_speedup=False)],
+            "measure one core, too (--devices 1,2)",
+        ),
+        (
+            [setting(1, "strong", 20, 0.01), setting(2, "strong", 40, 0.01)],
+            "Slower with 2 cores: 0.480 of the speed of one core.",
+        ),
         (
             [setting(1, "strong", 20, 0.01), setting(2, "weak", 20, 0.01)],
             "1.92 times as fast with 2 cores, at the same batch per core.",
@@ -212,8 +257,20 @@ def test_the_headline_says_what_was_measured(settings: list[MeasuredSetting], ve
 
 def test_a_plan_on_one_device_is_compared_as_well(tmp_path: Path) -> None:
     gain = around(1.4, 0.01)
-    plan = setting(1, "strong", 13.7, 0.01, label="dp=1 threads=2", plan="dp=1 threads=2", speedup=gain, efficiency=gain, is_speedup=True)
-    text = page_of(report(settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 11, 0.01), plan]), tmp_path).read_text()
+    plan = setting(
+        1,
+        "strong",
+        13.7,
+        0.01,
+        label="dp=1 threads=2",
+        plan="dp=1 threads=2",
+        speedup=gain,
+        efficiency=gain,
+        is_speedup=True,
+    )
+    text = page_of(
+        report(settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 11, 0.01), plan]), tmp_path
+    ).read_text()
     assert "1.40 ×" in text
     assert '"other plans"' in text
 
@@ -222,7 +279,10 @@ def with_rules() -> Report:
     """One device, and three plans for four: exact, compressed, and one that did not reach the target."""
     rules: dict[str, dict[str, Any]] = {
         "dp=4": {"final_loss": 0.312},
-        "dp=4 compress=int8": {"final_loss": 0.315, "ranks": [dataclasses.replace(rank_use(0.005, 4, rank), **_LESS) for rank in range(4)]},
+        "dp=4 compress=int8": {
+            "final_loss": 0.315,
+            "ranks": [dataclasses.replace(rank_use(0.005, 4, rank), **_LESS) for rank in range(4)],
+        },
         "dp=4 sync=diloco:30,fragments=4,overlap=5 compress=int4": {"final_loss": 0.33, "time_to_target_s": None},
     }
     return report(
@@ -237,7 +297,9 @@ _LESS: dict[str, Any] = {"wire_bytes": 270_000.0, "saved_bytes": 804_600.0, "com
 
 
 @needs_chromium
-def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_and_reach(browser: Browser, tmp_path: Path) -> None:
+def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_and_reach(
+    browser: Browser, tmp_path: Path
+) -> None:
     values = with_rules()
     browser.open(page_of(values, tmp_path), width=400)
     bars = browser.all("#plot-plans .barlayer .trace")
@@ -265,12 +327,30 @@ def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_a
 
 def test_a_setting_without_ranks_curve_or_training_time_leaves_those_out(tmp_path: Path) -> None:
     bare = [
-        setting(n, "strong", 20 / n, 0.01, ranks=[], curve=None, training_time_s=None, time_to_target_s=None, runs=[], pairs=[])
+        setting(
+            n,
+            "strong",
+            20 / n,
+            0.01,
+            ranks=[],
+            curve=None,
+            training_time_s=None,
+            time_to_target_s=None,
+            runs=[],
+            pairs=[],
+        )
         for n in (1, 2)
     ]
     text = page_of(report(settings=bare, target=None, limits=[], knobs=[], environment={}), tmp_path).read_text()
     assert 'id="plot-scaling"' in text
-    for absent in ('id="plot-breakdown"', 'id="plot-loss', 'data-figure="training_time"', 'id="knobs"', 'id="runs"', 'id="limits"'):
+    for absent in (
+        'id="plot-breakdown"',
+        'id="plot-loss',
+        'data-figure="training_time"',
+        'id="knobs"',
+        'id="runs"',
+        'id="limits"',
+    ):
         assert absent not in text
 
 

@@ -1,4 +1,7 @@
-"""`paceline report` on a directory that somebody else has made: nothing of the reader's is overwritten, run or waited for."""
+"""`paceline report` on a directory that somebody else has made.
+
+Nothing of the reader's is overwritten, run or waited for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def test_no_file_of_the_reader_is_written_through_a_link_with_the_name_of_a_temporary_file(run: Path, tmp_path: Path) -> None:
+def test_no_file_of_the_reader_is_written_through_a_link_with_the_name_of_a_temporary_file(
+    run: Path, tmp_path: Path
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("the reader's")
     for name in (f".report.html.{os.getpid()}", ".report.html", "report.html", ".report.html.partial"):
@@ -77,12 +82,18 @@ def folder(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["steps/rank-0.jsonl", "events.jsonl", "environment.json", "plan.txt", "cluster.yaml"])
 @pytest.mark.parametrize("made", [endless, pipe, sparse, deep, folder])
-def test_what_is_no_file_of_a_run_is_told_and_never_waited_for(run: Path, name: str, made: Callable[[Path], None]) -> None:
+def test_what_is_no_file_of_a_run_is_told_and_never_waited_for(
+    run: Path, name: str, made: Callable[[Path], None]
+) -> None:
     (run / name).unlink()
     made(run / name)
     if name in ("events.jsonl", "environment.json"):  # the page does without
         page = write_run_page(Run(run)).read_text()
-        assert f"{name} cannot be read" in page or "cannot be read and is left out" in page or "missing or cannot be read" in page
+        assert (
+            f"{name} cannot be read" in page
+            or "cannot be read and is left out" in page
+            or "missing or cannot be read" in page
+        )
     else:
         with pytest.raises(PacelineError, match=r"plan|cluster|rank-0|no finished step"):
             write_run_page(Run(run))
@@ -117,10 +128,15 @@ def test_a_line_with_values_that_no_run_writes_is_left_out(run: Path, line: str)
     write_run_page(Run(run))
 
 
-@pytest.mark.parametrize("event", ["start", "end", "resume", "evaluation", "restart", "sync", "rewind", "nonfinite", "links", "experts"])
+@pytest.mark.parametrize(
+    "event", ["start", "end", "resume", "evaluation", "restart", "sync", "rewind", "nonfinite", "links", "experts"]
+)
 def test_an_event_without_what_belongs_to_it_breaks_no_page(run: Path, event: str) -> None:
     with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "time": 1e9, "step": "x", "said": 3, "parameters": "<b>", "elapsed_s": 2}) + "\n")
+        file.write(
+            json.dumps({"event": event, "time": 1e9, "step": "x", "said": 3, "parameters": "<b>", "elapsed_s": 2})
+            + "\n"
+        )
     try:
         assert write_run_page(Run(run)).is_file()
     except RunError as error:
@@ -135,7 +151,10 @@ def test_the_page_of_a_benchmark_made_of_wrong_types_is_an_error_of_one_line(tmp
 
 
 def test_a_cluster_file_that_unfolds_to_gigabytes_is_refused(run: Path) -> None:
-    lines = ["a: &a [x,x,x,x,x,x,x,x,x]", *(f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True))]
+    lines = [
+        "a: &a [x,x,x,x,x,x,x,x,x]",
+        *(f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    ]
     (run / "cluster.yaml").write_text("\n".join(lines))
     with pytest.raises(RunError, match="YAML aliases"):
         write_run_page(Run(run))

@@ -1,4 +1,7 @@
-"""The page of `paceline links` in a real browser: a chart for each collective on logarithmic axes, its limit, all numbers, no request."""
+"""The page of `paceline links` in a real browser.
+
+A chart for each collective on logarithmic axes, its limit, all numbers, no request.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,21 @@ def measured(*, wrong: int = 0) -> list[TransportMeasurement]:
 
 
 def page(folder: Path, values: list[TransportMeasurement]) -> Path:
-    return write_links_page(values, "two hosts", "paceline links --plot links.html", {"torch": "2.13.0", "cores": 2}, folder / "links.html")
+    return write_links_page(
+        values, "two hosts", "paceline links --plot links.html", {"torch": "2.13.0", "cores": 2}, folder / "links.html"
+    )
 
 
 def test_every_collective_has_its_curves_and_its_limit_on_logarithmic_axes(browser: Browser, tmp_path: Path) -> None:
     browser.open(page(tmp_path, measured()))
-    assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == ["plot-all_reduce", "plot-send_receive"]
+    assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == [
+        "plot-all_reduce",
+        "plot-send_receive",
+    ]
     assert [text.text for text in browser.all("#plot-all_reduce .legendtext")] == ["gloo", "gloo, ring", "tcp", "limit"]
-    types = browser.run("const a = document.getElementById('plot-all_reduce')._fullLayout; return [a.xaxis.type, a.yaxis.type]")
+    types = browser.run(
+        "const a = document.getElementById('plot-all_reduce')._fullLayout; return [a.xaxis.type, a.yaxis.type]"
+    )
     assert types == ["log", "log"]
     limit = browser.run("return Array.from(document.getElementById('plot-all_reduce').data[3].y)")
     assert limit == pytest.approx([1e8] * 3), "of two ranks on two hosts: the rate of the link"
@@ -58,7 +68,10 @@ def test_the_numbers_are_those_measured(browser: Browser, tmp_path: Path) -> Non
     ]
     assert shown == [pytest.approx(times) for times in of_all_reduce]
     assert "left out" in rows[1].text
-    assert browser.one("#verdict").text == "All-reduce of 16 MiB over tcp: 94.9 MB/s of bus bandwidth, 95 % of what the hardware allows."
+    assert (
+        browser.one("#verdict").text
+        == "All-reduce of 16 MiB over tcp: 94.9 MB/s of bus bandwidth, 95 % of what the hardware allows."
+    )
     assert "left out, as one call would take longer than 1.5 s: all-reduce ring 16MiB" in browser.one("#warnings").text
     assert "none wrong" in browser.one("header").text
 

@@ -1,4 +1,7 @@
-"""The page of `paceline plan` in a real browser: its pictures hold what the search found, it asks for nothing and runs nobody's script."""
+"""The page of `paceline plan` in a real browser.
+
+Its pictures hold what the search found, it asks for nothing and runs nobody's script.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +45,36 @@ def advised() -> BatchAdvice:
         BatchPoint(batch, c.plan, replace(c.prediction, throughput=speed))
         for batch, speed, c in ((64, 50.0, found().best[0]), (128, 90.0, found().best[0]), (256, 92.0, found().best[0]))
     )
-    return BatchAdvice(points, points[0], points[1], "square root", 0.0014, "two more doublings are hardly faster", ("nobody knows",))
+    return BatchAdvice(
+        points, points[0], points[1], "square root", 0.0014, "two more doublings are hardly faster", ("nobody knows",)
+    )
 
 
 def page(folder: Path, explanation: Explanation | None = None, *, whole: bool = True) -> Path:
     told = explanation or explained()
-    return write_plan_page(told, scaled() if whole else [], advised() if whole else None, "paceline plan job.yaml", folder / "plan.html")
+    return write_plan_page(
+        told, scaled() if whole else [], advised() if whole else None, "paceline plan job.yaml", folder / "plan.html"
+    )
 
 
 @pytest.mark.needs_chromium
 def test_the_pictures_hold_what_was_found_and_the_page_asks_for_nothing(browser: Browser, tmp_path: Path) -> None:
     browser.open(page(tmp_path))
     drawn = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
-    assert drawn == [f"plot-{name}" for name in ("time", "pipeline", "pareto-memory", "pareto-cost", "held", "scaling", "batches")]
+    assert drawn == [
+        f"plot-{name}" for name in ("time", "pipeline", "pareto-memory", "pareto-cost", "held", "scaling", "batches")
+    ]
     tp = browser.run("return document.getElementById('plot-time').data.find(d => d.name.startsWith('tp')).x")
     assert tp == pytest.approx([0.15, 0.0, 0.1])
-    shown = browser.run("return document.getElementById('plot-pareto-memory').data.flatMap(d => d.mode == 'lines' ? [] : Array.from(d.y))")
+    shown = browser.run(
+        "return document.getElementById('plot-pareto-memory').data.flatMap(d => d.mode == 'lines' ? [] : "
+        "Array.from(d.y))"
+    )
     assert sorted(shown) == pytest.approx(sorted(c.prediction.step_time_s for c in found().best))
-    figures = [float(cell.get_attribute("data-value") or "nan") for cell in browser.all("#figures tr td[data-value]:nth-of-type(2)")]
+    figures = [
+        float(cell.get_attribute("data-value") or "nan")
+        for cell in browser.all("#figures tr td[data-value]:nth-of-type(2)")
+    ]
     assert figures == pytest.approx([c.prediction.step_time_s for c in found().best])
     assert browser.console() == []
     assert browser.requests() == []
@@ -79,14 +94,19 @@ def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(browser: Br
     assert "too little memory" in browser.one("#devices").text
     assert "The chosen plan has one stage" in browser.one("#pipeline").text
     undefined = browser.run(
-        "return [...document.querySelectorAll('.term')].filter(t => !document.getElementById(t.getAttribute('aria-describedby'))).length"
+        "return [...document.querySelectorAll('.term')].filter(t => "
+        "!document.getElementById(t.getAttribute('aria-describedby'))).length"
     )
     assert undefined == 0
 
 
 @pytest.mark.needs_chromium
-def test_on_a_telephone_nothing_is_wider_than_the_screen_also_without_pipeline_prices_and_scaling(browser: Browser, tmp_path: Path) -> None:
-    long = candidate("fsdp=8 tp=2 zero=2 sequence=on remat=selective microbatches=4 transport=auto precision=bf16", compute=1.0)
+def test_on_a_telephone_nothing_is_wider_than_the_screen_also_without_pipeline_prices_and_scaling(
+    browser: Browser, tmp_path: Path
+) -> None:
+    long = candidate(
+        "fsdp=8 tp=2 zero=2 sequence=on remat=selective microbatches=4 transport=auto precision=bf16", compute=1.0
+    )
     plain = explain(job(), cluster(), found(best=(long, found().best[1]), excluded=()), what_would_help=False)
     for written in (page(tmp_path), page(tmp_path, plain, whole=False)):
         browser.open(written, width=390)

@@ -14,10 +14,15 @@ HOSTILE = "</script><script>window.stolen = 1</script>"
 
 
 def rates(**changes: str) -> Rates:
-    """Two rules at two rates; at one of them the second rule did not reach the target, and the losses of a third are not known."""
+    """Two rules at two rates.
+
+    At one of them the second rule did not reach the target, and the losses of a third are not known.
+    """
     seconds, losses = [float(i + 1) for i in range(100)], [1 + 2 * 0.97**i for i in range(100)]
     whole = RuleFigures("DDP", "", 20e6, 8.0, 800.0, 1.5, [8 * s for s in seconds], losses)
-    fast = RuleFigures(changes.get("name", "int8"), "dp=4 compress=int8", 5e6, 2.1, 210.0, 1.51, [2.1 * s for s in seconds], losses)
+    fast = RuleFigures(
+        changes.get("name", "int8"), "dp=4 compress=int8", 5e6, 2.1, 210.0, 1.51, [2.1 * s for s in seconds], losses
+    )
     lost = RuleFigures("int8", "dp=4 compress=int8", None, 0.9, None, None, seconds, [4.0] * 100)
     untrained = RuleFigures("auto", "dp=4 compress=auto", 5e6, 0.9, None, None)
     return Rates(
@@ -30,7 +35,9 @@ def rates(**changes: str) -> Rates:
 
 @pytest.mark.needs_chromium
 @pytest.mark.parametrize("width", [400, 1200])
-def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(width: int, browser: Browser, tmp_path: Path) -> None:
+def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
+    width: int, browser: Browser, tmp_path: Path
+) -> None:
     browser.open(write_rules_page(rates(), tmp_path / "rules.html"), width=width)
     charts = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
     assert charts == ["plot-loss-1", "plot-bars-1", "plot-loss-2", "plot-bars-2"]

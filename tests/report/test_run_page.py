@@ -49,7 +49,11 @@ def rewrite(run: Run, rank: int, change: Any) -> None:
 
 @pytest.mark.needs_chromium
 def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, browser: Browser, tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run", small_job(data=points(held_out=0.2), metrics=["accuracy"], evaluate={"every_steps": 5}), plan="dp=2")
+    run = new_run(
+        tmp_path / "run",
+        small_job(data=points(held_out=0.2), metrics=["accuracy"], evaluate={"every_steps": 5}),
+        plan="dp=2",
+    )
     ranks(2, train_as_rank, run.path)
     browser.open(write_run_page(Run(run.path)))
 
@@ -57,7 +61,8 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
     figures = {card.get_attribute("data-figure"): card for card in browser.all(".card")}
     assert list(figures) == ["throughput", "training_time", "step_time", "held_out"]
     shown = {
-        name: float(card.find_element("css selector", ".value").get_attribute("data-value") or "nan") for name, card in figures.items()
+        name: float(card.find_element("css selector", ".value").get_attribute("data-value") or "nan")
+        for name, card in figures.items()
     }
     assert shown["throughput"] == Run(run.path).throughput
     assert shown["training_time"] == Run(run.path).training_time_s
@@ -65,7 +70,8 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
 
     charts = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
     assert charts == [
-        f"plot-{n}" for n in ("breakdown", "loss-steps", "loss-time", "metric-0", "throughput", "parts", "memory_now", "wire")
+        f"plot-{n}"
+        for n in ("breakdown", "loss-steps", "loss-time", "metric-0", "throughput", "parts", "memory_now", "wire")
     ]
     assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == 2 * len(PARTS)
     assert len(browser.all("#plot-loss-steps .scatterlayer .trace")) == 2, "training and held out"
@@ -89,7 +95,11 @@ def as_replicas(run: Run, plan: str, use: dict[str, float], events: list[dict[st
     (run.path / "plan.txt").write_text(f"{plan}\n")
     times = {f"{part}_s": 0.0 for part in PARTS} | {"step_s": 0.2, "comm_s": comm_s, "compute_s": 0.2 - comm_s}
     for rank in (1, 0):
-        rewrite(run, rank, lambda line, rank=rank: line | times | {"use": {name: value * (1 + rank) for name, value in use.items()}})
+        rewrite(
+            run,
+            rank,
+            lambda line, rank=rank: line | times | {"use": {name: value * (1 + rank) for name, value in use.items()}},
+        )
     with (run.path / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event | {"time": 1e9}) + "\n" for event in events)
     return Run(run.path)
@@ -97,8 +107,14 @@ def as_replicas(run: Run, plan: str, use: dict[str, float], events: list[dict[st
 
 @pytest.mark.needs_chromium
 def test_what_replicas_send_and_compression_saves_stands_in_the_page(run: Run, browser: Browser) -> None:
-    links = {"host-0": {"sent_bytes": 2_000_000, "received_bytes": 1_500_000}, "host-1": {"sent_bytes": 7, "received_bytes": 9}}
-    events: list[dict[str, Any]] = [{"event": "sync", "said": ["ring, for it is <fast>"]}, *[{"event": "links", "links": links}] * 2]
+    links = {
+        "host-0": {"sent_bytes": 2_000_000, "received_bytes": 1_500_000},
+        "host-1": {"sent_bytes": 7, "received_bytes": 9},
+    }
+    events: list[dict[str, Any]] = [
+        {"event": "sync", "said": ["ring, for it is <fast>"]},
+        *[{"event": "links", "links": links}] * 2,
+    ]
     use = {"wire_bytes": 2500, "saved_bytes": 7500, "compression_error": 0.02}
     browser.open(write_run_page(as_replicas(run, "dp=2 compress=int8", use, events, comm_s=0.15)), width=400)
     paragraphs = [p.text for p in browser.all("#sync .lead p")]
@@ -107,7 +123,11 @@ def test_what_replicas_send_and_compression_saves_stands_in_the_page(run: Run, b
         row.get_attribute("data-figure"): row.find_element("css selector", "td").get_attribute("data-value")
         for row in browser.all("#sync tr[data-figure]")
     }
-    assert {name: float(value or "nan") for name, value in shown.items()} == {"wire": 5000, "saved": 15000, "compression_error": 0.02}
+    assert {name: float(value or "nan") for name, value in shown.items()} == {
+        "wire": 5000,
+        "saved": 15000,
+        "compression_error": 0.02,
+    }
     cells = [cell.text for cell in browser.all("#links td[data-value]")]
     assert cells == ["3.81 MiB", "2.86 MiB", "14 B", "18 B"], "of both attempts"
     assert len(browser.all("#plot-wire .scatterlayer .trace")) == 2, "sent, and what it would be without compression"
@@ -143,7 +163,11 @@ def test_a_run_of_one_replica_says_nothing_of_agreement(run: Run) -> None:
 def test_the_rank_that_others_wait_for_is_named(waits: list[float], sentence: str | None, run: Run) -> None:
     (run.path / "plan.txt").write_text("dp=3\n")
     for rank in (1, 2, 0):
-        times = {f"{part}_s": 0.0 for part in PARTS} | {"step_s": 0.2, "imbalance_s": waits[rank], "compute_s": 0.2 - waits[rank]}
+        times = {f"{part}_s": 0.0 for part in PARTS} | {
+            "step_s": 0.2,
+            "imbalance_s": waits[rank],
+            "compute_s": 0.2 - waits[rank],
+        }
         rewrite(run, rank, lambda line, times=times: line | times)
     sentences = RunView(Run(run.path)).sentences
     assert sentences[0].startswith("A step takes 200 ms on average: ")
@@ -188,7 +212,10 @@ def test_broken_lines_are_left_out_and_counted(broken: bytes, run: Run) -> None:
     whole = RunRecord.read(run)
     file.write_bytes(file.read_bytes() + broken)
     record = RunRecord.read(run)
-    assert record.gaps == [*whole.gaps, "1 line of steps/rank-0.jsonl cannot be read and is left out; a crash cuts a line short."]
+    assert record.gaps == [
+        *whole.gaps,
+        "1 line of steps/rank-0.jsonl cannot be read and is left out; a crash cuts a line short.",
+    ]
     assert record.ranks == whole.ranks
     assert record.gaps[-1] in write_run_page(run).read_text()
 
@@ -198,7 +225,11 @@ def test_missing_files_are_named_and_the_rest_is_shown(run: Run) -> None:
     (run.path / "environment.json").write_text("{")
     (run.path / "events.jsonl").unlink()
     text = write_run_page(run).read_text()
-    for words in ("steps/rank-1.jsonl is missing: rank 1 is not shown.", "environment.json is missing or cannot be read", "has no event"):
+    for words in (
+        "steps/rank-1.jsonl is missing: rank 1 is not shown.",
+        "environment.json is missing or cannot be read",
+        "has no event",
+    ):
         assert words in text
     assert "20 steps so far: the run has not ended, or it crashed." in text
     assert 'id="plot-breakdown"' in text
@@ -250,7 +281,9 @@ def test_what_happened_at_the_same_moment_is_one_mark(run: Run) -> None:
 def test_long_runs_are_thinned_and_the_page_says_so(run: Run) -> None:
     rewrite(run, 0, lambda line: line)
     first = json.loads((run.path / "steps" / "rank-0.jsonl").read_text().splitlines()[0])
-    lines = [json.dumps(first | {"step": n, "time": first["time"] + 0.01 * n, "loss": float(n)}) for n in range(1, 5001)]
+    lines = [
+        json.dumps(first | {"step": n, "time": first["time"] + 0.01 * n, "loss": float(n)}) for n in range(1, 5001)
+    ]
     (run.path / "steps" / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
     page = write_run_page(run)
     assert "Each point is the mean of 13 steps." in page.read_text()

@@ -1,4 +1,7 @@
-"""`paceline.train`: the same training under our launcher, under torchrun and from a script; and what is told when it cannot begin."""
+"""`paceline.train`: the same training under our launcher, under torchrun and from a script.
+
+And what is told when it cannot begin.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,16 @@ def job(tmp_path: Path) -> Path:
 
 def test_torchrun_trains_the_same_as_our_launcher(job: Path, tmp_path: Path) -> None:
     with started(
-        "torchrun", "--nproc-per-node", 2, "-m", "paceline", "train", job, "--run-dir", "under_torchrun", folder=tmp_path
+        "torchrun",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "paceline",
+        "train",
+        job,
+        "--run-dir",
+        "under_torchrun",
+        folder=tmp_path,
     ) as process:
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
@@ -70,7 +82,9 @@ def test_a_rank_of_torchrun_that_raises_is_told_first_and_named_in_torchruns_own
         "def net():\n"
         "    return Net(nn.Flatten(), nn.Linear(784, 10))\n"
     )
-    job = write_job(tmp_path / "job.yaml", model="mine.py:net", data={"kind": "synthetic", "samples": 48, "shape": [1, 28, 28]})
+    job = write_job(
+        tmp_path / "job.yaml", model="mine.py:net", data={"kind": "synthetic", "samples": 48, "shape": [1, 28, 28]}
+    )
     with started("torchrun", "--nproc-per-node", 2, "-m", "paceline", "train", job, folder=tmp_path) as process:
         outcome = ended(process)
     assert outcome.code == 1
@@ -102,7 +116,9 @@ def test_an_unknown_plan_is_refused_with_every_reason(job: Path) -> None:
     assert choose_plan(loaded, discover(), "dp=1 precision=bf16") == Plan(dp=1, precision="bf16")
     with pytest.raises(PlanError) as caught:
         choose_plan(loaded, discover(), "dp=4096 memory_format=channels_last")
-    assert len(str(caught.value).splitlines()) == 4, "devices, the batch, a model without images, and the nearest plan that works"
+    assert len(str(caught.value).splitlines()) == 4, (
+        "devices, the batch, a model without images, and the nearest plan that works"
+    )
 
 
 def test_a_rank_that_imports_a_script_does_not_train_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +141,9 @@ def test_a_second_training_in_a_live_run_is_refused_before_anything_of_it_change
     run = Run.create(tmp_path / "run", job, discover(), Plan(dp=1)).path
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     with RunLock(run):
-        with pytest.raises(RunError, match=rf"{run} is being trained by process {os.getpid()} on host .*name another run"):
+        with pytest.raises(
+            RunError, match=rf"{run} is being trained by process {os.getpid()} on host .*name another run"
+        ):
             train(job, run=run, resume=True, plan="dp=2", console=Console(quiet=True))
         assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != "lock"} == before
         (run / "job.yaml").unlink()

@@ -1,4 +1,7 @@
-"""A divided model in the engine: batches that leave ranks without samples, validation metrics, users' own loops, and what is reported."""
+"""A divided model in the engine.
+
+Batches that leave ranks without samples, validation metrics, users' own loops, and what is reported.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ class Layers(nn.Module):
         return y
 
 
-def own_loop(plan: str, steps: int = 6, samples: int = SAMPLES, *, warm: bool = False, nan_at: int | None = None) -> dict[str, Any]:
+def own_loop(
+    plan: str, steps: int = 6, samples: int = SAMPLES, *, warm: bool = False, nan_at: int | None = None
+) -> dict[str, Any]:
     """Losses, norms and this rank's parts of the weights; `warm`: the optimizer has taken a step before."""
     torch.manual_seed(1)
     model = Layers().double()
@@ -67,7 +72,9 @@ def own_loop(plan: str, steps: int = 6, samples: int = SAMPLES, *, warm: bool = 
             found["losses"].append(result.loss)
             found["norms"].append(result.grad_norm)
     parts = engine.parts
-    found["weights"] = {n: (p.detach().clone(), parts[n].layout if parts else None) for n, p in engine.named_parameters().items()}
+    found["weights"] = {
+        n: (p.detach().clone(), parts[n].layout if parts else None) for n, p in engine.named_parameters().items()
+    }
     engine.close()
     return found
 
@@ -83,7 +90,10 @@ def assert_parts_of(one: dict[str, Any], many: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("plan", ["fsdp=4", "dp=2 fsdp=2 microbatches=3", "pp=2 microbatches=4"])
 def test_a_last_batch_that_leaves_ranks_without_samples_is_weighed_exactly(ranks: Ranks, plan: str) -> None:
-    """22 samples in batches of 8: the last one has 6; of the 4 data-parallel ranks of fsdp=4 all take part in every collective."""
+    """22 samples in batches of 8: the last one has 6.
+
+    Of the 4 data-parallel ranks of fsdp=4 all take part in every collective.
+    """
     ranks_of = {"fsdp=4": 4, "dp=2 fsdp=2 microbatches=3": 4, "pp=2 microbatches=4": 2}[plan]
     assert_parts_of(own_loop("dp=1"), ranks(ranks_of, own_loop, plan, backend="shm"))
 
@@ -106,7 +116,9 @@ def from_other_seeds(plan: str) -> dict[str, Any]:
     torch.manual_seed(int(os.environ["RANK"]))
     model = Layers().double()
     data = DataLoader(TensorDataset(torch.randn(8, FEATURES).double(), torch.zeros(8, dtype=torch.long)), batch_size=4)
-    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.0), F.cross_entropy, data, plan=plan, precision="fp64")
+    engine = paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), F.cross_entropy, data, plan=plan, precision="fp64"
+    )
     parts = engine.parts or {}
     found = {n: (p.detach().clone(), parts[n].layout) for n, p in engine.named_parameters().items()}
     engine.close()
@@ -140,7 +152,9 @@ def test_parameters_of_no_part_of_the_model_cannot_be_divided() -> None:
     model, extra = Layers(), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
     data = DataLoader(TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.long)), batch_size=4)
-    with pytest.raises(PlanError, match=r"divides the model's parameters, and the optimizer holds others: optimizer\.0"):
+    with pytest.raises(
+        PlanError, match=r"divides the model's parameters, and the optimizer holds others: optimizer\.0"
+    ):
         paceline.setup(model, optimizer, F.cross_entropy, data, plan="remat=block")
 
 
@@ -164,11 +178,16 @@ def test_held_out_metrics_and_the_record_of_a_divided_run(ranks: Ranks, tmp_path
     assert run.metrics == pytest.approx(alone.metrics, rel=1e-4)
     start = next(e for e in run.events() if e["event"] == "start")
     assert start["parameters"] == next(e for e in alone.events() if e["event"] == "start")["parameters"]
-    uses = [json.loads(line)["use"] for line in (run.path / "steps/rank-0.jsonl").read_text().splitlines() if '"use"' in line]
+    uses = [
+        json.loads(line)["use"]
+        for line in (run.path / "steps/rank-0.jsonl").read_text().splitlines()
+        if '"use"' in line
+    ]
     held = next(use["state_bytes"] for use in uses if "state_bytes" in use)
     assert held == pytest.approx(start["predicted_state_bytes"], rel=0.1)
     assert (
-        start["predicted_state_bytes"] < 0.7 * next(e for e in alone.events() if e["event"] == "start")["predicted_state_bytes"]
+        start["predicted_state_bytes"]
+        < 0.7 * next(e for e in alone.events() if e["event"] == "start")["predicted_state_bytes"]
         or plan == "cp=2"
     )
     for step in run.steps():
@@ -192,7 +211,9 @@ def test_dropped_tokens_are_counted_alike_under_every_plan(ranks: Ranks, tmp_pat
 
 @pytest.mark.parametrize("plan", ["dp=1", "fsdp=2", "pp=2 microbatches=2"])
 def test_a_job_starts_from_published_weights_under_any_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
-    trained = new_run(tmp_path / "first", family_job("gpt", tmp_path, optimizer={"name": "sgd", "lr": 2.0}, stop={"steps": 8}))
+    trained = new_run(
+        tmp_path / "first", family_job("gpt", tmp_path, optimizer={"name": "sgd", "lr": 2.0}, stop={"steps": 8})
+    )
     train_in(trained, Group())
     export(trained.path, tmp_path / "weights.safetensors")
     model = {"zoo": "gpt", "args": ZOO["gpt"], "weights": tmp_path / "weights.safetensors"}
@@ -202,7 +223,9 @@ def test_a_job_starts_from_published_weights_under_any_plan(ranks: Ranks, tmp_pa
         train_in(run, Group())
     else:
         ranks(2, train_as_rank, run.path, backend="shm")
-    fresh = train_here(tmp_path / "fresh", family_job("gpt", tmp_path, stop={"steps": 1}, seed=5, partition={"shuffle": False}))
+    fresh = train_here(
+        tmp_path / "fresh", family_job("gpt", tmp_path, stop={"steps": 1}, seed=5, partition={"shuffle": False})
+    )
     torch.manual_seed(0)
     whole = GPT(**ZOO["gpt"])
     whole.load_state_dict(load_file(tmp_path / "weights.safetensors"))

@@ -13,7 +13,9 @@ from paceline.errors import PlanError
 from paceline.split.compile_cache import keep_compiled_code_private
 
 
-def test_compiled_code_lies_in_a_private_folder_of_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_lies_in_a_private_folder_of_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compiled_code_private()

@@ -90,7 +90,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(make: Any, shares: tuple[int, ...], microbatches: int = 1) -> dict[str, Any]:
-    """Some steps with `shares[r]` sequences on rank r; what this rank holds then, and of each parameter which part that is."""
+    """Some steps with `shares[r]` sequences on rank r.
+
+    What this rank holds then, and of each parameter which part that is.
+    """
     torch.manual_seed(7)
     model = make().double()
     parts = whole_parts(model)
@@ -135,7 +138,9 @@ def assert_equal(one: dict[str, Any], many: list[dict[str, Any]], tolerance: flo
                 expected = rank["layouts"][name].take(one["gradients"][step][name])
                 assert gradient is not None, f"{name} has no gradient"
                 scale = expected.abs().max().item() + 1e-6
-                assert (gradient - expected).abs().max().item() < tolerance * scale, f"gradient of {name} in step {step}"
+                assert (gradient - expected).abs().max().item() < tolerance * scale, (
+                    f"gradient of {name} in step {step}"
+                )
         for name, weight in rank["weights"].items():
             expected = rank["layouts"][name].take(one["weights"][name])
             assert torch.allclose(weight, expected, rtol=0, atol=tolerance), f"{name} differs"
@@ -162,7 +167,8 @@ def test_tokens_reach_their_experts_and_gradients_their_way_back(ranks: Ranks, b
 def test_a_rank_without_tokens_takes_part_all_the_same(ranks: Ranks) -> None:
     one = trained(zoo_of_one_expert, (8,))
     assert all(load[1:] == [0, 0, 0] for load in one["counts"]["load"].values()), "otherwise other experts have tokens"
-    many = ranks(4, trained, zoo_of_one_expert, (3, 5, 0, 0), backend="shm")  # two ranks have neither samples nor tokens of others
+    # two ranks have neither samples nor tokens of others
+    many = ranks(4, trained, zoo_of_one_expert, (3, 5, 0, 0), backend="shm")
     assert_equal(one, many)
     assert total_counts(many) == one["counts"]
 
@@ -178,7 +184,9 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("make", "size"), [(mixtral, 2), slow(mixtral, 4), slow(mixtral_batched, 2), slow(qwen2_moe, 2), slow(gpt_oss, 2)])
+@pytest.mark.parametrize(
+    ("make", "size"), [(mixtral, 2), slow(mixtral, 4), slow(mixtral_batched, 2), slow(qwen2_moe, 2), slow(gpt_oss, 2)]
+)
 def test_mixtures_of_transformers_learn_what_they_learn_in_one_process(ranks: Ranks, make: Any, size: int) -> None:
     """Routers compute in float32 whatever the model's dtype.
 

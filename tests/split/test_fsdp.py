@@ -102,7 +102,15 @@ def sharded(size: int, zero: int) -> tuple[Words, Parts, FullySharded]:
     blocks = submodules(model, find_blocks(model))
     named = dict(model.named_parameters())
     fully = shard_fully(
-        [model], blocks, named, parts, init_device_mesh("cpu", (size,)), zero=zero, precision="fp32", offload=False, pipelined=False
+        [model],
+        blocks,
+        named,
+        parts,
+        init_device_mesh("cpu", (size,)),
+        zero=zero,
+        precision="fp32",
+        offload=False,
+        pipelined=False,
     )
     allocate(model, torch.device("cpu"))
     full = built()
@@ -160,7 +168,9 @@ def trained_sharded(size: int, zero: int, microbatches: int) -> tuple[list[float
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (4, "shm")])
-def test_every_stage_of_zero_learns_what_one_process_learns(ranks: Ranks, size: int, backend: Backend, zero: int) -> None:
+def test_every_stage_of_zero_learns_what_one_process_learns(
+    ranks: Ranks, size: int, backend: Backend, zero: int
+) -> None:
     losses, weights, unused = alone()
 
     for found in ranks(size, trained_sharded, size, zero, MICROBATCHES, backend=backend):
@@ -177,7 +187,10 @@ def used_on_one_rank_only() -> dict[str, Tensor]:
     rank = torch.distributed.get_rank()
     loss_of(model, words(0).chunk(2)[rank], step=rank).backward()  # rank 1 leaves out a layer
     fully.after_backward()
-    return whole({n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None and "fsdp" in parts[n].sharded}, parts)
+    return whole(
+        {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None and "fsdp" in parts[n].sharded},
+        parts,
+    )
 
 
 def test_a_layer_that_one_rank_uses_and_another_does_not_gets_the_gradient_of_the_one(ranks: Ranks) -> None:
@@ -301,7 +314,9 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("1f1b", 3), ("zero-bubble", 3)])
-def test_a_sharded_stage_of_a_pipeline_gets_the_gradients_of_one_process(ranks: Ranks, schedule: str, zero: int) -> None:
+def test_a_sharded_stage_of_a_pipeline_gets_the_gradients_of_one_process(
+    ranks: Ranks, schedule: str, zero: int
+) -> None:
     model = nn.Sequential(*stages())
     x = torch.cat([words(0), words(1)])
     shares(model(x), x).backward()

@@ -37,7 +37,9 @@ def slices(layout: ShardLayout, ranks: int) -> list[ShardLayout]:
     fused=st.booleans(),
     dim=st.integers(0, 1),
 )
-def test_all_parts_together_hold_every_element_once(rows: int, columns: int, tp: int, fsdp: int, fused: bool, dim: int) -> None:
+def test_all_parts_together_hold_every_element_once(
+    rows: int, columns: int, tp: int, fsdp: int, fused: bool, dim: int
+) -> None:
     """Tensor parallel on either dimension, a fused matrix by its sections, then fully sharded."""
     shape = [3 * tp * rows, 2 * tp * columns]
     sections = (tp * rows, 2 * tp * rows) if dim == 0 else (tp * columns, tp * columns)

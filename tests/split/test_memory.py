@@ -1,4 +1,7 @@
-"""Bytes of training state. If this failed, a run would report memory that it does not hold, or a plan would not fit as predicted."""
+"""Bytes of training state.
+
+If this failed, a run would report memory that it does not hold, or a plan would not fit as predicted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ from paceline.split.parts import Part, shard_parameter, whole_parts
 from ranks import Ranks
 
 SGD, ADAMW = OptimizerSpec(name="sgd"), OptimizerSpec(name="adamw")
-OPTIMIZERS = [SGD, OptimizerSpec(name="sgd", momentum=0.9), ADAMW, *(OptimizerSpec.model_validate(n) for n in ("adam", "lars", "lamb"))]
+OPTIMIZERS = [
+    SGD,
+    OptimizerSpec(name="sgd", momentum=0.9),
+    ADAMW,
+    *(OptimizerSpec.model_validate(n) for n in ("adam", "lars", "lamb")),
+]
 
 
 def layers() -> nn.Sequential:
@@ -108,5 +116,6 @@ def test_a_rank_of_a_fully_sharded_model_holds_its_slices(ranks: Ranks) -> None:
 def test_padding_is_all_that_a_prediction_leaves_out(ranks: Ranks) -> None:
     (held, predicted), (of_second, predicted_of_second) = ranks(2, of_a_sharded_model, 7)
     assert held == predicted
-    assert of_second.parameters - predicted_of_second.parameters == (24 + 1) * 4  # a row of the last matrix, and its bias
+    # a row of the last matrix, and its bias
+    assert of_second.parameters - predicted_of_second.parameters == (24 + 1) * 4
     assert of_second.total < predicted_of_second.total * 1.1

@@ -20,7 +20,9 @@ def call(model: Any, batch: Any) -> Any:
 class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in (8, 8, 4096, 8))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in (8, 8, 4096, 8)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

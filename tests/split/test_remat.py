@@ -1,4 +1,7 @@
-"""Blocks that are computed again, or compiled, give the same gradients; those computed again keep fewer bytes until the backward pass."""
+"""Blocks that are computed again, or compiled, give the same gradients.
+
+Those computed again keep fewer bytes until the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ def test_gradients_are_the_same_bit_for_bit_dropout_included_and_less_is_kept() 
 
 def normalised(how: How) -> Gradients:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)) for _ in range(2)]
+    blocks = [
+        nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)) for _ in range(2)
+    ]
     model = nn.Sequential(*blocks).double()
     remember(model, how)
     for _ in range(2):
@@ -99,7 +104,13 @@ def hugging_face(how: How) -> Gradients:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 11,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=True, bos_token_id=1, eos_token_id=2)).double()
     remember(model, how)
     tokens = torch.arange(10).view(2, 5)
@@ -175,7 +186,9 @@ def fully_sharded(how: How) -> Gradients:
 
 @pytest.mark.parametrize("how", ["selective", "block"])
 def test_blocks_that_are_fully_sharded_are_computed_again_from_gathered_weights(ranks: Ranks, how: How) -> None:
-    for found, right in zip(ranks(2, fully_sharded, how, backend="shm"), ranks(2, fully_sharded, "none", backend="shm"), strict=True):
+    for found, right in zip(
+        ranks(2, fully_sharded, how, backend="shm"), ranks(2, fully_sharded, "none", backend="shm"), strict=True
+    ):
         for name, grad in right.items():
             torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
 
@@ -187,7 +200,11 @@ def in_a_pipeline(how: How, schedule: str) -> Gradients:
     stage = nn.Sequential(*blocks[2 * rank : 2 * rank + 2]).double()
     remember(stage, how)
     runner = PipelineStage(stage, rank, 2, torch.device("cpu"))
-    pipeline: Any = Schedule1F1B(runner, 4, F.mse_loss) if schedule == "1f1b" else ScheduleInterleavedZeroBubble([runner], 4, F.mse_loss)
+    pipeline: Any = (
+        Schedule1F1B(runner, 4, F.mse_loss)
+        if schedule == "1f1b"
+        else ScheduleInterleavedZeroBubble([runner], 4, F.mse_loss)
+    )
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     pipeline.step(x) if rank == 0 else pipeline.step(target=x)
     return {n: p.grad for n, p in stage.named_parameters()}

@@ -38,7 +38,12 @@ class Block(nn.Module):
 class Chain(nn.Module):
     """Four blocks, run by a function of the test's."""
 
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor] | None = None, block: Callable[[], nn.Module] = Block, **more: Any) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Any, Tensor], Tensor] | None = None,
+        block: Callable[[], nn.Module] = Block,
+        **more: Any,
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(4))
         self.how = forward or one_after_the_other
@@ -229,7 +234,11 @@ def passes_that_are_counted() -> nn.Module:
 @model
 def a_buffer_of_the_models_own() -> nn.Module:
     def forward(model: Any, x: Tensor) -> Tensor:
-        y = one_after_the_other(model, x - model.mean) if model.first else model.blocks[3](model.blocks[2](x) - model.mean)
+        y = (
+            one_after_the_other(model, x - model.mean)
+            if model.first
+            else model.blocks[3](model.blocks[2](x) - model.mean)
+        )
         return y
 
     chain = Chain(forward, first=True)
@@ -362,7 +371,9 @@ def a_weight_of_a_block_used_by_the_model() -> nn.Module:
 
 @model
 def a_penalty_on_all_parameters() -> nn.Module:
-    return Chain(lambda model, x: one_after_the_other(model, x) + 0.01 * sum(p.square().sum() for p in model.parameters()))
+    return Chain(
+        lambda model, x: one_after_the_other(model, x) + 0.01 * sum(p.square().sum() for p in model.parameters())
+    )
 
 
 @model
@@ -550,7 +561,12 @@ def test_modules_that_stand_twice_in_a_model_are_shared_by_stages(ranks: Ranks) 
 
 
 def test_hooks_run_where_their_modules_and_parameters_are(ranks: Ranks) -> None:
-    names = ["parameter_hooks", "backward_hooks_on_modules", "hooks_on_the_model_and_its_blocks", "features_taken_by_hooks"]
+    names = [
+        "parameter_hooks",
+        "backward_hooks_on_modules",
+        "hooks_on_the_model_and_its_blocks",
+        "features_taken_by_hooks",
+    ]
     assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
 
 
@@ -560,7 +576,12 @@ def test_what_is_changed_in_place_is_changed_once(ranks: Ranks) -> None:
 
 
 def test_what_modules_keep_from_pass_to_pass_is_kept_by_stages(ranks: Ranks) -> None:
-    names = ["attributes_read_by_others", "passes_that_are_counted", "a_buffer_of_the_models_own", "parameters_outside_of_modules"]
+    names = [
+        "attributes_read_by_others",
+        "passes_that_are_counted",
+        "a_buffer_of_the_models_own",
+        "parameters_outside_of_modules",
+    ]
     assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
 
 
@@ -589,15 +610,30 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) ->
 
 
 def test_weights_with_hooks_or_made_of_others_are_not_deferred_by_a_zero_bubble_schedule(ranks: Ranks) -> None:
-    names = ["weights_that_are_computed", "parameter_hooks", "a_batch_changed_in_place", "addition_in_place_between_blocks"]
+    names = [
+        "weights_that_are_computed",
+        "parameter_hooks",
+        "a_batch_changed_in_place",
+        "addition_in_place_between_blocks",
+    ]
     plan = f"pp=2 microbatches=2 schedule=zero-bubble cut={','.join(f'blocks.{i}' for i in (1, 2, 3))}"
     assert_same(ranks(2, divided, names, plan, 2, backend="shm"))
 
 
 def test_fsdp_gathers_what_is_used_outside_of_its_block_with_the_rest(ranks: Ranks) -> None:
     names = ["a_weight_of_a_block_used_by_the_model", "a_penalty_on_all_parameters", "a_block_in_a_method_of_its_own"]
-    names += ["functional_calls", "functional_calls_with_other_weights", "forward_called_past_hooks", "a_block_that_changes_its_input"]
-    names += ["a_gradient_in_the_forward_pass", "a_gradient_of_torch_func", "blocks_under_vmap", "one_block_under_two_names"]
+    names += [
+        "functional_calls",
+        "functional_calls_with_other_weights",
+        "forward_called_past_hooks",
+        "a_block_that_changes_its_input",
+    ]
+    names += [
+        "a_gradient_in_the_forward_pass",
+        "a_gradient_of_torch_func",
+        "blocks_under_vmap",
+        "one_block_under_two_names",
+    ]
     names.append("blocks_in_an_autograd_function")
     assert_same(ranks(2, divided, names, FSDP, 1, backend="shm"))
 
@@ -628,7 +664,9 @@ def normed_alike() -> list[str]:
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     F.mse_loss(whole(x[:2]), y[:2]).backward()
     optimizer.step()
-    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, data, plan=FSDP, precision="fp64")
+    engine = paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, data, plan=FSDP, precision="fp64"
+    )
     for batch in engine.loader:
         engine.step(batch)
     parts = engine.parts or {}

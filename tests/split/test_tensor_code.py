@@ -1,4 +1,7 @@
-"""Code of the model's own that a division could break: hooks, autograd functions, caches, kept results, noise, gradients of gradients."""
+"""Code of the model's own that a division could break.
+
+Hooks, autograd functions, caches, kept results, noise, gradients of gradients.
+"""
 
 from __future__ import annotations
 
@@ -274,7 +277,16 @@ class FunctionalInput(Layers):
 
 def test_layers_whose_own_code_needs_whole_tensors_stay_whole_and_all_learn_as_in_one_process(ranks: Ranks) -> None:
     divided = ranks(2, all_agree)[0]
-    whole = {"HookedActivation", "OwnFunction", "CountingFunction", "Noisy", "ReturnsInner", "KeepsInner", "Untraceable", "ReadsBesides"}
+    whole = {
+        "HookedActivation",
+        "OwnFunction",
+        "CountingFunction",
+        "Noisy",
+        "ReturnsInner",
+        "KeepsInner",
+        "Untraceable",
+        "ReadsBesides",
+    }
     whole |= {"Caches", "Complex", "hooked_parameters", "hooked_modules"}
     for name, layers in divided.items():
         assert ("up" in layers) == (name not in whole), name
@@ -306,7 +318,10 @@ class DropsInside(nn.Module):
 
 
 def masks() -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What this rank drops of divided tensors and of whole ones, and its output; the same when the pass is made once more."""
+    """What this rank drops of divided tensors and of whole ones, and its output.
+
+    The same when the pass is made once more.
+    """
     model, of = seeded(lambda: made(Drops))
     shard_tensors(model, whole_parts(model), own_group(), of, call)
     divided: list[Tensor] = []

@@ -100,7 +100,14 @@ def cosine() -> Made:
 def swin_v2() -> Made:
     transformers = pytest.importorskip("transformers")
     config = transformers.Swinv2Config(
-        image_size=16, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4, num_labels=5, drop_path_rate=0.0
+        image_size=16,
+        patch_size=4,
+        embed_dim=16,
+        depths=[1],
+        num_heads=[2],
+        window_size=4,
+        num_labels=5,
+        drop_path_rate=0.0,
     )
     pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return transformers.Swinv2ForImageClassification(config).train(), {"pixel_values": pixels}

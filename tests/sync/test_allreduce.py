@@ -1,4 +1,7 @@
-"""The all-reduce rule: gradients travel in flat buckets, come back in the layout of their parameters, and nothing else is touched."""
+"""The all-reduce rule.
+
+Gradients travel in flat buckets, come back in the layout of their parameters, and nothing else is touched.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def ranks(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
 
 
 class Mixed(nn.Module):
-    """Parameters of many layouts: a matrix, its transpose, a slice with gaps, channels-last, one number, half precision, and one frozen."""
+    """Parameters of many layouts.
+
+    A matrix, its transpose, a slice with gaps, channels-last, one number, half precision, and one frozen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +58,10 @@ def loss_of(model: nn.Module, factor: float) -> Tensor:
 
 
 def summed(bucket_bytes: int | None) -> dict[str, Any]:
-    """Sums of an agreement in which rank r has factor r + 1; with small buckets they travel during the backward pass."""
+    """Sums of an agreement in which rank r has factor r + 1.
+
+    With small buckets they travel during the backward pass.
+    """
     with joined(deadline_s=30) as group:
         if bucket_bytes is not None:
             allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
@@ -99,7 +108,9 @@ def test_every_gradient_is_the_sum_over_the_replicas_in_the_layout_of_its_parame
         assert result["scalars"] == [sum(range(replicas))] * SCALARS
         assert result["left"] == 0
         total = sum(float(part.double().square().sum()) for part in result["parts"])
-        assert total == pytest.approx(sum(float(g.double().square().sum()) for g in result["gradients"].values())), "each gradient once"
+        assert total == pytest.approx(sum(float(g.double().square().sum()) for g in result["gradients"].values())), (
+            "each gradient once"
+        )
 
 
 def test_replicas_start_from_the_weights_of_the_first(ranks: Ranks) -> None:

@@ -1,4 +1,7 @@
-"""Batch norm over all replicas: outputs, gradients and running statistics are those of torch's own layer on the whole batch."""
+"""Batch norm over all replicas.
+
+Outputs, gradients and running statistics are those of torch's own layer on the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ def whole_batch(dimensions: int, step: int) -> tuple[Tensor, Tensor]:
     """
     shape = (sum(SHARES), CHANNELS, *(2, 3, 2)[: dimensions if dimensions > 1 else 0])
     generator = torch.Generator().manual_seed(step)
-    return 100 + torch.randn(shape, generator=generator, dtype=torch.float64), torch.randn(shape, generator=generator, dtype=torch.float64)
+    return 100 + torch.randn(shape, generator=generator, dtype=torch.float64), torch.randn(
+        shape, generator=generator, dtype=torch.float64
+    )
 
 
 def passed(model: nn.Module, dimensions: int, part: slice) -> dict[str, Any]:
@@ -57,7 +62,12 @@ def passed(model: nn.Module, dimensions: int, part: slice) -> dict[str, Any]:
     model.eval()
     outputs.append(model(whole_batch(dimensions, 2)[0][part]).detach())
     parameters = {name: p.grad for name, p in model.named_parameters()}
-    return {"outputs": outputs, "gradients": gradients, "parameters": parameters, "buffers": dict(model.named_buffers())}
+    return {
+        "outputs": outputs,
+        "gradients": gradients,
+        "parameters": parameters,
+        "buffers": dict(model.named_buffers()),
+    }
 
 
 def as_rank(dimensions: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +80,9 @@ def as_rank(dimensions: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}], ids=str)
-def test_replicas_normalise_as_one_layer_on_the_whole_batch(ranks: Ranks, dimensions: int, settings: dict[str, Any]) -> None:
+def test_replicas_normalise_as_one_layer_on_the_whole_batch(
+    ranks: Ranks, dimensions: int, settings: dict[str, Any]
+) -> None:
     one = passed(layer(dimensions, **settings), dimensions, slice(None))
     many = ranks(len(SHARES), as_rank, dimensions, settings)
     for key in ("outputs", "gradients"):
@@ -99,7 +111,9 @@ def test_an_evaluation_waits_for_no_other_replica(ranks: Ranks) -> None:
 
 def converted() -> tuple[bool, bool, list[bool], list[bool]]:
     with joined(deadline_s=30) as group:
-        model = nn.Sequential(nn.Linear(4, CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)), nn.BatchNorm1d(CHANNELS).eval())
+        model = nn.Sequential(
+            nn.Linear(4, CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)), nn.BatchNorm1d(CHANNELS).eval()
+        )
         before = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
         kinds = [type(m) for m in model.modules()]
         synchronise(model, group)
@@ -127,7 +141,9 @@ class WithActivation(nn.BatchNorm2d):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.2, self.eps)
+        y = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.2, self.eps
+        )
         activated: Tensor = self.act(y)
         return activated
 
@@ -164,7 +180,9 @@ def unusual_as_rank(kind: str) -> dict[str, Any]:
         return passed(synchronise(unusual(kind), group), 2, slice(first, first + SHARES[group.rank]))
 
 
-@pytest.mark.parametrize("kind", ["subclass", "twice", "hooked", "patched", "parametrised", "converted by torch", "instance norm"])
+@pytest.mark.parametrize(
+    "kind", ["subclass", "twice", "hooked", "patched", "parametrised", "converted by torch", "instance norm"]
+)
 def test_layers_keep_what_they_do_besides(ranks: Ranks, kind: str) -> None:
     one = passed(unusual(kind), 2, slice(None))
     many = ranks(len(SHARES), unusual_as_rank, kind)

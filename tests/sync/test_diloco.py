@@ -95,7 +95,9 @@ def as_published(
     numbers = dict(zip(outer.parameters(), count(), strict=False))
     runs = [[numbers[p] for p in run] for run in cut(list(outer.parameters()), fragments)]
     locals_, outers = [list(model.parameters()) for model in models], list(outer.parameters())
-    optimizers = [torch.optim.SGD([outers[i] for i in run], lr=lr, momentum=momentum, nesterov=momentum > 0) for run in runs]
+    optimizers = [
+        torch.optim.SGD([outers[i] for i in run], lr=lr, momentum=momentum, nesterov=momentum > 0) for run in runs
+    ]
     waiting: list[tuple[int, int, list[list[Tensor]]]] = []  # when, which run, its local parameters when they left
     found = []
     for step in range(1, STEPS + 1):
@@ -120,7 +122,14 @@ def as_published(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"momentum": 0.0, "lr": 1.0}, {"fragments": 2}, {"fragments": 3, "overlap": 2}, {"overlap": 3}, {"period": 9, "fragments": 8}],
+    [
+        {},
+        {"momentum": 0.0, "lr": 1.0},
+        {"fragments": 2},
+        {"fragments": 3, "overlap": 2},
+        {"overlap": 3},
+        {"period": 9, "fragments": 8},
+    ],
     ids=str,
 )
 def test_it_computes_what_is_published(ranks: Ranks, settings: dict[str, Any]) -> None:
@@ -161,7 +170,10 @@ def test_one_replica_with_a_plain_outer_step_loses_nothing_on_the_way() -> None:
 
 
 def interrupted(settings: dict[str, Any], at: int) -> tuple[bool, bool]:
-    """Whether a rank that starts anew from the state of one in step `at` goes on with the same bits; and whether saving changed that."""
+    """Whether a rank that starts anew from the state of one in step `at` goes on with the same bits.
+
+    And whether saving changed that.
+    """
     with joined(deadline_s=30) as group:
         disturbed, undisturbed, resumed = (Rank(group, settings) for _ in range(3))
         for _ in disturbed.train(at):
@@ -169,7 +181,10 @@ def interrupted(settings: dict[str, Any], at: int) -> tuple[bool, bool]:
         with disturbed.rule.in_agreement():
             pass
         parameters = values(disturbed.model)
-        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in disturbed.rule.state_dict().items()}
+        state = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in disturbed.rule.state_dict().items()
+        }
         for rank, steps in ((disturbed, STEPS - at), (undisturbed, STEPS)):
             for _ in rank.train(steps):
                 pass
@@ -242,14 +257,21 @@ def test_every_parameter_is_sent_once_a_period(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("compress", "share"), [("int8", 0.3), ("int4", 0.18), ("bf16", 0.51)])
-def test_a_compressed_way_costs_less_and_leaves_the_same_bits_everywhere(ranks: Ranks, compress: str, share: float) -> None:
+def test_a_compressed_way_costs_less_and_leaves_the_same_bits_everywhere(
+    ranks: Ranks, compress: str, share: float
+) -> None:
     exact = ranks(2, trained, {})
     one, two = ranks(2, trained, {"compress": compress})
     equal = [same(a, b) for a, b in zip(one["parameters"], two["parameters"], strict=True)]
     assert equal == [step % PERIOD == 0 for step in range(1, STEPS + 1)]
     assert 0 < one["traffic"].sent_bytes < share * one["traffic"].plain_bytes
     assert one["traffic"].relative_error > 0
-    way = torch.cat([(a.float() - b.float()).flatten() for a, b in zip(one["parameters"][-3], exact[0]["parameters"][-3], strict=True)])
+    way = torch.cat(
+        [
+            (a.float() - b.float()).flatten()
+            for a, b in zip(one["parameters"][-3], exact[0]["parameters"][-3], strict=True)
+        ]
+    )
     assert way.abs().max() < 0.1
 
 

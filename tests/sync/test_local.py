@@ -42,7 +42,10 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def apart(steps: int, period: int) -> dict[str, Any]:
-    """Train on different data on each rank; parameters after each step, scalars after each backward pass, and a moment of agreement."""
+    """Train on different data on each rank.
+
+    Parameters after each step, scalars after each backward pass, and a moment of agreement.
+    """
     with joined(deadline_s=30) as group:
         torch.manual_seed(group.rank)
         model, rule = Mixed(), LocalSGD(period)

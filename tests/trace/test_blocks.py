@@ -1,4 +1,7 @@
-"""The repeated blocks of models of many shapes: what sharding, recomputation, compilation and pipelines take as one piece."""
+"""The repeated blocks of models of many shapes.
+
+What sharding, recomputation, compilation and pipelines take as one piece.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,14 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
 
 
 def names(prefix: str, n: int) -> list[str]:
@@ -38,12 +48,28 @@ def names(prefix: str, n: int) -> list[str]:
         ("ViTForImageClassification", IMAGES, names("vit.layers", 3)),
         (
             "GPT2LMHeadModel",
-            {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 1},
+            {
+                "n_embd": 32,
+                "n_layer": 3,
+                "n_head": 4,
+                "vocab_size": 64,
+                "n_positions": 16,
+                "bos_token_id": 1,
+                "eos_token_id": 1,
+            },
             names("transformer.h", 3),
         ),
         (
             "T5ForConditionalGeneration",
-            {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4, "vocab_size": 64},
+            {
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_decoder_layers": 1,
+                "num_heads": 4,
+                "vocab_size": 64,
+            },
             [*names("encoder.block", 2), "decoder.block.0"],
         ),
         (

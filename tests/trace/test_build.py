@@ -1,4 +1,7 @@
-"""Every prediction starts from a trace: work that it misses is never planned for, and a model that it fails on cannot be planned at all."""
+"""Every prediction starts from a trace.
+
+Work that it misses is never planned for, and a model that it fails on cannot be planned at all.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "deepseek_v3": (
         "causal_lm",
         TEXT
-        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        }
         | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         | {"first_k_dense_replace": 1, "n_shared_experts": 1},
         TOKENS,
@@ -134,7 +144,10 @@ def kept(found: ModelTrace, number: int) -> float:
 
 
 def alive(of: Job, precision: str) -> float:
-    """Bytes of a sample that are still there when the loss is known, on tensors without memory; without the batch itself."""
+    """Bytes of a sample that are still there when the loss is known, on tensors without memory.
+
+    Without the batch itself.
+    """
     after = []
     for samples in (4, 8):
         model, loss, batch = of.model.build().train(), of.loss.build(), with_values(batch_of(of, samples))
@@ -151,7 +164,8 @@ def alive(of: Job, precision: str) -> float:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt", "bert", "cifar_cnn"])
 def test_what_is_kept_for_the_backward_pass_is_what_a_step_holds(name: str, precision: str) -> None:
-    batch = 4 * 3 * 32 * 32 if name == "cifar_cnn" and precision == "fp32" else 0  # the first convolution keeps the image itself
+    # the first convolution keeps the image itself
+    batch = 4 * 3 * 32 * 32 if name == "cifar_cnn" and precision == "fp32" else 0
     found = kept(trace(zoo(name), precision), 2 if precision == "bf16" else 4)
     assert found == pytest.approx(alive(zoo(name), precision) + batch, rel=0.01)
 
@@ -185,8 +199,24 @@ def test_dimensions_alone_give_the_same_work(name: str, dimensions: dict[str, An
 
 def test_blocks_stand_in_the_order_in_which_data_passes_them(family: Any) -> None:
     found = trace(family("t5"))
-    assert [name.split(".")[0] for name in found.names] == ["", "encoder", "encoder", "encoder", "", "decoder", "decoder", "decoder", ""]
-    assert [block.kind.split()[0] for block in found] == ["embedding", *["layer"] * 3, "between", *["layer"] * 3, "head"]
+    assert [name.split(".")[0] for name in found.names] == [
+        "",
+        "encoder",
+        "encoder",
+        "encoder",
+        "",
+        "decoder",
+        "decoder",
+        "decoder",
+        "",
+    ]
+    assert [block.kind.split()[0] for block in found] == [
+        "embedding",
+        *["layer"] * 3,
+        "between",
+        *["layer"] * 3,
+        "head",
+    ]
     assert found.blocks[2] is found.blocks[3]  # the first of a stack has a table of positions besides
     assert found.blocks[1] != found.blocks[2]
     assert found.blocks[1].boundary == 16 * 32
@@ -221,8 +251,15 @@ def test_what_is_divided_is_what_the_split_proves(name: str, family: Any) -> Non
     of = family(name)
     loss, model = of.loss.build(), without_memory(of.model).train()
     proof = prove(model, 2, batch_of(of, 2), lambda model, batch: call(model, batch, loss=loss))
-    weights = [model.get_parameter(f"{path}.weight") for region in proof.regions for path in {*region.columns, *region.rows}]
-    found = [gemm for block in trace(of) for gemm in block.gemms if gemm.divided in ("n", "k") and gemm.n != TEXT["vocab_size"]]
+    weights = [
+        model.get_parameter(f"{path}.weight") for region in proof.regions for path in {*region.columns, *region.rows}
+    ]
+    found = [
+        gemm
+        for block in trace(of)
+        for gemm in block.gemms
+        if gemm.divided in ("n", "k") and gemm.n != TEXT["vocab_size"]
+    ]
     assert sum(gemm.n * gemm.k * gemm.times for gemm in found) == sum(weight.numel() for weight in weights) > 0
 
 
@@ -289,7 +326,10 @@ def test_a_question_with_no_answer_is_said() -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("Wrong", r"second \(Linear\) fails on the job's samples: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (
+            "Wrong",
+            r"second \(Linear\) fails on the job's samples: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        ),
         ("Raises", r"inner \(Raising\) fails on the job's samples: KeyError: 'no such mode'"),
     ],
 )
@@ -299,7 +339,11 @@ def test_an_error_in_the_models_code_names_the_module(factory: str, message: str
 
 
 def test_a_model_is_traced_once_and_leaves_torch_as_it_was() -> None:
-    state, attention, autocast = torch.get_rng_state(), torch.nn.functional.scaled_dot_product_attention, torch.autocast.__init__
+    state, attention, autocast = (
+        torch.get_rng_state(),
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.autocast.__init__,
+    )
     first = trace(zoo("moe"))
     assert trace(zoo("moe").model_copy(update={"global_batch": 16, "seed": 3})) is first
     assert trace(zoo("moe"), "bf16") is not first
@@ -312,7 +356,18 @@ def test_a_model_is_traced_once_and_leaves_torch_as_it_was() -> None:
 def test_seventy_billion_parameters_are_traced_without_memory() -> None:
     large = Job.load(Path(__file__).parents[2] / "examples/large/llama_70b.yaml")
     by_formula = transformer(
-        Dimensions(layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=4096, vocab=128256, gated=True, tied=False, positions=False)
+        Dimensions(
+            layers=80,
+            hidden=8192,
+            ffn=28672,
+            heads=64,
+            kv_heads=8,
+            seq=4096,
+            vocab=128256,
+            gated=True,
+            tied=False,
+            positions=False,
+        )
     )
     found = trace(large)
     assert (found.parameters, found.flops) == (by_formula.parameters, by_formula.flops)

@@ -28,8 +28,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "uneven": TRUNK | {"model_type": "llama", "vocab_size": 122, "intermediate_size": 66},
     "tied": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 120},
     "mixture": TRUNK
-    | {"model_type": "mixtral", "vocab_size": 122, "num_key_value_heads": 4, "intermediate_size": 64, "num_local_experts": 4},
-    "relative": TRUNK | {"model_type": "deberta-v2", "vocab_size": 120, "intermediate_size": 64, "relative_attention": True},
+    | {
+        "model_type": "mixtral",
+        "vocab_size": 122,
+        "num_key_value_heads": 4,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+    },
+    "relative": TRUNK
+    | {"model_type": "deberta-v2", "vocab_size": 120, "intermediate_size": 64, "relative_attention": True},
 }
 
 
@@ -40,7 +47,14 @@ def job_of(folder: Path, name: str) -> Job:
         file.write_text(json.dumps(MODELS[name]))
     task = "masked_lm" if name == "relative" else "causal_lm"
     data = {"kind": "synthetic", "shape": [16], "vocab": 120}
-    return Job(model={"hf": str(file), "task": task}, data=data, loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1})
+    return Job(
+        model={"hf": str(file), "task": task},
+        data=data,
+        loss="cross_entropy",
+        optimizer="sgd",
+        global_batch=8,
+        stop={"steps": 1},
+    )
 
 
 def divided_by_the_split(folder: Path) -> dict[str, int]:

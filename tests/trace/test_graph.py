@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 
-LAYER = BlockTrace("layer", "layers.0", (Gemm(8, 4, 4, divided="n"), Gemm(8, 8, 2, batch=2, divided="batch")), matrices=16, vectors=4)
+LAYER = BlockTrace(
+    "layer", "layers.0", (Gemm(8, 4, 4, divided="n"), Gemm(8, 8, 2, batch=2, divided="batch")), matrices=16, vectors=4
+)
 HEAD = BlockTrace("head", "", (Gemm(8, 100, 4),), matrices=400)
 
 

@@ -23,9 +23,15 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         transformers.T5ForConditionalGeneration,
         transformers.T5Config(d_model=32, num_layers=3, num_heads=4, d_ff=64, d_kv=8, vocab_size=120),
     ),
-    "Mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=6)),
+    "Mixtral": (
+        transformers.MixtralForCausalLM,
+        transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=6),
+    ),
     "ViT": (transformers.ViTForImageClassification, transformers.ViTConfig(**BODY, image_size=32, patch_size=8)),
-    "ResNet": (transformers.ResNetForImageClassification, transformers.ResNetConfig(depths=[1, 2], hidden_sizes=[8, 16], embedding_size=8)),
+    "ResNet": (
+        transformers.ResNetForImageClassification,
+        transformers.ResNetConfig(depths=[1, 2], hidden_sizes=[8, 16], embedding_size=8),
+    ),
 }
 
 
@@ -59,7 +65,12 @@ def test_what_must_divide_is_found_in_seven_families(
     found = of(family)
     assert len(found.blocks) == blocks
     assert set(found.blocks) < set(found.modules)
-    assert (found.heads, found.key_value_heads, found.vocabulary, found.experts) == (heads, key_value_heads, vocabulary, experts)
+    assert (found.heads, found.key_value_heads, found.vocabulary, found.experts) == (
+        heads,
+        key_value_heads,
+        vocabulary,
+        experts,
+    )
     assert found.takes_positions == takes_positions
     assert len(found.batch_norms) == (0 if family != "ResNet" else 11), found.batch_norms
 
@@ -74,7 +85,11 @@ def test_what_must_divide_is_found_in_seven_families(
     ],
 )
 def test_the_zoo_is_known_too(
-    zoo: str, heads: tuple[int, ...], vocabulary: tuple[int, ...], experts: tuple[int, ...], tied: tuple[tuple[str, ...], ...]
+    zoo: str,
+    heads: tuple[int, ...],
+    vocabulary: tuple[int, ...],
+    experts: tuple[int, ...],
+    tied: tuple[tuple[str, ...], ...],
 ) -> None:
     found = model_info(ModelSpec(zoo=zoo))
     assert (found.heads, found.vocabulary, found.experts, found.tied) == (heads, vocabulary, experts, tied)

@@ -13,7 +13,18 @@ from paceline.job.read.dimensions import Dimensions
 from paceline.trace.transformer import transformer
 
 GPT3 = Dimensions(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
-LLAMA = Dimensions(layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=4096, vocab=128256, gated=True, tied=False, positions=False)
+LLAMA = Dimensions(
+    layers=80,
+    hidden=8192,
+    ffn=28672,
+    heads=64,
+    kv_heads=8,
+    seq=4096,
+    vocab=128256,
+    gated=True,
+    tied=False,
+    positions=False,
+)
 
 
 def test_parameters_are_those_that_the_models_are_named_after() -> None:
@@ -29,7 +40,10 @@ def test_flops_are_those_of_narayanan_et_al() -> None:
 
 
 def test_kept_activations_are_those_of_korthikanti_et_al() -> None:
-    """§4.1 of arXiv:2205.05198: 34 + 5 a s / h bytes a token and unit of width, of which tensor parallelism divides all but 10."""
+    """§4.1 of arXiv:2205.05198.
+
+    34 + 5 a s / h bytes a token and unit of width, of which tensor parallelism divides all but 10.
+    """
     layer = transformer(GPT3).blocks[1]
     units = GPT3.seq * GPT3.hidden
     assert 2 * layer.kept_outside == 10 * units
@@ -52,5 +66,8 @@ def test_equal_layers_are_one_object_so_that_searches_cost_them_once() -> None:
 
 
 def test_planning_from_dimensions_needs_no_torch() -> None:
-    code = "import sys; import paceline.trace.transformer, paceline.planner.cost.estimate; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import paceline.trace.transformer, paceline.planner.cost.estimate; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -36,7 +36,13 @@ def losses(plan: str, norm: type[nn.Module] = nn.BatchNorm1d, batch_norm: str = 
     data = TensorDataset(torch.randn(32, 6).double(), torch.randint(0, 3, (32,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = paceline.setup(
-        model, optimizer, F.cross_entropy, DataLoader(data, batch_size=8), plan=plan, precision="fp64", batch_norm=batch_norm
+        model,
+        optimizer,
+        F.cross_entropy,
+        DataLoader(data, batch_size=8),
+        plan=plan,
+        precision="fp64",
+        batch_norm=batch_norm,
     )
     found = [engine.step(batch).loss for batch in engine.loader]
     engine.close()
@@ -67,5 +73,7 @@ def told(plan: str, norm: type[nn.Module], batch_norm: str) -> list[float] | str
 
 def test_torchs_own_synchronised_layers_train_on_cpus_and_need_the_setting_that_says_so(ranks: Ranks) -> None:
     assert ranks(2, told, "dp=2", nn.SyncBatchNorm, "sync", backend="shm")[0] == pytest.approx(losses("dp=1"), rel=1e-9)
-    assert all("Set batch_norm: sync" in text for text in ranks(2, told, "dp=2", nn.SyncBatchNorm, "local", backend="shm"))
+    assert all(
+        "Set batch_norm: sync" in text for text in ranks(2, told, "dp=2", nn.SyncBatchNorm, "local", backend="shm")
+    )
     assert losses("dp=1", nn.SyncBatchNorm, "local") == pytest.approx(losses("dp=1"), rel=1e-12)

@@ -104,9 +104,12 @@ def test_all_ranks_run_out_of_time_at_the_same_step(tmp_path: Path, ranks: Ranks
     assert run.training_time_s >= 0.3
 
 
-def test_a_signal_to_one_rank_ends_all_at_the_same_step_and_saves(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_one_rank_ends_all_at_the_same_step_and_saves(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     undisturbed = train(tmp_path / "undisturbed", 2, ranks)
-    monkeypatch.setenv("INTERRUPT", "1:22")  # rank 1 reads one sample to look at it, then four a step: this is in the sixth
+    # rank 1 reads one sample to look at it, then four a step: this is in the sixth
+    monkeypatch.setenv("INTERRUPT", "1:22")
     run = train(tmp_path / "run", 2, ranks)
     *_, end = run.events()
     assert (end["reason"], end["interrupted"], end["step"]) == ("SIGTERM", True, 6)
@@ -118,7 +121,9 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step_and_saves(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "stop", [{"steps": 5}, {"epochs": 1}, {"seconds": 1e-6}, {"loss_below": 1e9}, {"metric_above": {"accuracy": 0.0}}], ids=str
+    "stop",
+    [{"steps": 5}, {"epochs": 1}, {"seconds": 1e-6}, {"loss_below": 1e9}, {"metric_above": {"accuracy": 0.0}}],
+    ids=str,
 )
 def test_a_finished_run_is_not_trained_further_by_a_resume(tmp_path: Path, stop: dict[str, Any]) -> None:
     job = small_job(stop=stop, metrics=["accuracy"], data=points(held_out=0.25))
@@ -136,18 +141,24 @@ def test_a_finished_run_goes_on_when_its_stop_rule_is_extended(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("cadence", "steps"), [({"every_steps": 3}, [3, 6, 9, 12, 14]), ({"every_epochs": 1}, [7, 14]), ({"every_epochs": 5}, [14])]
+    ("cadence", "steps"),
+    [({"every_steps": 3}, [3, 6, 9, 12, 14]), ({"every_epochs": 1}, [7, 14]), ({"every_epochs": 5}, [14])],
 )
-def test_the_held_out_set_is_measured_when_asked_and_at_the_end(tmp_path: Path, cadence: dict[str, int], steps: list[int]) -> None:
+def test_the_held_out_set_is_measured_when_asked_and_at_the_end(
+    tmp_path: Path, cadence: dict[str, int], steps: list[int]
+) -> None:
     run = train_here(tmp_path / "run", small_job(stop={"epochs": 2}, evaluate=cadence, data=points(held_out=0.25)))
     assert [e["step"] for e in run.events() if e["event"] == "evaluation"] == steps
     assert run.metrics.keys() == {"loss"}
 
 
 @pytest.mark.parametrize(
-    ("cadence", "kept"), [({"every_steps": 4, "keep": 2}, [8, 10]), ({"every_seconds": 1e-6, "keep": 3}, [8, 9, 10]), ({}, [10])]
+    ("cadence", "kept"),
+    [({"every_steps": 4, "keep": 2}, [8, 10]), ({"every_seconds": 1e-6, "keep": 3}, [8, 9, 10]), ({}, [10])],
 )
-def test_checkpoints_are_made_when_asked_and_at_the_end(tmp_path: Path, cadence: dict[str, Any], kept: list[int]) -> None:
+def test_checkpoints_are_made_when_asked_and_at_the_end(
+    tmp_path: Path, cadence: dict[str, Any], kept: list[int]
+) -> None:
     run = train_here(tmp_path / "run", small_job(stop={"steps": 10}, checkpoint=cadence))
     assert [step for step, _ in checkpoints(run.checkpoints)] == kept
 
@@ -155,13 +166,16 @@ def test_checkpoints_are_made_when_asked_and_at_the_end(tmp_path: Path, cadence:
 def test_an_evaluation_and_a_checkpoint_change_no_later_step(tmp_path: Path) -> None:
     rarely = train_here(tmp_path / "rarely", small_job(**EXACT, stop={"steps": 16}, evaluate={"every_epochs": 9}))
     often = train_here(
-        tmp_path / "often", small_job(**EXACT, stop={"steps": 16}, evaluate={"every_steps": 2}, checkpoint={"every_steps": 3})
+        tmp_path / "often",
+        small_job(**EXACT, stop={"steps": 16}, evaluate={"every_steps": 2}, checkpoint={"every_steps": 3}),
     )
     assert facts(often) == facts(rarely)
 
 
 def test_the_learning_rate_warms_up_and_follows_the_schedule(tmp_path: Path) -> None:
-    job = small_job(schedule={"name": "linear", "warmup_steps": 4}, optimizer={"name": "sgd", "lr": 0.4}, stop={"steps": 12})
+    job = small_job(
+        schedule={"name": "linear", "warmup_steps": 4}, optimizer={"name": "sgd", "lr": 0.4}, stop={"steps": 12}
+    )
     rates = [step["lr"] for step in train_here(tmp_path / "run", job).steps()]
     assert rates == pytest.approx([job.optimizer.lr * job.schedule.factor_at(step, 12) for step in range(12)], rel=1e-5)
     assert rates[:4] == sorted(rates[:4])
@@ -177,7 +191,9 @@ GLOBAL_BATCH = 8
 def where_dealt(sample: int, epoch: int = 0, replicas: int = 2) -> tuple[int, int]:
     """The rank and the step (from 1, in the epoch) at which a sample is trained on."""
     for rank in range(replicas):
-        dealt = Partition(PartitionSpec(), samples=70, global_batch=GLOBAL_BATCH, seed=0, replica=rank, replicas=replicas)
+        dealt = Partition(
+            PartitionSpec(), samples=70, global_batch=GLOBAL_BATCH, seed=0, replica=rank, replicas=replicas
+        )
         for step, indices in enumerate(dealt.batches(epoch), 1):
             if sample in indices:
                 return rank, step
@@ -188,7 +204,9 @@ def test_bad_data_stops_the_run_and_is_named_by_rank_sample_and_step(tmp_path: P
     rank, step = where_dealt(NAN[0])
     with pytest.raises(RankError) as raised:
         train(tmp_path / "run", 2, ranks, data=points(nan_at=NAN), checkpoint={"every_steps": 1})
-    assert f"the loss of step {step} is nan (rank {rank}'s share of the batch has it in samples [5])" in str(raised.value)
+    assert f"the loss of step {step} is nan (rank {rank}'s share of the batch has it in samples [5])" in str(
+        raised.value
+    )
     assert [s["step"] for s in Run(tmp_path / "run").steps()] == list(range(1, step))
 
 
@@ -203,11 +221,18 @@ def test_skip_leaves_the_step_out_and_goes_on(tmp_path: Path, ranks: Ranks) -> N
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_rewind_goes_back_replays_and_leaves_the_batch_out(tmp_path: Path, ranks: Ranks, replicas: int) -> None:
     _, step = where_dealt(NAN[0])
-    changes: dict[str, Any] = {"model": {"factory": "small_jobs:with_dropout"}, "stop": {"steps": 9}, "checkpoint": {"every_steps": 4}}
+    changes: dict[str, Any] = {
+        "model": {"factory": "small_jobs:with_dropout"},
+        "stop": {"steps": 9},
+        "checkpoint": {"every_steps": 4},
+    }
     run = train(tmp_path / "run", replicas, ranks, **changes, data=points(nan_at=NAN), nonfinite="rewind")
     saved = (step - 1) // 4 * 4
     assert [(e["from_step"], e["to_step"]) for e in run.events() if e["event"] == "rewind"] == [(step, saved)]
-    lines = [line.split('"loss":')[1].split(",")[0] for line in (run.path / "steps" / "rank-0.jsonl").read_text().splitlines()]
+    lines = [
+        line.split('"loss":')[1].split(",")[0]
+        for line in (run.path / "steps" / "rank-0.jsonl").read_text().splitlines()
+    ]
     first, replayed = lines[saved : step - 1], lines[step : step + step - 1 - saved]
     assert replayed == first, "a replayed step computes the same again"
     assert run.events()[-1]["step"] == 9
@@ -250,10 +275,14 @@ def test_a_rejected_batch_stays_rejected_after_a_resume(tmp_path: Path) -> None:
     assert facts(resumed) == facts(undisturbed)
 
 
-@pytest.mark.parametrize(("policy", "text"), [("skip", "and 20 updates in a row were not finite"), ("rewind", "after 3 rewinds in a row")])
+@pytest.mark.parametrize(
+    ("policy", "text"), [("skip", "and 20 updates in a row were not finite"), ("rewind", "after 3 rewinds in a row")]
+)
 def test_a_run_that_does_not_recover_is_given_up(tmp_path: Path, policy: str, text: str) -> None:
     with pytest.raises(NonFiniteError, match=text):
-        train_here(tmp_path / "run", small_job(data=points(nan_at=list(range(70))), nonfinite=policy, stop={"steps": 99}))
+        train_here(
+            tmp_path / "run", small_job(data=points(nan_at=list(range(70))), nonfinite=policy, stop={"steps": 99})
+        )
 
 
 # Times
@@ -269,7 +298,9 @@ def test_the_parts_of_a_step_sum_to_it(tmp_path: Path, ranks: Ranks) -> None:
 
 def test_a_slow_rank_shows_as_compute_there_and_as_imbalance_elsewhere(tmp_path: Path, ranks: Ranks) -> None:
     run = train(tmp_path / "run", 2, ranks, model={"factory": "small_jobs:SlowOnRankZero"}, stop={"steps": 7})
-    slow, fast = ({k: median(s[k] for s in run.steps(rank)[1:]) for k in ("compute_s", "imbalance_s")} for rank in range(2))
+    slow, fast = (
+        {k: median(s[k] for s in run.steps(rank)[1:]) for k in ("compute_s", "imbalance_s")} for rank in range(2)
+    )
     assert slow["compute_s"] > 0.15
     assert slow["imbalance_s"] < 0.05
     assert fast["imbalance_s"] > 0.15

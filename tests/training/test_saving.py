@@ -66,7 +66,9 @@ def train_slowly_written(run: Path) -> None:
     assert max(worst) <= 5 + (os.environ["RANK"] != "0"), worst
 
 
-def test_no_more_steps_than_the_cadence_are_ever_lost_however_slowly_a_checkpoint_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_no_more_steps_than_the_cadence_are_ever_lost_however_slowly_a_checkpoint_is_written(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     run = new_run(tmp_path / "run", small_job(checkpoint={"every_steps": 5}, stop={"steps": 22}), "dp=2").path
     ranks(2, train_slowly_written, run)
     assert [event["step"] for event in events(run, "checkpoint_saved")][-1] == 22
@@ -117,7 +119,9 @@ def fill(file: Path) -> None:
 
 
 @pytest.mark.needs_root
-def test_a_full_disk_is_said_training_goes_on_and_saves_again_when_there_is_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_said_training_goes_on_and_saves_again_when_there_is_room(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     undisturbed = train_here(tmp_path / "undisturbed", job(steps=30)).losses
 
     def look(step: int) -> None:
@@ -167,7 +171,9 @@ def test_a_disk_that_turned_read_only_is_said_and_saved_to_again_when_it_is_not(
 
 @pytest.mark.needs_root
 @pytest.mark.parametrize(("most", "last"), [(1, 10), (3, 20)])
-def test_a_run_ends_when_as_many_checkpoints_in_a_row_have_failed_as_the_job_says(tmp_path: Path, most: int, last: int) -> None:
+def test_a_run_ends_when_as_many_checkpoints_in_a_row_have_failed_as_the_job_says(
+    tmp_path: Path, most: int, last: int
+) -> None:
     run = new_run(tmp_path / "run", job(steps=60, max_failures=most)).path
 
     def look(step: int) -> None:
@@ -177,7 +183,10 @@ def test_a_run_ends_when_as_many_checkpoints_in_a_row_have_failed_as_the_job_say
     with mounted(run / "checkpoints", 2**20):
         with (
             after_each_step(look),
-            pytest.raises(CheckpointError, match=rf"checkpoint of step {last} was not written: No space.*step-00000005.*max_failures"),
+            pytest.raises(
+                CheckpointError,
+                match=rf"checkpoint of step {last} was not written: No space.*step-00000005.*max_failures",
+            ),
         ):
             train_here(run, job(steps=60, max_failures=most))
         assert [name for name in checkpoints(run) if name != "ballast"] == ["step-00000005"]

@@ -1,4 +1,7 @@
-"""The state of an engine: what is saved comes back bit for bit, and a checkpoint of something else is refused with what differs."""
+"""The state of an engine.
+
+What is saved comes back bit for bit, and a checkpoint of something else is refused with what differs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, groups: 
     model = model or Tied()
     parameters = list(model.parameters())
     grouped = [{"params": parameters[i::groups]} for i in range(groups)]
-    return paceline.setup(model, OPTIMIZERS[optimizer](grouped), F.cross_entropy, DataLoader(Points(), batch_size=8, shuffle=True))
+    return paceline.setup(
+        model, OPTIMIZERS[optimizer](grouped), F.cross_entropy, DataLoader(Points(), batch_size=8, shuffle=True)
+    )
 
 
 def train(engine: Engine, steps: int) -> list[float]:
@@ -71,7 +76,9 @@ def train(engine: Engine, steps: int) -> list[float]:
 
 def save(engine: Engine, folder: Path, values: dict[str, Any] | None = None) -> None:
     group = engine.group
-    checkpointer = Checkpointer(folder, rank=group.rank, world=group.size, keep=1, deadline_s=30, report=lambda *_: None)
+    checkpointer = Checkpointer(
+        folder, rank=group.rank, world=group.size, keep=1, deadline_s=30, report=lambda *_: None
+    )
     group.barrier()  # rank 0 has removed what was left half-written
     checkpointer.save(engine.step_count, snapshot(engine, values or {}))
     checkpointer.close()
@@ -198,10 +205,15 @@ def test_more_replicas_than_saved_draw_numbers_of_their_own(tmp_path: Path, rank
     [
         (Tied(extra=True), "of another model: extra is missing"),
         (Tied(width=9), r"down.weight has shape \(6, 6\), the model wants \(9, 6\)"),
-        (nn.Linear(FEATURES, CLASSES), r"weight is missing; bias is missing; .* is unknown to the model.* and \d+ more"),
+        (
+            nn.Linear(FEATURES, CLASSES),
+            r"weight is missing; bias is missing; .* is unknown to the model.* and \d+ more",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path, model: nn.Module, said: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
+    tmp_path: Path, model: nn.Module, said: str
+) -> None:
     first = engine_of()
     train(first, 1)
     save(first, tmp_path)
@@ -224,5 +236,7 @@ def test_a_checkpoint_with_state_for_a_parameter_that_the_optimizer_does_not_hol
     model = Tied()
     optimizer = torch.optim.AdamW(model.head.parameters())
     second = paceline.setup(model, optimizer, F.cross_entropy, DataLoader(Points(), batch_size=8))
-    with pytest.raises(CheckpointError, match=r"has optimizer state for 'down\.\w+', which this optimizer does not hold"):
+    with pytest.raises(
+        CheckpointError, match=r"has optimizer state for 'down\.\w+', which this optimizer does not hold"
+    ):
         restore(second, loaded(tmp_path))

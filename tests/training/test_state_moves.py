@@ -1,4 +1,7 @@
-"""A state that one plan saved is taken up by any other: each rank gets its part of what there was, of weights and optimizer alike."""
+"""A state that one plan saved is taken up by any other.
+
+Each rank gets its part of what there was, of weights and optimizer alike.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,9 @@ class Held(nn.Module):
             self.register_buffer("scratch", torch.full((2,), -1.0), persistent=False)
 
 
-def rank_of(mesh: Mesh, *, seed: int = 0, shapes: set[str] | None = None, optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Any:
+def rank_of(
+    mesh: Mesh, *, seed: int = 0, shapes: set[str] | None = None, optimizer: Callable[..., torch.optim.Optimizer] = ADAM
+) -> Any:
     """As much of a rank's engine as a checkpoint sees."""
     parts = {name: part for name, part in parts_of(mesh).items() if shapes is None or name in shapes}
     model = Held(own_parts(random_tensors(seed), parts), mesh)
@@ -108,7 +113,9 @@ def state_of(rank: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
-def saved(folder: Path, degrees: dict[str, int], steps: int = 2, optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Loaded:
+def saved(
+    folder: Path, degrees: dict[str, int], steps: int = 2, optimizer: Callable[..., torch.optim.Optimizer] = ADAM
+) -> Loaded:
     """A checkpoint of all ranks of a plan after some steps."""
     ranks = [rank_of(mesh, optimizer=optimizer) for mesh in meshes(**degrees)]
     for rank in ranks:
@@ -162,7 +169,9 @@ def test_what_one_plan_saved_every_other_goes_on_with(tmp_path: Path, before: di
         ranks = [rank_of(mesh, seed=5) for mesh in meshes(**after)]
         assert together(ranks, lambda rank: restore(rank, loaded)) == [{"note": "ours"}] * len(ranks)
         for rank in ranks:
-            assert (rank.step_count, rank.loader.state) == (2, {"epoch": 1, "step": 7}), "the place in the data is of all ranks"
+            assert (rank.step_count, rank.loader.state) == (2, {"epoch": 1, "step": 7}), (
+                "the place in the data is of all ranks"
+            )
             assert_part(rank, expected)
             train(rank, 1)
             assert_part(rank, state_of(whole))
@@ -189,7 +198,9 @@ def test_on_the_same_mesh_every_rank_draws_on_and_keeps_its_buffers(tmp_path: Pa
     for mesh in meshes(**degrees):
         rank = rank_of(mesh)
         buffers = {name: buffer.fill_(9.0) for name, buffer in rank.model.named_buffers()}
-        rank.group.gather_json = lambda value: [{**{f"model/{n}": list(shape) for n, shape in SHAPES.items()}, "buffer/mean": [2]}]
+        rank.group.gather_json = lambda value: [
+            {**{f"model/{n}": list(shape) for n, shape in SHAPES.items()}, "buffer/mean": [2]}
+        ]
         restore(rank, loaded)
         assert torch.equal(torch.rand(1), expected[mesh.world.rank])
         assert {name: buffer.tolist() for name, buffer in buffers.items()} == (
@@ -212,7 +223,8 @@ def test_state_that_is_not_divided_like_its_parameter_is_refused_before_anything
     rank = rank_of(next(meshes(tp=2)), optimizer=adafactor)
     train(rank, 1)
     with pytest.raises(
-        CheckpointError, match=r"optimizer/embedding/row_var has shape \(5, 1\), .* part of the parameter \(5, 6\).*along tp"
+        CheckpointError,
+        match=r"optimizer/embedding/row_var has shape \(5, 1\), .* part of the parameter \(5, 6\).*along tp",
     ):
         snapshot(rank, {})
     loaded = saved(tmp_path, {}, optimizer=adafactor)
@@ -234,7 +246,9 @@ def test_of_another_model_every_stage_says_the_same(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[name]) for name, p in rank.model.named_parameters()), "nothing was changed"
 
 
-def test_ranks_check_a_share_of_the_files_each_and_fall_back_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_check_a_share_of_the_files_each_and_fall_back_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Damage that one rank finds counts for all: else they would go on from different steps."""
     for steps in (1, 2):
         saved(tmp_path, {"dp": 2, "tp": 2}, steps)
@@ -249,7 +263,11 @@ def test_ranks_check_a_share_of_the_files_each_and_fall_back_together(tmp_path: 
 
     def newest(rank: Any) -> int:
         found = load_latest(
-            tmp_path, rank=rank.group.rank, world=rank.group.size, report=lambda *_: None, agree=lambda value: rank.group.gather_json(value)
+            tmp_path,
+            rank=rank.group.rank,
+            world=rank.group.size,
+            report=lambda *_: None,
+            agree=lambda value: rank.group.gather_json(value),
         )
         assert found is not None
         return found.step
@@ -290,5 +308,7 @@ def test_a_rule_gets_its_tensors_back_on_the_same_mesh_and_nothing_of_another_ru
     reader.plan.sync = sync
     told: list[dict[str, Any]] = []
     restore(reader, loaded, lambda event, details: told.append({event: details}))
-    assert {key: value.tolist() if isinstance(value, Tensor) else value for key, value in reader.rule.state.items()} == expected
+    assert {
+        key: value.tolist() if isinstance(value, Tensor) else value for key, value in reader.rule.state.items()
+    } == expected
     assert bool(told) == ("feedback" not in expected)

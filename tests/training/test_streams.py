@@ -1,4 +1,7 @@
-"""Iterable data sets and data sets of whole batches: lost here is a sample trained twice, or by no rank, without a word."""
+"""Iterable data sets and data sets of whole batches.
+
+Lost here is a sample trained twice, or by no rank, without a word.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,11 @@ class WholeBatches(IterableDataset[Any]):
         first = 0
         for size in (3, 8, 1, 5):
             x = torch.arange(first, first + size, dtype=torch.float32)
-            yield {"input": x.unsqueeze(1), "labels": torch.zeros(size, dtype=torch.int64), "names": [str(i) for i in range(size)]}
+            yield {
+                "input": x.unsqueeze(1),
+                "labels": torch.zeros(size, dtype=torch.int64),
+                "names": [str(i) for i in range(size)],
+            }
             first += size
 
 
@@ -107,10 +114,14 @@ def loader_with(kind: str) -> DataLoader[Any]:
         "plain": lambda: DataLoader(Streamed(), BATCH),
         "drop_last": lambda: DataLoader(Streamed(), BATCH, drop_last=True),
         "workers": lambda: DataLoader(Streamed(), BATCH, num_workers=2, multiprocessing_context="fork"),
-        "three workers": lambda: DataLoader(Streamed(20), BATCH, num_workers=3, persistent_workers=True, multiprocessing_context="fork"),
+        "three workers": lambda: DataLoader(
+            Streamed(20), BATCH, num_workers=3, persistent_workers=True, multiprocessing_context="fork"
+        ),
         "shuffled": lambda: DataLoader(Shuffled(), BATCH),
         "whole": lambda: DataLoader(WholeBatches(), batch_size=None),
-        "items": lambda: DataLoader(BatchItems(), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(2)),
+        "items": lambda: DataLoader(
+            BatchItems(), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(2)
+        ),
     }
     loader: DataLoader[Any] = loaders[kind]()
     return loader
@@ -264,7 +275,9 @@ class Shorter(IterableDataset[Any]):
 
 @pytest.mark.parametrize("dataset", [ByRank(), Shorter(), Unrepeatable()])
 def test_ranks_that_read_different_streams_are_refused(ranks: Ranks, dataset: IterableDataset[Any]) -> None:
-    with pytest.raises(RankError, match=r"the ranks read different streams from .*: batch \d is not the same on all of them"):
+    with pytest.raises(
+        RankError, match=r"the ranks read different streams from .*: batch \d is not the same on all of them"
+    ):
         ranks(2, read_all, dataset)
 
 
@@ -290,7 +303,9 @@ def first_graph(batch_size: int | None) -> Any:
 def test_a_batch_that_cannot_be_counted_passes_on_one_rank_and_is_refused_on_two(ranks: Ranks) -> None:
     assert isinstance(first_graph(None), Graph)
     assert len(first_graph(2)) == 2
-    with pytest.raises(RankError, match="is a batch of type Graph: how many samples it holds is not known, so it cannot be cut"):
+    with pytest.raises(
+        RankError, match="is a batch of type Graph: how many samples it holds is not known, so it cannot be cut"
+    ):
         ranks(2, first_graph, None)
 
 
@@ -300,7 +315,12 @@ class Pair(NamedTuple):
 
 
 def test_batches_are_cut_by_the_rows_that_everything_in_them_has() -> None:
-    batch = {"a": torch.arange(4), "b": [torch.zeros(4, 2), ("p", "q", "r", "s")], "c": Pair(torch.ones(4), torch.zeros(4)), "scale": 0.5}
+    batch = {
+        "a": torch.arange(4),
+        "b": [torch.zeros(4, 2), ("p", "q", "r", "s")],
+        "c": Pair(torch.ones(4), torch.zeros(4)),
+        "scale": 0.5,
+    }
     assert rows_of(batch) == 4
     part = cut(batch, slice(1, 3))
     assert part["a"].tolist() == [1, 2]
@@ -313,7 +333,21 @@ def test_batches_are_cut_by_the_rows_that_everything_in_them_has() -> None:
 
 
 def test_two_samples_that_differ_have_different_digests() -> None:
-    different = [torch.zeros(3), torch.zeros(4), torch.ones(3), "a", "b", 1, 2.0, {"a": 1}, {"b": 1}, [1, 2], Graph(2), Graph(3), None]
+    different = [
+        torch.zeros(3),
+        torch.zeros(4),
+        torch.ones(3),
+        "a",
+        "b",
+        1,
+        2.0,
+        {"a": 1},
+        {"b": 1},
+        [1, 2],
+        Graph(2),
+        Graph(3),
+        None,
+    ]
     different += [torch.arange(3, dtype=torch.bfloat16), torch.rand(1000), b"x"]
     assert len({digest_of(value) for value in different}) == len(different)
     assert digest_of({"x": torch.arange(900)}) == digest_of({"x": torch.arange(900)})
@@ -357,7 +391,9 @@ def test_a_plan_that_divides_the_model_trains_on_a_stream_as_well(ranks: Ranks, 
 
 def evaluated(dataset: IterableDataset[Any]) -> dict[str, float]:
     engine: Any = engine_of(DataLoader(Streamed(), BATCH))
-    found: dict[str, float] = engine.evaluate(DataLoader(dataset, BATCH), lambda batch: {"mean": batch[0].double().flatten()})
+    found: dict[str, float] = engine.evaluate(
+        DataLoader(dataset, BATCH), lambda batch: {"mean": batch[0].double().flatten()}
+    )
     engine.close()
     return found
 

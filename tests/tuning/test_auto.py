@@ -61,7 +61,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def network(folder: Path, body: str, **changes: Any) -> Job:
     """A job whose model does `body` in its forward pass."""
     (folder / "net.py").write_text(NETWORK.replace("{body}", body))
-    return Job.load(write_job(folder / "job.yaml", **({"model": "net.py:Net", "data": IMAGES, **WITHOUT_BOUND} | changes)))
+    return Job.load(
+        write_job(folder / "job.yaml", **({"model": "net.py:Net", "data": IMAGES, **WITHOUT_BOUND} | changes))
+    )
 
 
 def verdicts(choice: AutoChoice) -> dict[str, str]:
@@ -99,7 +101,8 @@ def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_p
     row = next(line for line in first.err.splitlines() if line.startswith("  memory_format=channels_last"))
     assert row.endswith("kept")
     assert re.search(
-        r"plan auto: .*memory_format=channels_last.*, whose step takes 0\.\d\d of that of dp=\d+; measured in [\d.]+ s", first.err
+        r"plan auto: .*memory_format=channels_last.*, whose step takes 0\.\d\d of that of dp=\d+; measured in [\d.]+ s",
+        first.err,
     )
     assert "memory_format=channels_last" in re.search(r"^plan (.*) · run", first.err, re.MULTILINE)[1]  # type: ignore[index]
     [run] = (tmp_path / "runs").iterdir()
@@ -130,7 +133,10 @@ def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypa
     (tmp_path / "net.py").write_text(NETWORK.replace("{body}", "raise RuntimeError('it is measured again')"))
     again = choose(job, CLUSTER)
     default = auto_plan(job, CLUSTER)
-    assert again.lines[-1] == f"nothing could be measured (RuntimeError: it is measured again); going on with plan {default}"
+    assert (
+        again.lines[-1]
+        == f"nothing could be measured (RuntimeError: it is measured again); going on with plan {default}"
+    )
     assert again.plan == default
     assert kept(tmp_path) == [file], "an edited model is another one, and a trial that fails leaves nothing"
 
@@ -144,7 +150,8 @@ def test_a_knob_that_fails_is_told_and_the_others_are_tried_until_a_second_one_f
     job = network(
         tmp_path,
         "if channels_last and os.environ['RANK'] == '0': raise ValueError('only rows please')\n"
-        "        if os.environ['OMP_NUM_THREADS'] != str(torch.get_num_threads()): os.kill(os.getpid(), signal.SIGKILL)",
+        "        if os.environ['OMP_NUM_THREADS'] != str(torch.get_num_threads()): os.kill(os.getpid(), "
+        "signal.SIGKILL)",
     )
     choice = choose(job, CLUSTER)
     found = verdicts(choice)
@@ -167,7 +174,9 @@ def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path) -> None:
     assert choice.seconds == 0
 
 
-def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the data tells how many steps two epochs have."""
     forecasts(monkeypatch)
     choice = choose(network(tmp_path, "pass", stop={"epochs": 2}), CLUSTER)
@@ -179,7 +188,10 @@ def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(tm
 def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside_what_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network that is slow unless FSDP2 divides it, whatever was predicted. One plan cannot be built, and is passed over."""
+    """A network that is slow unless FSDP2 divides it, whatever was predicted.
+
+    One plan cannot be built, and is passed over.
+    """
     monkeypatch.setattr(auto, "_MOST_OTHER_WORK", 2.0)
     predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
     forecasts(monkeypatch, *predictions)
@@ -188,7 +200,9 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
     choice = choose(job, two)
     found = verdicts(choice)
-    assert found["ep=2"].startswith("failed: ep=2 divides experts, but the model has no mixture of experts"), choice.lines
+    assert found["ep=2"].startswith("failed: ep=2 divides experts, but the model has no mixture of experts"), (
+        choice.lines
+    )
     assert found["fsdp=2"] == "kept", choice.lines
     assert found["dp=1"].startswith("not kept: slower"), choice.lines
     assert choice.plan.fsdp == 2
@@ -219,15 +233,23 @@ def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing
 def test_a_job_that_is_started_often_enough_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = network(tmp_path, "pass", stop={"steps": 1000})
     forecasts(monkeypatch, steps_of_1_ms("dp=2", 25), steps_of_1_ms("dp=1", 26))
-    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: replace(found, tried=[Trial("dp=2", "the plan to begin with")]))
+    monkeypatch.setattr(
+        auto,
+        "measure",
+        lambda job, cluster, found, tell: replace(found, tried=[Trial("dp=2", "the plan to begin with")]),
+    )
     choices = [choose(job, CLUSTER) for _ in range(3)]
     assert [choice.lines[0].startswith("plan auto: measuring") for choice in choices] == [False, False, True]
     assert choose(job, CLUSTER, runs=1).plan == choices[0].plan
     (tmp_path / "cache").rename(tmp_path / "before")
-    assert choose(job, CLUSTER, runs=10).lines[0].startswith("plan auto: measuring"), "as a benchmark asks, which makes many runs"
+    assert choose(job, CLUSTER, runs=10).lines[0].startswith("plan auto: measuring"), (
+        "as a benchmark asks, which makes many runs"
+    )
 
 
-def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise LaunchError("rank 0 (host a, pid 3) raised: JobError: the model cannot be traced\n\nTraceback …")
 
@@ -235,12 +257,17 @@ def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(tmp_path: Pa
     monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: found)
     default = auto_plan(job := network(tmp_path, "pass"), CLUSTER)
     choice = choose(job, CLUSTER)
-    assert choice.lines[0] == f"the plans could not be predicted (JobError: the model cannot be traced); going on from plan {default}"
+    assert (
+        choice.lines[0]
+        == f"the plans could not be predicted (JobError: the model cannot be traced); going on from plan {default}"
+    )
     assert choice.plan == default
 
 
 @pytest.mark.slow
-def test_a_trial_on_emulated_hosts_takes_their_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: object) -> None:
+def test_a_trial_on_emulated_hosts_takes_their_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: object
+) -> None:
     two = Cluster(emulate=Emulate(hosts=2, rate="20mbit"))
     forecasts(monkeypatch, steps_of_1_ms("dp=2"), steps_of_1_ms("dp=1"))
     choice = choose(network(tmp_path, "pass"), two)
@@ -261,11 +288,15 @@ def test_a_run_tells_what_its_prediction_was_worth(tmp_path: Path, steps: int, k
     run: Any = SimpleNamespace(steps=lambda: [{}] * steps, throughput=job.global_batch / 0.002)
     remember_run(AutoChoice(Plan(), forecast=steps_of_1_ms("dp=1")), job, CLUSTER, run)
     remember_run(AutoChoice(Plan()), job, CLUSTER, run)
-    assert [(pair.plan, pair.predicted_s, pair.measured_s) for pair in pairs(CLUSTER)] == [("dp=1", 0.001, 0.002)] * kept_pairs
+    assert [(pair.plan, pair.predicted_s, pair.measured_s) for pair in pairs(CLUSTER)] == [
+        ("dp=1", 0.001, 0.002)
+    ] * kept_pairs
 
 
 @pytest.mark.slow
-def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forecasts(monkeypatch, steps_of_1_ms("dp=4", 20), steps_of_1_ms("fsdp=2", 21), steps_of_1_ms("tp=2", 22))
     four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
     choice = choose(network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.3)"), four)
@@ -276,10 +307,14 @@ def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(tmp
 
 
 @pytest.mark.slow
-def test_compiling_is_tried_where_the_run_is_long_enough_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_is_tried_where_the_run_is_long_enough_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forecasts(monkeypatch)
     choice = choose(network(tmp_path, "pass", stop={"steps": 10_000_000}), CLUSTER)
-    assert verdicts(choice)["compile=on"].startswith(("kept", "not kept", "not tried: torch.compile needs")), choice.lines
+    assert verdicts(choice)["compile=on"].startswith(("kept", "not kept", "not tried: torch.compile needs")), (
+        choice.lines
+    )
     assert verdicts(choice)["compile=reduce-overhead"] == "not tried: replays CUDA graphs, and this machine has no GPU"
 
 
@@ -293,7 +328,9 @@ def test_a_resumed_run_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> No
     assert choose_plan(short, CLUSTER, "auto", larger).dp <= CLUSTER.devices
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow, id="while predicting"), pytest.param(2, id="while measuring")])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow, id="while predicting"), pytest.param(2, id="while measuring")]
+)
 def test_ctrl_c_ends_the_measuring_and_trains_nothing(tmp_path: Path, ranks: int) -> None:
     body = f"if os.environ['WORLD_SIZE'] == '{1 if ranks == 1 else min(CLUSTER.devices, 8)}': "
     network(tmp_path, body + "open('under_way', 'w').close(); time.sleep(0.2)")
@@ -326,7 +363,9 @@ def test_fewer_ranks_are_measured_beside_all_of_them(tmp_path: Path, monkeypatch
     """Two of four ranks, as on a machine of four cores: the others wait, and nobody hangs."""
     forecasts(monkeypatch)
     real = sorted(os.sched_getaffinity(0))
-    four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34, affinity=tuple((real[i % len(real)],) for i in range(4))),))
+    four = Cluster(
+        hosts=(Host(name="a", cores=4, memory_bytes=2**34, affinity=tuple((real[i % len(real)],) for i in range(4))),)
+    )
     choice = choose(network(tmp_path, "pass"), four)
     found = verdicts(choice)
     assert found["dp=2"].startswith(("kept", "not kept")), choice.lines

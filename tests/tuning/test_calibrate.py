@@ -107,7 +107,9 @@ def test_gpus_and_machines_elsewhere_are_refused() -> None:
     with pytest.raises(ClusterError, match="only this machine"):
         calibrate(JOB, Cluster(name="the cluster", hosts=elsewhere))
     with pytest.raises(ClusterError, match="another CPU"):
-        calibrate(JOB, Cluster(name="that one", hosts=(Host(name="a", cores=2, memory_bytes=2**30, cpu="None of ours"),)))
+        calibrate(
+            JOB, Cluster(name="that one", hosts=(Host(name="a", cores=2, memory_bytes=2**30, cpu="None of ours"),))
+        )
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ _LAST = 10  # steps whose mean loss is compared
 _SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2}  # how far rounding alone drives losses apart within the first steps
 
 
-def caveats(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], *, repeat: int, cores: int) -> list[str]:
+def caveats(
+    job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], *, repeat: int, cores: int
+) -> list[str]:
     """Everything that a reader should know before believing the figures. `runs`: those of each setting that has any."""
     found = [s for s in settings if runs.get(s.key)]
     return [
@@ -44,11 +46,21 @@ def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
         return
     if max(known) < WARN_CORES:
         return
-    stolen = {s.title: stolen_share(statistics.median(loads[s.key]), devices=s.devices, cores=cores) for s in settings if loads[s.key]}
+    stolen = {
+        s.title: stolen_share(statistics.median(loads[s.key]), devices=s.devices, cores=cores)
+        for s in settings
+        if loads[s.key]
+    }
     widened = [f"{title} by {percent(share)}" for title, share in stolen.items() if share]
-    text = f"Other processes kept {statistics.median(known):.2f} cores busy in the median over the runs, and {max(known):.2f} at most."
+    text = (
+        f"Other processes kept {statistics.median(known):.2f} cores busy in the median over the runs, and "
+        f"{max(known):.2f} at most."
+    )
     if widened:
-        text += f" They may have slowed the ranks, so the intervals reach further towards shorter times: {', '.join(widened)}."
+        text += (
+            " They may have slowed the ranks, so the intervals reach further towards shorter times: "
+            f"{', '.join(widened)}."
+        )
     yield text
 
 
@@ -69,10 +81,14 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
                 differing[setting.label] = (apart, steps)
     if not differing:
         return
-    named = ", ".join(f"{label} by {percent(apart, 2)} after {steps} steps" for label, (apart, steps) in differing.items())
+    named = ", ".join(
+        f"{label} by {percent(apart, 2)} after {steps} steps" for label, (apart, steps) in differing.items()
+    )
     yield (
-        f"The losses are not those of the first run of one device ({named}), so the runs do not do quite the same work: layers that look "
-        "at a replica's share only (dropout, batch_norm: local), other precisions, and sync rules that compress or agree only now and then "
+        f"The losses are not those of the first run of one device ({named}), so the runs do not do quite the "
+        "same work: layers that look "
+        "at a replica's share only (dropout, batch_norm: local), other precisions, and sync rules that "
+        "compress or agree only now and then "
         "do that."
     )
 
@@ -83,7 +99,9 @@ def _apart(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[
     The difference is that of the means over the last steps.
     """
     steps = min(len(one), len(other))
-    pairs = [(a, b) for a, b in zip(one[:steps], other[:steps], strict=True) if a is not None and b is not None][-_LAST:]
+    pairs = [(a, b) for a, b in zip(one[:steps], other[:steps], strict=True) if a is not None and b is not None][
+        -_LAST:
+    ]
     if not pairs:
         return steps, 0.0
     a, b = (statistics.fmean(column) for column in zip(*pairs, strict=True))
@@ -95,11 +113,17 @@ def _targets(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRu
     for setting in to_target:
         missed = [run for run in runs[setting.key] if not run.reached]
         if missed:
-            yield f"{len(missed)} of {len(runs[setting.key])} runs of {setting.label} did not reach the target ({missed[0].reason})."
+            yield (
+                f"{len(missed)} of {len(runs[setting.key])} runs of {setting.label} did not reach the target "
+                f"({missed[0].reason})."
+            )
     needed = {s.label: sorted({run.steps for run in runs[s.key]}) for s in to_target}
     if len({steps for each in needed.values() for steps in each}) > 1:
         named = ", ".join(f"{label} {_span(steps)}" for label, steps in needed.items())
-        yield f"The runs needed different numbers of steps ({named}): training times compare that, too; step times compare speed alone."
+        yield (
+            f"The runs needed different numbers of steps ({named}): training times compare that, too; step times "
+            "compare speed alone."
+        )
 
 
 def _span(steps: list[int]) -> str:
@@ -111,6 +135,7 @@ def _small_data(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
         samples = min(run.samples for run in runs[setting.key])
         if samples < setting.global_batch:
             yield (
-                f"{setting.title}: most steps had {samples:g} samples, not {setting.global_batch}, for the training set is small; "
+                f"{setting.title}: most steps had {samples:g} samples, not {setting.global_batch}, for the "
+                "training set is small; "
                 "throughput counts those there were."
             )

@@ -1,4 +1,7 @@
-"""A benchmark's directory: what is measured (`protocol.json`), each finished run (`measured.jsonl`), the runs themselves, the report."""
+"""A benchmark's directory.
+
+What is measured (`protocol.json`), each finished run (`measured.jsonl`), the runs themselves, the report.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ class BenchmarkDirectory:
         except (OSError, ValueError) as error:
             raise RunError(f"{file} cannot be read: {error}. Name another directory with --out.") from error
         if occupied:
-            raise RunError(f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out.")
+            raise RunError(
+                f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out."
+            )
 
     def begin(self, protocol: dict[str, Any]) -> None:
         """Begin with `protocol`, or continue what was begun under the same one.
@@ -47,10 +52,14 @@ class BenchmarkDirectory:
                 (self.path / "runs").mkdir(parents=True, exist_ok=True)
                 write_whole(self.path / PROTOCOL, json.dumps(protocol, indent=1))
             except OSError as error:
-                raise RunError(f"the benchmark cannot be kept in {self.path}: {error.strerror}. Name a directory with --out.") from error
+                raise RunError(
+                    f"the benchmark cannot be kept in {self.path}: {error.strerror}. Name a directory with --out."
+                ) from error
             self.protocol = protocol
         elif found := list(differences(self.protocol, protocol)):
-            raise RunError(f"{self.path} belongs to another benchmark: {'; '.join(found)}. Name another directory with --out.")
+            raise RunError(
+                f"{self.path} belongs to another benchmark: {'; '.join(found)}. Name another directory with --out."
+            )
 
     def finished(self, settings: Sequence[Setting]) -> dict[str, list[FinishedRun]]:
         """The runs that were measured, by setting, in the order of their rounds."""
@@ -60,7 +69,9 @@ class BenchmarkDirectory:
                 run = FinishedRun.load(line)
                 found[run.setting].append(run)
         except (KeyError, TypeError) as error:
-            raise RunError(f"{self.path / MEASURED} has a line that is not a run of this benchmark: {error!r}") from error
+            raise RunError(
+                f"{self.path / MEASURED} has a line that is not a run of this benchmark: {error!r}"
+            ) from error
         return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
 
     def new_run(self, setting: Setting, round_: int) -> Path:

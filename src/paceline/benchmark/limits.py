@@ -29,14 +29,21 @@ def limits_of(settings: list[MeasuredSetting]) -> list[str]:
     if one is None or many is None or many.speedup is None or many.efficiency is None:
         return ["One device and several are needed to say how the job scales."]
     if min(len(one.runs), len(many.runs)) < LEAST_REPEATS:
-        return [f"Fewer than {LEAST_REPEATS} repeats tell no difference from chance: nothing is claimed here. --repeat 5 is the default."]
+        return [
+            (
+                f"Fewer than {LEAST_REPEATS} repeats tell no difference from chance: nothing is claimed here. "
+                "--repeat 5 is the default."
+            )
+        ]
     weak = next((s for s in settings if s.scaling == "weak" and s.devices == many.devices), None)
     sentences = [_headline(many)]
     if many.efficiency.high >= 1:
         enough = "Within the interval that is the ideal: nothing that could be measured is lost."
         return [
             *sentences,
-            enough if many.is_speedup else "The intervals are too wide to say what limits it: more repeats would tell, or less other load.",
+            enough
+            if many.is_speedup
+            else "The intervals are too wide to say what limits it: more repeats would tell, or less other load.",
         ]
     if one.ranks and many.ranks:
         sentences += _where_it_goes(one, many, weak)
@@ -48,11 +55,17 @@ def _headline(many: MeasuredSetting) -> str:
     assert many.efficiency is not None
     interval = f"95 % interval {many.speedup.low:.2f} to {many.speedup.high:.2f}"
     if not many.is_speedup:
-        return f"No difference can be claimed between one device and {_name(many)}: the intervals of their times overlap ({interval})."
+        return (
+            f"No difference can be claimed between one device and {_name(many)}: the intervals of their times "
+            f"overlap ({interval})."
+        )
     if many.speedup.middle < 1:
         return f"{_name(many)} are slower than one: {many.speedup.middle:.2f}× its speed ({interval})."
     share = percent(many.efficiency.middle)
-    return f"{_name(many)} are {many.speedup.middle:.2f}× as fast as one ({interval}): {share} of the ideal {many.devices}×."
+    return (
+        f"{_name(many)} are {many.speedup.middle:.2f}× as fast as one ({interval}): {share} of the ideal "
+        f"{many.devices}×."
+    )
 
 
 def _name(setting: MeasuredSetting) -> str:
@@ -72,7 +85,9 @@ def _where_it_goes(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSe
     shares = {part: gross_s[part] / whole_s for part in largest}
     named = [f"{percent(share)} {NAMES[part]}" for part, share in shares.items() if share > _WORTH_NAMING]
     step_ms, ideal_ms = sum(_parts(many).values()) * 1e3, sum(_parts(one).values()) * 1e3 / many.devices
-    where = f"A step takes {step_ms:.3g} ms where 1/{many.devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
+    where = (
+        f"A step takes {step_ms:.3g} ms where 1/{many.devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
+    )
     return [f"{where}{listed(named)}.", _advice(largest[0], one, many, weak)]
 
 
@@ -97,17 +112,32 @@ def _advice(part: str, one: MeasuredSetting, many: MeasuredSetting, weak: Measur
         case "compute":
             return _advice_on_compute(one, many, weak)
         case "bubble":
-            return "The stages wait for each other: more microbatches, or another schedule (interleaved, zero-bubble), fill the pipeline."
+            return (
+                "The stages wait for each other: more microbatches, or another schedule (interleaved, "
+                "zero-bubble), fill the pipeline."
+            )
         case "comm":
             return f"A larger global batch computes more between two exchanges.{kept}"
         case "imbalance":
-            return "The ranks do not finish together: look at the breakdown per rank, other load on the machine and uneven samples."
+            return (
+                "The ranks do not finish together: look at the breakdown per rank, other load on the machine and "
+                "uneven samples."
+            )
         case "data":
-            return "Samples are read more slowly than they are trained on: raise data.num_workers in the job, or make them cheaper to read."
+            return (
+                "Samples are read more slowly than they are trained on: raise data.num_workers in the job, or make "
+                "them cheaper to read."
+            )
         case "optimizer":
-            return f"Every replica updates all weights, which does not shrink with dp; a larger global batch makes it weigh less.{kept}"
+            return (
+                "Every replica updates all weights, which does not shrink with dp; a larger global batch makes it "
+                f"weigh less.{kept}"
+            )
         case _:
-            return "Checkpoints are written as often by many devices as by one: raise checkpoint.every_seconds or every_steps in the job."
+            return (
+                "Checkpoints are written as often by many devices as by one: raise checkpoint.every_seconds or "
+                "every_steps in the job."
+            )
 
 
 def _advice_on_compute(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> str:
@@ -116,15 +146,20 @@ def _advice_on_compute(one: MeasuredSetting, many: MeasuredSetting, weak: Measur
     Weak scaling tells them apart, as it has the share of one device.
     """
     if weak is None or not weak.ranks:
-        return "Either a device's share of the batch is too small, or the devices slow each other; weak scaling (--weak) tells which."
+        return (
+            "Either a device's share of the batch is too small, or the devices slow each other; weak scaling "
+            "(--weak) tells which."
+        )
     ratio = _parts(weak)["compute"] / _parts(one)["compute"]
     shrink = _parts(many)["compute"] / (_parts(one)["compute"] / many.devices)
     if ratio - 1 > (shrink - 1) / 2:
         return (
-            f"With the same batch per device compute is still {ratio:.2f}× that of one device: the devices share caches, memory bandwidth "
+            f"With the same batch per device compute is still {ratio:.2f}× that of one device: the devices "
+            "share caches, memory bandwidth "
             "or clock rate, which no larger batch mends."
         )
     return (
-        f"With the same batch per device compute is {ratio:.2f}× that of one device, so it is the small share of the batch that is "
+        f"With the same batch per device compute is {ratio:.2f}× that of one device, so it is the small share "
+        "of the batch that is "
         "computed less efficiently: a larger global batch helps."
     )

@@ -63,11 +63,13 @@ def bench(
         job: a `Job`, or the YAML file of one.
         cluster: where to train; None is this machine.
         plans: more settings, each run as `train(plan=…)` would.
-        devices: how many devices to compare; None is 1 and all. One is always measured, for every speedup is against it.
+        devices: how many devices to compare; None is 1 and all. One is always measured, for every speedup is against
+            it.
         repeat: runs of every setting.
         steps: of every run; None trains to the target that the job's stop rule names, or 60 steps where it names none.
         weak: measure N devices also with N times the global batch.
-        out: directory of the benchmark; one that was begun there with the same arguments goes on. None makes `bench/<job>-<time>`.
+        out: directory of the benchmark; one that was begun there with the same arguments goes on. None makes
+            `bench/<job>-<time>`.
         console: where progress is shown; None is stderr.
 
     Raises:
@@ -77,7 +79,9 @@ def bench(
     benchmark = Benchmark(job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=out, console=console)
     report = benchmark.run()
     if benchmark.stopped_by:
-        raise KeyboardInterrupt(f"{benchmark.stopped_by} stopped the benchmark; {benchmark.path} keeps what was measured")
+        raise KeyboardInterrupt(
+            f"{benchmark.stopped_by} stopped the benchmark; {benchmark.path} keeps what was measured"
+        )
     if report is None:
         raise RunError("no run succeeded:\n" + "\n".join(benchmark.failures.values()))
     return report
@@ -107,11 +111,17 @@ class Benchmark:
         command: str = "paceline.bench",
     ) -> None:
         if is_rank():
-            raise LaunchError("bench starts the ranks itself: call it without torchrun, in a script under `if __name__ == '__main__':`.")
+            raise LaunchError(
+                "bench starts the ranks itself: call it without torchrun, in a script under `if __name__ == "
+                "'__main__':`."
+            )
         if repeat < 1:
             raise RunError(f"repeat is how often each setting is run, at least 1, not {repeat}")
         if steps is not None and steps <= WARM_UP_STEPS:
-            raise RunError(f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run are its warm-up")
+            raise RunError(
+                f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run "
+                "are its warm-up"
+            )
         self.job = job if isinstance(job, Job) else Job.load(job)
         self.job.model.must_be_at_hand()
         self.cluster = to_run_on(cluster)
@@ -157,7 +167,9 @@ class Benchmark:
             return None
         host = self.cluster.hosts[0]
         tokens = getattr(self.job.data, "context", None)
-        results = [measured(s, runs[s.key], runs.get(ONE, []), cores=host.cores, tokens_per_sample=tokens) for s in settings]
+        results = [
+            measured(s, runs[s.key], runs.get(ONE, []), cores=host.cores, tokens_per_sample=tokens) for s in settings
+        ]
         every = [run for each in runs.values() for run in each]
         doubts = caveats(self.job, self.settings, runs, repeat=self.repeat, cores=host.cores)
         doubts += [f"{title} could not be measured: {error.splitlines()[0]}" for title, error in self.failures.items()]
@@ -197,7 +209,9 @@ class Benchmark:
             "plan": str(self.base),
             "knobs": self.knobs,
             "job": self.job.model_dump(mode="json"),
-            "settings": {s.key: {"plan": str(s.plan), "global_batch": s.global_batch, "steps": s.steps} for s in self.settings},
+            "settings": {
+                s.key: {"plan": str(s.plan), "global_batch": s.global_batch, "steps": s.steps} for s in self.settings
+            },
             "machine": {key: known[key] for key in ("host", "cpu", "cores", "gpus", "torch", "paceline")},
         }
 
@@ -221,7 +235,13 @@ class Benchmark:
         path = self.directory.new_run(setting, round_)
         started, load = time.monotonic(), OtherLoad(self.cluster.hosts[0])
         try:
-            run = train(setting.job(self.job), self.cluster, setting.plan, run=path, console=Console(file=io.StringIO(), quiet=True))
+            run = train(
+                setting.job(self.job),
+                self.cluster,
+                setting.plan,
+                run=path,
+                console=Console(file=io.StringIO(), quiet=True),
+            )
             if self._was_stopped(path):
                 return
             result = finished(run, setting, round_, str(path.relative_to(self.path)), load.busy_cores())
@@ -232,7 +252,8 @@ class Benchmark:
                 self.failures[self._title(setting)] = str(error)
                 self._say(f"{self._title(setting)} failed and is left out from now on:\n{error}", style="red")
         else:
-            shutil.rmtree(run.checkpoints)  # nobody goes on with a run that was made to be timed, and many of them fill a disk
+            # nobody goes on with a run that was made to be timed, and many of them fill a disk
+            shutil.rmtree(run.checkpoints)
             self.directory.add(result)
             self.runs[setting.key].append(result)
             self._tell(setting, result, time.monotonic() - started)

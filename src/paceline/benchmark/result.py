@@ -53,13 +53,15 @@ class MeasuredSetting:
 
     Attributes:
         label: for tables and legends, e.g. `1 device`, `2 devices`, or the plan where several have as many devices.
-        scaling: `strong` has the job's global batch, `weak` the same batch per device as one device has. One device is both.
+        scaling: `strong` has the job's global batch, `weak` the same batch per device as one device has. One device is
+            both.
         global_batch: samples per optimizer step.
         step_time_s: median step time of each repeat, warm-up excluded; their median and interval.
         throughput: samples per second = global batch / step time.
         training_time_s: from the first step to the stop rule.
         time_to_target_s: the same where the job names a target and every repeat reached it.
-        speedup: T1 / TN of the same scaling (for weak scaling N * T1 / TN of a step, which has N times the samples); None for one device.
+        speedup: T1 / TN of the same scaling (for weak scaling N * T1 / TN of a step, which has N times the samples);
+            None for one device.
         is_speedup: whether the intervals of the compared times do not overlap; else there is no difference to speak of.
         efficiency: speedup / devices.
         energy_joules: per step, all ranks; None where the machine does not tell.
@@ -146,4 +148,6 @@ def _measured(values: dict[str, Any]) -> MeasuredSetting:
         if values.get(name) is not None
     }
     curve = Curve(**values["curve"]) if values.get("curve") else None
-    return MeasuredSetting(**(values | intervals | {"ranks": [RankUse(**rank) for rank in values["ranks"]], "curve": curve}))
+    return MeasuredSetting(
+        **(values | intervals | {"ranks": [RankUse(**rank) for rank in values["ranks"]], "curve": curve})
+    )

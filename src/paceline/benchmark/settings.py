@@ -43,7 +43,10 @@ class Setting:
         return f"{self.label}, weak" if self.scaling == "weak" else self.label
 
     def job(self, job: Job) -> Job:
-        """The job as this setting runs it. A weak one has another global batch at an unchanged learning rate: it measures speed only."""
+        """The job as this setting runs it.
+
+        A weak one has another global batch at an unchanged learning rate: it measures speed only.
+        """
         changes: dict[str, object] = {"global_batch": self.global_batch}
         if self.steps is not None:
             changes |= {"stop": StopSpec(steps=self.steps), "evaluate": EvaluateSpec(every_steps=self.steps)}
@@ -81,7 +84,10 @@ def settings_for(
     counts = _device_counts(job, cluster, base, devices)
     if steps is None and target_of(job) is None:
         steps = DEFAULT_STEPS
-    chosen = [Setting(_key(n), count(n, "device"), on_devices(base, n, cluster), n, "strong", job.global_batch, steps) for n in counts]
+    chosen = [
+        Setting(_key(n), count(n, "device"), on_devices(base, n, cluster), n, "strong", job.global_batch, steps)
+        for n in counts
+    ]
     for plan in plans:
         setting = _of_plan(plan, job, cluster, steps)
         if setting.plan not in [s.plan for s in chosen]:
@@ -89,7 +95,13 @@ def settings_for(
     if weak:
         chosen += [
             Setting(
-                f"{_key(n)}-weak", count(n, "device"), on_devices(base, n, cluster), n, "weak", job.global_batch * n, steps or DEFAULT_STEPS
+                f"{_key(n)}-weak",
+                count(n, "device"),
+                on_devices(base, n, cluster),
+                n,
+                "weak",
+                job.global_batch * n,
+                steps or DEFAULT_STEPS,
             )
             for n in counts
             if n > 1
@@ -104,17 +116,20 @@ def settings_for(
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
     """The base plan on `devices` devices; without GPUs, with one thread each.
 
-    So N devices are N cores. Where its replicas take several devices and these are not a whole number of replicas, every
-    device is a replica.
+    So N devices are N cores. Where its replicas take several devices and these are not a whole number of replicas,
+    every device is a replica.
     """
     threads = base.threads if cluster.kind == "cuda" else 1
     if devices % (base.ranks // base.dp) == 0:
         return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
     parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
-    return replace(base, **(dict.fromkeys(DEGREES, 1) | _WHOLE | {"dp": devices, "threads": threads, "microbatches": parts}))
+    return replace(
+        base, **(dict.fromkeys(DEGREES, 1) | _WHOLE | {"dp": devices, "threads": threads, "microbatches": parts})
+    )
 
 
-_WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}  # means nothing without a split
+# means nothing without a split
+_WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}
 
 
 def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int] | None) -> list[int]:
@@ -130,7 +145,10 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
 
 
 def _of_plan(plan: Plan | str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
-    """A plan as `paceline train` would run it, its threads spelled out. Without GPUs it uses as many devices as it has threads in all."""
+    """A plan as `paceline train` would run it, its threads spelled out.
+
+    Without GPUs it uses as many devices as it has threads in all.
+    """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     devices = parsed.ranks
     if cluster.kind == "cpu":

@@ -75,7 +75,8 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
     timed = _timed(steps)
     if not timed:
         raise RunError(
-            f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first {WARM_UP_STEPS} are warm-up. "
+            f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first "
+            f"{WARM_UP_STEPS} are warm-up. "
             "Measure with --steps 60."
         )
     reason = run.reason or ""
@@ -101,7 +102,12 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
 
 
 def measured(
-    setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], *, cores: int, tokens_per_sample: float | None = None
+    setting: Setting,
+    runs: Sequence[FinishedRun],
+    one: Sequence[FinishedRun],
+    *,
+    cores: int,
+    tokens_per_sample: float | None = None,
 ) -> MeasuredSetting:
     """All repeats of a setting, compared with those of one device.
 
@@ -163,7 +169,10 @@ def _compared(
 
 
 def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:
-    """Seconds by round, of the same work: the whole training, or one sample (the samples of a step differ where the scaling is weak)."""
+    """Seconds by round, of the same work.
+
+    The whole training, or one sample (the samples of a step differ where the scaling is weak).
+    """
     return {run.round: run.training_time_s if whole else run.step_time_s / run.samples for run in runs}
 
 
@@ -188,7 +197,9 @@ def _use_of(lines: list[dict[str, Any]]) -> RankUse:
     readings = [line["use"] for line in lines if "use" in line]
     gpu = [use["gpu_peak_memory_bytes"] for use in readings if "gpu_peak_memory_bytes" in use]
     return RankUse(
-        parts_s=_typical([{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed]),
+        parts_s=_typical(
+            [{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed]
+        ),
         wire_bytes=_per_step(lines, "wire_bytes"),
         saved_bytes=_per_step(lines, "saved_bytes"),
         compression_error=_median([use.get("compression_error") for use in readings]),
@@ -257,7 +268,9 @@ def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float
             saved_bytes=_median([use.saved_bytes for use in uses]),
             compression_error=_median([use.compression_error for use in uses]),
             memory_bytes=max((use.memory_bytes for use in uses if use.memory_bytes is not None), default=None),
-            gpu_memory_bytes=max((use.gpu_memory_bytes for use in uses if use.gpu_memory_bytes is not None), default=None),
+            gpu_memory_bytes=max(
+                (use.gpu_memory_bytes for use in uses if use.gpu_memory_bytes is not None), default=None
+            ),
         )
         for uses in zip(*runs, strict=True)
     ]

@@ -50,7 +50,12 @@ def worded(report: Report) -> Report:
     if not report.on_cores:
         return report
     settings = [replace(s, label=on_cores(s.label)) for s in report.settings]
-    return replace(report, settings=settings, limits=list(map(on_cores, report.limits)), warnings=list(map(on_cores, report.warnings)))
+    return replace(
+        report,
+        settings=settings,
+        limits=list(map(on_cores, report.limits)),
+        warnings=list(map(on_cores, report.warnings)),
+    )
 
 
 def figures(report: Report) -> dict[str, float]:
@@ -86,7 +91,10 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
     if any(s.final_loss is not None for s in report.settings):
         yield "loss", f"training loss, mean of the last {FINAL_STEPS} steps; median of the runs."
     whole = any(s.training_time_s for s in report.settings)
-    yield "speedup", f"{'training' if whole else 'step'} time of 1 device / that of N, in the same round; weak: per sample."
+    yield (
+        "speedup",
+        f"{'training' if whole else 'step'} time of 1 device / that of N, in the same round; weak: per sample.",
+    )
     yield "efficiency", "speedup / N; 100 % is ideal."
     yield from _definitions_of_parts()
     yield "on wire", "bytes that a rank sends to other replicas in a step; ? where runs are too short."
@@ -119,10 +127,16 @@ def _results(report: Report) -> Table:
     timed = any(s.training_time_s for s in report.settings)
     whole = "to target" if any(s.time_to_target_s for s in report.settings) else "training"
     losses = any(s.final_loss is not None for s in report.settings)
-    table = _table("", "", "step", "samples/s", *([whole] if timed else []), *(["loss"] if losses else []), "speedup", "efficiency")
+    table = _table(
+        "", "", "step", "samples/s", *([whole] if timed else []), *(["loss"] if losses else []), "speedup", "efficiency"
+    )
     before = None
     for setting in report.settings:
-        table.add_row("" if setting.scaling == before else setting.scaling, setting.label, *_result(setting, timed=timed, losses=losses))
+        table.add_row(
+            "" if setting.scaling == before else setting.scaling,
+            setting.label,
+            *_result(setting, timed=timed, losses=losses),
+        )
         before = setting.scaling
     return table
 
@@ -167,7 +181,10 @@ def _circumstances(report: Report) -> Iterator[tuple[str, str]]:
     """Facts on how and where the benchmark was measured."""
     each = f"{report.steps} steps" if report.steps else f"training to {report.target}"
     synthetic = ", on synthetic data" if report.synthetic else ""
-    yield "measured", f"{report.job}{synthetic}: {count(report.repeats, 'run')} of {each} per setting, interleaved, {report.created}"
+    yield (
+        "measured",
+        f"{report.job}{synthetic}: {count(report.repeats, 'run')} of {each} per setting, interleaved, {report.created}",
+    )
     plans = {s.plan.replace(f"dp={s.devices}", "dp=N") for s in report.settings if s.label != s.plan and s.devices > 1}
     yield "plan", " · ".join(sorted(plans) or [s.plan for s in report.settings[:1]])
     yield "machine", f"{report.cluster}; Python {report.environment['python']}, torch {report.environment['torch']}"
@@ -177,7 +194,9 @@ def _circumstances(report: Report) -> Iterator[tuple[str, str]]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < 2 or column in ("speedup", "efficiency") else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if i < 2 or column in ("speedup", "efficiency") else "right", overflow="fold"
+        )
     return table
 
 

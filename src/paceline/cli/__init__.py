@@ -26,7 +26,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback(epilog="Example: paceline train examples/digits.yaml")
 def _about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit."),
     ] = False,
 ) -> None:
     """Train any PyTorch model on your machines, and know how fast it went and why."""

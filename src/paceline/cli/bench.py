@@ -17,7 +17,10 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
     cluster: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
+        ),
     ] = None,
     devices: Annotated[
         str | None,
@@ -26,17 +29,28 @@ def command(
             show_default="1 and all",
         ),
     ] = None,
-    plans: Annotated[str | None, typer.Option(help='More settings, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".')] = None,
+    plans: Annotated[
+        str | None, typer.Option(help='More settings, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".')
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of every setting; fewer than 3 claim no difference.")] = 5,
     steps: Annotated[
-        int | None, typer.Option(min=6, help="Steps of every run.", show_default="to the target that the job names, else 60")
+        int | None,
+        typer.Option(min=6, help="Steps of every run.", show_default="to the target that the job names, else 60"),
     ] = None,
-    weak: Annotated[bool, typer.Option("--weak/--no-weak", help="Measure N devices also with N times the global batch.")] = True,
+    weak: Annotated[
+        bool, typer.Option("--weak/--no-weak", help="Measure N devices also with N times the global batch.")
+    ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory of the benchmark; one that was interrupted goes on.", show_default="bench/JOB-TIME"),
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the benchmark; one that was interrupted goes on.",
+            show_default="bench/JOB-TIME",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
+    ] = False,
 ) -> None:
     """Measure how a job scales on 1 and N devices, and say what limits it.
 
@@ -51,7 +65,9 @@ def command(
 
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)
-    benchmark = Benchmark(job, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line)
+    benchmark = Benchmark(
+        job, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line
+    )
     report = benchmark.run()
     if report is not None:
         show(report, Console())
@@ -64,7 +80,9 @@ def command(
     if benchmark.stopped_by:
         raise typer.Exit(EXIT_CODES.get(benchmark.stopped_by, 1))
     if benchmark.failures:
-        raise RunError("\n".join(f"{title} could not be measured: {error}" for title, error in benchmark.failures.items()))
+        raise RunError(
+            "\n".join(f"{title} could not be measured: {error}" for title, error in benchmark.failures.items())
+        )
 
 
 def _plans(text: str | None) -> list[str]:

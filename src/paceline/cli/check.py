@@ -21,16 +21,27 @@ CANNOT_TELL = 3  # the exit code
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
-    plan: Annotated[str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')] = None,
+    plan: Annotated[
+        str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')
+    ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
+        ),
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--all", metavar="RANKS", min=1, help="Check every plan of up to so many ranks that can run the job.")
+        int | None,
+        typer.Option(
+            "--all", metavar="RANKS", min=1, help="Check every plan of up to so many ranks that can run the job."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 5,
     dry: Annotated[
-        bool, typer.Option("--dry", help="Start nothing: dry-run one rank of the plan without memory, for any number of ranks.")
+        bool,
+        typer.Option(
+            "--dry", help="Start nothing: dry-run one rank of the plan without memory, for any number of ranks."
+        ),
     ] = False,
 ) -> None:
     """Compare a plan with one process in float64, step by step.
@@ -109,7 +120,10 @@ def _show(parity: Parity, console: Console) -> None:
     console.print(table)
     for kind, worst in ((kind, _worst(parity, kind)) for kind in ("gradient", "parameter", "buffer")):
         if worst.name:
-            console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}", highlight=False)
+            console.print(
+                f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}",
+                highlight=False,
+            )
     exact = "float64" if parity.reference_precision == "fp64" else "float32, as the model does not run in float64"
     limits = f"{limit.loss:.1e} (loss), {limit.gradient:.1e} (gradients), {limit.parameter:.1e} (parameters)"
     limits += f", {limit.buffer:.1e} (buffers)" * has_buffers + f", relative to one process in {exact}"
@@ -117,12 +131,20 @@ def _show(parity: Parity, console: Console) -> None:
         console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
         return
     if parity.verdict == "cannot tell":
-        console.print(f"plan {parity.plan}: this check CANNOT TELL: {parity.why_undecided}", highlight=False, markup=False, style="yellow")
+        console.print(
+            f"plan {parity.plan}: this check CANNOT TELL: {parity.why_undecided}",
+            highlight=False,
+            markup=False,
+            style="yellow",
+        )
         return
     console.print(f"plan {parity.plan}: parity FAILS, beyond {limits}", highlight=False, style="red")
     if parity.plan.inexact:
         console.print(
-            f"{parity.plan.inexact} is meant to differ from one process: hold this plan to the loss that it reaches instead",
+            (
+                f"{parity.plan.inexact} is meant to differ from one process: hold this plan to the loss that it "
+                "reaches instead"
+            ),
             highlight=False,
             markup=False,
         )
@@ -156,8 +178,13 @@ def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console
             return
         counts[found.verdict] += 1
         largest, gradient = found.largest, max((s.gradient for s in found.steps), key=lambda w: w.difference)
-        verdict = {"holds": "parity", "differs": "[red]DIFFERS[/red]", "cannot tell": "[yellow]cannot tell[/yellow]"}[found.verdict]
-        console.print(f"{verdict}  {plan}: loss {largest.loss:.1e}, gradients {largest.gradient:.1e} ({gradient.name})", highlight=False)
+        verdict = {"holds": "parity", "differs": "[red]DIFFERS[/red]", "cannot tell": "[yellow]cannot tell[/yellow]"}[
+            found.verdict
+        ]
+        console.print(
+            f"{verdict}  {plan}: loss {largest.loss:.1e}, gradients {largest.gradient:.1e} ({gradient.name})",
+            highlight=False,
+        )
 
     check_all(job, most_ranks, cluster, steps=steps, say=say)
     others = ("differs", "differ"), ("cannot tell", "cannot be told"), ("refused", "are refused"), ("failed", "failed")

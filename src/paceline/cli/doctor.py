@@ -28,9 +28,14 @@ _RANKS = (2, 8)  # on cores: at least, at most
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
+    ] = False,
 ) -> None:
-    """Say what this machine has for training, what is missing, and how fast it is. Exit code 1 where it cannot train at all."""
+    """Say what this machine has for training, what is missing, and how fast it is.
+
+    Exit code 1 where it cannot train at all.
+    """
     from paceline.cluster.discover import environment
     from paceline.cluster.doctor.probe import Probe
     from paceline.console import Console
@@ -51,7 +56,10 @@ def command(
     _show_measured(console, host, measured, busy=any(f.topic == "load" and f.level == "note" for f in everything))
     console.print(_verdict(everything))
     if as_json:
-        about = environment() | {"doctor": [asdict(finding) for finding in everything], "not_measured": measured.failures}
+        about = environment() | {
+            "doctor": [asdict(finding) for finding in everything],
+            "not_measured": measured.failures,
+        }
         typer.echo(json.dumps({"figures": measured.figures(), "environment": about}))
     if problems:
         raise typer.Exit(1)
@@ -82,7 +90,10 @@ class ProbeResults:
 
 
 def _discovered() -> tuple[Host, str | None, list[Finding]]:
-    """This host, and the version of its GPUs' driver. A driver that does not work is a finding, and leaves only cores."""
+    """This host, and the version of its GPUs' driver.
+
+    A driver that does not work is a finding, and leaves only cores.
+    """
     from paceline.cluster.discover import discover
     from paceline.cluster.doctor.checks import Finding
     from paceline.cluster.gpus import find_gpus
@@ -145,7 +156,9 @@ def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -
     from paceline.errors import PacelineError
 
     least, most = _RANKS
-    launches: list[tuple[int, dict[str, str]]] = [(max(least, min(host.physical_cores, most)), {"CUDA_VISIBLE_DEVICES": ""})]
+    launches: list[tuple[int, dict[str, str]]] = [
+        (max(least, min(host.physical_cores, most)), {"CUDA_VISIBLE_DEVICES": ""})
+    ]
     if len(host.gpus) > 1:
         launches.append((len(host.gpus), {}))
     for ranks, variables in launches:
@@ -194,7 +207,11 @@ def _show_findings(console: Console, title: str, findings: list[Finding]) -> Non
 
 
 def _show_measured(console: Console, host: Host, measured: ProbeResults, *, busy: bool) -> None:
-    console.print(f"\n[bold]measured now[/] in {measured.seconds:.1f} s" if measured.seconds else "\n[bold]nothing was measured[/]")
+    console.print(
+        f"\n[bold]measured now[/] in {measured.seconds:.1f} s"
+        if measured.seconds
+        else "\n[bold]nothing was measured[/]"
+    )
     if measured.local:
         _show_local(console, host, measured.local)
     for speeds in measured.collectives:
@@ -229,7 +246,10 @@ def _show_local(console: Console, host: Host, speeds: list[probe.ProbedSpeed]) -
     _explain(
         console,
         "matrix product: 2 n³ / median time for n × n matrices of 8 ms or more; fp32 without TF32",
-        f"copy: bytes read and written / median time, of {size(copy_bytes(host.memory_bytes))} on the CPU, far beyond its caches",
+        (
+            f"copy: bytes read and written / median time, of {size(copy_bytes(host.memory_bytes))} on the CPU, far "
+            "beyond its caches"
+        ),
     )
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
 _LEGEND = (
-    "peak: the most at once in a step, with activations, gathered weights and buffers, but without what kernels take inside. "
+    "peak: the most at once in a step, with activations, gathered weights and buffers, but without what "
+    "kernels take inside. "
     "sent: by each rank in a step, along each axis."
 )
 
@@ -54,7 +55,9 @@ def _show(found: DryRun, console: Console) -> None:
     plan, state = found.plan, max(stage.state.total for stage in found.stages)
     if reasons := [stage.stopped_by for stage in found.stages if stage.stopped_by]:
         console.print(
-            f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}", highlight=False, markup=False
+            f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}",
+            highlight=False,
+            markup=False,
         )
         return
     console.print(
@@ -75,7 +78,10 @@ def together(lines: Iterable[str]) -> list[str]:
         name, colon, what = line.partition(":")
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name) + colon + what
         counts[pattern] = line, counts.get(pattern, (line, 0))[1] + 1
-    return [line if count == 1 else pattern.replace(":", f" ({count} of them):", 1) for pattern, (line, count) in counts.items()]
+    return [
+        line if count == 1 else pattern.replace(":", f" ({count} of them):", 1)
+        for pattern, (line, count) in counts.items()
+    ]
 
 
 def _table(found: DryRun) -> Table:
@@ -83,7 +89,9 @@ def _table(found: DryRun) -> Table:
 
     axes = [axis for axis in reversed(AXES) if any(axis in stage.sent_bytes for stage in found.stages)]
     piped = len(found.stages) > 1
-    table = Table(*(["stage"] if piped else []), "parameters", "gradients", "optimizer", "peak", box=None, pad_edge=False)
+    table = Table(
+        *(["stage"] if piped else []), "parameters", "gradients", "optimizer", "peak", box=None, pad_edge=False
+    )
     for axis in axes:
         table.add_column(f"sent: {axis}")
     for column in table.columns:
@@ -97,4 +105,8 @@ def _table(found: DryRun) -> Table:
 
 def _looks(found: DryRun) -> list[str]:
     asked = sorted({kind for stage in found.stages for kind in stage.asked})
-    return [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"] if asked else []
+    return (
+        [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"]
+        if asked
+        else []
+    )

@@ -21,9 +21,12 @@ class ExportLayout(StrEnum):
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write, e.g. model.safetensors; with --layout hf a folder.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="What to write, e.g. model.safetensors; with --layout hf a folder.")
+    ],
     layout: Annotated[
-        ExportLayout, typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained.")
+        ExportLayout,
+        typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained."),
     ] = ExportLayout.FILE,
 ) -> None:
     """Write the weights of a run's newest checkpoint to a file or folder.
@@ -37,5 +40,9 @@ def command(
         (export if layout is ExportLayout.FILE else export_hf)(run, out)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
-    how = "model.load_state_dict(safetensors.torch.load_file({!r}))" if layout is ExportLayout.FILE else "from_pretrained({!r})"
+    how = (
+        "model.load_state_dict(safetensors.torch.load_file({!r}))"
+        if layout is ExportLayout.FILE
+        else "from_pretrained({!r})"
+    )
     typer.echo(f"{out}: load it with {how.format(str(out))}")

@@ -23,21 +23,36 @@ _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def command(
-    ranks: Annotated[int | None, typer.Option(min=2, help="How many ranks.", show_default="one for each device")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Sizes to measure, e.g. 1KiB,64KiB,16MiB.", show_default="1KiB to 16MiB")] = None,
-    transports: Annotated[str | None, typer.Option(help="Of shm, gloo, tcp and nccl, e.g. gloo,tcp.", show_default="all there are")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="How many ranks.", show_default="one for each device")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Sizes to measure, e.g. 1KiB,64KiB,16MiB.", show_default="1KiB to 16MiB")
+    ] = None,
+    transports: Annotated[
+        str | None, typer.Option(help="Of shm, gloo, tcp and nccl, e.g. gloo,tcp.", show_default="all there are")
+    ] = None,
     collectives: Annotated[
-        str | None, typer.Option(help="Of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.", show_default="all")
+        str | None,
+        typer.Option(
+            help="Of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.", show_default="all"
+        ),
     ] = None,
     algorithms: Annotated[
         str | None,
-        typer.Option(help="Of the all-reduce: flat, ring, tree, hierarchical, auto.", show_default="flat; between hosts the first four"),
+        typer.Option(
+            help="Of the all-reduce: flat, ring, tree, hierarchical, auto.",
+            show_default="flat; between hosts the first four",
+        ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine")
+        str | None,
+        typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
+    ] = False,
 ) -> None:
     """Measure and check the collectives between ranks against the hardware's limits.
 
@@ -70,7 +85,9 @@ def _launched(where: Cluster, ranks: int, wanted: Wanted) -> LinkResults:
     from paceline.runner.links import measure_links
 
     with Console(stderr=True).status("") as status:
-        return measure_links(where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks"))
+        return measure_links(
+            where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks")
+        )
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
@@ -109,11 +126,20 @@ def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: b
         ranks = len(found.measured[0].limit.hosts) if found.measured else 0
         links = {"cluster": where.describe(), "ranks": ranks, "not_measured": found.failures}
         typer.echo(json.dumps({"figures": figures(found.measured), "environment": about | {"links": links}}))
-    wrong = [f"{s.label} at {s.size_bytes} bytes: {s.wrong} numbers are wrong" for m in found.measured for s in m.speeds if s.wrong]
+    wrong = [
+        f"{s.label} at {s.size_bytes} bytes: {s.wrong} numbers are wrong"
+        for m in found.measured
+        for s in m.speeds
+        if s.wrong
+    ]
     if wrong:
-        raise SyncError("\n".join([*wrong, "Do not train over this transport; a report of this with the environment is welcome."]))
+        raise SyncError(
+            "\n".join([*wrong, "Do not train over this transport; a report of this with the environment is welcome."])
+        )
     if found.failures:
-        raise LaunchError("\n".join(f"{transport} could not be measured: {error}" for transport, error in found.failures.items()))
+        raise LaunchError(
+            "\n".join(f"{transport} could not be measured: {error}" for transport, error in found.failures.items())
+        )
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:

@@ -27,8 +27,10 @@ _WIDTH = 116
 _COLUMNS = 8  # sizes beside each other
 _MEGABYTES_BELOW = 2e10  # bytes per second; faster links are shown in GB/s
 _MEANING = (
-    "time: the slowest rank's median after a warm-up · algorithm bandwidth: size / time · bus bandwidth: what a rank's link has to carry, "
-    "as nccl-tests define it · of the limit: the least time that the limit, measured beside, allows any algorithm / the time · n: ranks"
+    "time: the slowest rank's median after a warm-up · algorithm bandwidth: size / time · bus bandwidth: what "
+    "a rank's link has to carry, "
+    "as nccl-tests define it · of the limit: the least time that the limit, measured beside, allows any "
+    "algorithm / the time · n: ranks"
 )
 _SECTIONS = {
     "all_reduce": ("all-reduce", "fp32, sum; bus = algorithm × 2 (n − 1) / n"),
@@ -36,7 +38,10 @@ _SECTIONS = {
     "reduce_scatter": ("reduce-scatter", "size: of what is scattered; bus = algorithm × (n − 1) / n"),
     "broadcast": ("broadcast", "bus = algorithm"),
     "all_to_all": ("all-to-all", "size: of what each rank hands out; bus = algorithm × (n − 1) / n"),
-    "send_receive": ("send and receive", "time: half of there and back; at the smallest size the latency; bus = algorithm"),
+    "send_receive": (
+        "send and receive",
+        "time: half of there and back; at the smallest size the latency; bus = algorithm",
+    ),
 }
 
 
@@ -69,18 +74,35 @@ def _limits(limit: Limit, stated: str) -> Iterator[str]:
     """The limit in words: the most of what was measured beside each transport."""
     if limit.stream is not None and limit.latency_s is not None:
         beside = f" (stated {stated})" if stated else ""
-        yield f"TCP stream between hosts, each way: {bandwidth(limit.stream)}{beside}; half a round trip {seconds(limit.latency_s)}"
+        yield (
+            f"TCP stream between hosts, each way: {bandwidth(limit.stream)}{beside}; half a round trip "
+            f"{seconds(limit.latency_s)}"
+        )
     if limit.copies:
         together, alone = limit.copies[max(limit.copies)]
         size = message_size(max(limit.copies))
-        yield f"copy between processes of a host, {size}: {bandwidth(together)} each while all do, {bandwidth(alone)} while one does"
+        yield (
+            f"copy between processes of a host, {size}: {bandwidth(together)} each while all do, "
+            f"{bandwidth(alone)} while one does"
+        )
     yield from limit.why_not
 
 
 def _stated(where: Cluster) -> str:
     """The rates of the links between the hosts, as the cluster states them."""
-    rates = sorted({link.bandwidth_gbps for host in where.hosts for link in host.links if link.kind == "ethernet" and link.bandwidth_gbps})
-    return " to ".join(f"{rate * 1e3:g} Mbit/s" if rate < 1 else f"{rate:g} Gbit/s" for rate in {rates[0], rates[-1]}) if rates else ""
+    rates = sorted(
+        {
+            link.bandwidth_gbps
+            for host in where.hosts
+            for link in host.links
+            if link.kind == "ethernet" and link.bandwidth_gbps
+        }
+    )
+    return (
+        " to ".join(f"{rate * 1e3:g} Mbit/s" if rate < 1 else f"{rate:g} Gbit/s" for rate in {rates[0], rates[-1]})
+        if rates
+        else ""
+    )
 
 
 def _show_collective(console: Console, collective: str, measured: Sequence[TransportMeasurement], limit: Limit) -> None:
@@ -103,7 +125,10 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[TransportMe
     for size in sizes:
         table.add_column(str(message_size(size)), justify="right", no_wrap=True)
     rows = {
-        (m.transport, name): (m, {s.size_bytes: s for s in m.speeds if s.collective == collective and s.algorithm == name})
+        (m.transport, name): (
+            m,
+            {s.size_bytes: s for s in m.speeds if s.collective == collective and s.algorithm == name},
+        )
         for m in measured
         for name in dict.fromkeys(s.algorithm for s in m.speeds if s.collective == collective)
     }
@@ -121,12 +146,22 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[TransportMe
             label = f"{transport} {name}" if several else transport
             cells = [_cell(by_size.get(size), m, collective, name, cell) for size in sizes]
             last = number == len(rows) - 1 and title != blocks[-1][0]
-            table.add_row(title if number == 0 else "", label, *cells, end_section=last, style="bold" if title.startswith("bus") else "")
+            table.add_row(
+                title if number == 0 else "",
+                label,
+                *cells,
+                end_section=last,
+                style="bold" if title.startswith("bus") else "",
+            )
     return table
 
 
 def _cell(
-    speed: CollectiveSpeed | None, m: TransportMeasurement, collective: str, name: str, text: Callable[[CollectiveSpeed], str]
+    speed: CollectiveSpeed | None,
+    m: TransportMeasurement,
+    collective: str,
+    name: str,
+    text: Callable[[CollectiveSpeed], str],
 ) -> Text:
     if speed is None:
         return Text("left out" if any(_is(left, collective, name) for left in m.left_out) else "", style="dim")

@@ -28,18 +28,29 @@ def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="FILE|NAME", help='Cluster file, or a name such as "64x8xH100-SXM, 400gbit".', show_default="this machine"),
+        typer.Option(
+            metavar="FILE|NAME",
+            help='Cluster file, or a name such as "64x8xH100-SXM, 400gbit".',
+            show_default="this machine",
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best plans to show.")] = 10,
     price: Annotated[float | None, typer.Option(min=0, help="Of one device for an hour, in any currency.")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure this machine first, in seconds, once; or take the catalogue's figures.")
+        bool,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Measure this machine first, in seconds, once; or take the catalogue's figures.",
+        ),
     ] = True,
     batch_advice: Annotated[
         bool, typer.Option("--batch-advice", help="Say how large a global batch is useful, and its learning rate.")
     ] = False,
     accept_batch: Annotated[
-        Path | None, typer.Option(metavar="OUT.yaml", help="Write a job with the useful batch and its learning rate; JOB stays as it is.")
+        Path | None,
+        typer.Option(
+            metavar="OUT.yaml", help="Write a job with the useful batch and its learning rate; JOB stays as it is."
+        ),
     ] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has everything.")] = False,
@@ -132,7 +143,9 @@ def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None
     console.print()
     for line in differences(job.model_dump(), accepted.model_dump()) if not advice.keeps else ["nothing is changed"]:
         console.print(Text(f"  {line}"))
-    console.print(Text(f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.plan}"'))
+    console.print(
+        Text(f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.plan}"')
+    )
 
 
 def _next(explanation: Explanation, job: Path, cluster: str | None, console: Console) -> None:
@@ -144,10 +157,14 @@ def _next(explanation: Explanation, job: Path, cluster: str | None, console: Con
     where = explanation.cluster
     on = f" --cluster {shlex.quote(cluster)}" if cluster and not where.only_planned else ""
     launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
-    console.print(Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.winner.plan}"'))
+    console.print(
+        Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.winner.plan}"')
+    )
 
 
-def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path) -> tuple[ScaledPlan, ...]:
+def _page(
+    explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path
+) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
     from paceline.planner.explain.scaling import scaling
     from paceline.report.plan_view import write_plan_page
@@ -159,7 +176,9 @@ def _page(explanation: Explanation, advice: BatchAdvice | None, calibration: Cal
     return scaled
 
 
-def _everything(explanation: Explanation, advice: BatchAdvice | None, scaling: tuple[ScaledPlan, ...], top: int) -> dict[str, object]:
+def _everything(
+    explanation: Explanation, advice: BatchAdvice | None, scaling: tuple[ScaledPlan, ...], top: int
+) -> dict[str, object]:
     values = explanation.to_json()
     values["candidates"] = values["candidates"][:top]
     if advice is not None:

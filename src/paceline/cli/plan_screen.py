@@ -57,8 +57,14 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
         mark = " now" if point is advice.now else ""
         mark += " useful" if point is advice.useful else ""
         style = "bold" if point is advice.useful else ""
-        figures = (digits(point.throughput), str(percent(point.throughput / best)), str(seconds(point.prediction.step_time_s)))
-        table.add_row(f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=_QUIET), style=style)
+        figures = (
+            digits(point.throughput),
+            str(percent(point.throughput / best)),
+            str(seconds(point.prediction.step_time_s)),
+        )
+        table.add_row(
+            f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=_QUIET), style=style
+        )
     _print(console, table)
     for line in advice.lines:
         _print(console, Text(line))
@@ -72,7 +78,10 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
 def _head(explanation: Explanation, console: Console) -> None:
     trace, job = explanation.winner.layout.trace, explanation.job
     tokens = f", {explanation.tokens:,} tokens a sample" if explanation.tokens > 1 else ""
-    about = f"{large(trace.parameters)} parameters{tokens}, global batch {job.global_batch:,}, {job.optimizer.name}, {job.precision}"
+    about = (
+        f"{large(trace.parameters)} parameters{tokens}, global batch {job.global_batch:,}, {job.optimizer.name}, "
+        f"{job.precision}"
+    )
     console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {explanation.cluster.describe()}"))
     console.print(Text(about, style=_QUIET))
 
@@ -80,7 +89,10 @@ def _head(explanation: Explanation, console: Console) -> None:
 def _winner(explanation: Explanation, console: Console) -> None:
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
-    figures = [("step", f"{seconds(prediction.step_time_s)} ± {percent(error_of(best), 0)}"), ("samples/s", digits(prediction.throughput))]
+    figures = [
+        ("step", f"{seconds(prediction.step_time_s)} ± {percent(error_of(best), 0)}"),
+        ("samples/s", digits(prediction.throughput)),
+    ]
     if explanation.tokens > 1:
         figures.append(("tokens/s", digits(prediction.throughput * explanation.tokens)))
     if prediction.mfu is not None:
@@ -104,7 +116,12 @@ def _time(explanation: Explanation, console: Console) -> None:
     table = _bars()
     for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
         style = _GOOD if part.name in _USEFUL else _LOST
-        table.add_row(PART_NAMES[part.name], str(seconds(part.value)), str(percent(part.share, 1)), Text(_bar(part.share), style=style))
+        table.add_row(
+            PART_NAMES[part.name],
+            str(seconds(part.value)),
+            str(percent(part.share, 1)),
+            Text(_bar(part.share), style=style),
+        )
     _print(console, table)
 
 
@@ -116,7 +133,12 @@ def _memory(explanation: Explanation, console: Console) -> None:
         share = held.value / room
         table.add_row(held.name, str(size(held.value)), str(percent(share, 1)), Text(_bar(share), style="cyan"))
     free = 1 - explanation.winner.prediction.memory_bytes / room
-    table.add_row(*(Text(text, style=_QUIET) for text in ("free", str(size(free * room)), str(percent(free, 1)), "·" * round(free * _BAR))))
+    table.add_row(
+        *(
+            Text(text, style=_QUIET)
+            for text in ("free", str(size(free * room)), str(percent(free, 1)), "·" * round(free * _BAR))
+        )
+    )
     _print(console, table)
 
 
@@ -157,11 +179,18 @@ def _preference(best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
     taken = preferred(best)
     numbers = ", ".join(str(number) for number, candidate in enumerate(best, 1) if candidate in alike)
     why = f"the fewest moving parts and, of those, the most free memory ({size(taken.prediction.memory_bytes)} taken)"
-    return f"Plans {numbers} are equally fast as far as the model can tell. Of these {taken.plan} has {why}: take it, or measure them."
+    return (
+        f"Plans {numbers} are equally fast as far as the model can tell. Of these {taken.plan} has {why}: take it, "
+        "or measure them."
+    )
 
 
 def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[RenderableType]:
-    best, prediction, cost = explanation.winner.prediction.step_time_s, candidate.prediction, explanation.cost(candidate)
+    best, prediction, cost = (
+        explanation.winner.prediction.step_time_s,
+        candidate.prediction,
+        explanation.cost(candidate),
+    )
     step, plan = Text(str(seconds(prediction.step_time_s)), justify="right"), Text(str(candidate.plan))
     if number > 1:
         equal = "≈ " if candidate in equals(explanation.found.best) else ""
@@ -184,7 +213,9 @@ def _excluded(explanation: Explanation, console: Console) -> None:
     table = _table("plans", "what", "reason", heads=False)
     table.columns[1].justify = "left"
     for excluded in explanation.found.excluded:
-        table.add_row(f"{excluded.plans:,}" if excluded.plans else "", excluded.what, Text(excluded.reason, style=_QUIET))
+        table.add_row(
+            f"{excluded.plans:,}" if excluded.plans else "", excluded.what, Text(excluded.reason, style=_QUIET)
+        )
     _print(console, table)
 
 
@@ -216,11 +247,16 @@ def _notes(explanation: Explanation, console: Console) -> None:
 
 def _search(explanation: Explanation, console: Console) -> None:
     found = explanation.found
-    sure = "none is faster by this model" if found.gap <= 0 else "another may be faster by this model by no more than that"
+    sure = (
+        "none is faster by this model" if found.gap <= 0 else "another may be faster by this model by no more than that"
+    )
     counted = f"{found.evaluated:,} predicted, {found.pruned:,} set aside by a bound; " if found.evaluated else ""
     console.print()
     console.print(
-        Text(f"searched {found.considered:,} plans in {seconds(found.seconds)}: {counted}optimality gap {percent(found.gap)}, {sure}")
+        Text(
+            f"searched {found.considered:,} plans in {seconds(found.seconds)}: {counted}optimality gap "
+            f"{percent(found.gap)}, {sure}"
+        )
     )
 
 
@@ -229,7 +265,9 @@ def _search(explanation: Explanation, console: Console) -> None:
 
 def _title(console: Console, title: str, about: str = "") -> None:
     console.print()
-    console.print(Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=_QUIET, characters="─"))
+    console.print(
+        Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=_QUIET, characters="─")
+    )
 
 
 def _table(*columns: str, heads: bool = True) -> Table:

@@ -27,9 +27,13 @@ def command(
     elif (directory / "job.yaml").is_file():
         page = write_run_page(Run(directory))
     elif directory.is_dir():
-        raise RunError(f"{directory} is neither the directory of a run (it has no job.yaml) nor of a benchmark (it has no report.json)")
+        raise RunError(
+            f"{directory} is neither the directory of a run (it has no job.yaml) nor of a benchmark (it has no "
+            "report.json)"
+        )
     else:
         raise RunError(
-            f"{directory}: no such directory. Name one that `paceline train` or `paceline bench` has written, e.g. runs/digits-…"
+            f"{directory}: no such directory. Name one that `paceline train` or `paceline bench` has written, "
+            "e.g. runs/digits-…"
         )
     typer.echo(page)

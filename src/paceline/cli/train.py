@@ -16,9 +16,14 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
-    plan: Annotated[str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')] = "auto",
+    plan: Annotated[
+        str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')
+    ] = "auto",
     cluster: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
+        ),
     ] = None,
     run: Annotated[
         Path | None,
@@ -29,9 +34,15 @@ def command(
             show_default="runs/JOB-TIME",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")] = False,
-    restarts: Annotated[int, typer.Option(min=0, help="How often to start again from the newest checkpoint after a failure.")] = 0,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often to start again from the newest checkpoint after a failure.")
+    ] = 0,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")
+    ] = None,
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     from paceline.launch.seed import warm_up
@@ -70,7 +81,10 @@ def summary(run: Run) -> str:
         lines.append(f"training     loss {steps[-1]['loss']:.4f} after {end['step']} steps")
     lines.append(f"time         {end['elapsed_s']:.1f} s from the first step to the stop rule{synthetic}")
     if run.throughput:
-        lines.append(f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan {run.plan}{synthetic}")
+        lines.append(
+            f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan "
+            f"{run.plan}{synthetic}"
+        )
     lines.append(f"run          {run.path}")
     if end["interrupted"]:
         lines.append(f"continue     paceline train {run.path}/job.yaml --run {run.path} --resume")
@@ -78,5 +92,8 @@ def summary(run: Run) -> str:
 
 
 def last(run: Run, *kinds: str) -> dict[str, Any]:
-    """The newest event of one of these kinds. A signal may come after the end, so the end need not be the newest of all."""
+    """The newest event of one of these kinds.
+
+    A signal may come after the end, so the end need not be the newest of all.
+    """
     return next(event for event in reversed(run.events()) if event["event"] in kinds)

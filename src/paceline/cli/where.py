@@ -12,7 +12,8 @@ def to_run_on(text: str | None) -> Cluster | None:
     """The cluster of a file; None, this machine, where no file is named.
 
     Raises:
-        ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can run.
+        ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can
+            run.
     """
     from paceline.cluster.discover import to_run_on as checked
     from paceline.cluster.named import cluster_from

@@ -1,4 +1,7 @@
-"""A cluster: *where* a job runs. Discovered on this machine, or read from YAML; it says nothing of what runs and how."""
+"""A cluster: *where* a job runs.
+
+Discovered on this machine, or read from YAML; it says nothing of what runs and how.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,14 @@ class Link(_Part):
 
     Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
 
-    Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into (`cuda:0-switch`).
+    Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into
+    (`cuda:0-switch`).
     """
 
     name: str
     kind: Literal["loopback", "ethernet", "nvlink", "pcie"]
-    bandwidth_gbps: float | None = Field(None, gt=0)  # Gbit/s each way, as the driver states it; None where it states nothing
+    # Gbit/s each way, as the driver states it; None where it states nothing
+    bandwidth_gbps: float | None = Field(None, gt=0)
 
 
 class Host(_Part):
@@ -67,9 +72,13 @@ class Host(_Part):
         if self.affinity and self.cores > named:
             raise ValueError(f"host {self.name} has {self.cores} cores, but its affinity names only {named}")
         if not all(self.affinity):
-            raise ValueError(f"the affinity of host {self.name} has an empty list; each one holds the cores of one physical core")
+            raise ValueError(
+                f"the affinity of host {self.name} has an empty list; each one holds the cores of one physical core"
+            )
         if any(gpu.kind == "cpu" for gpu in self.gpus):
-            raise ValueError(f"host {self.name} has a device of kind cpu among its GPUs; its cores are devices by themselves")
+            raise ValueError(
+                f"host {self.name} has a device of kind cpu among its GPUs; its cores are devices by themselves"
+            )
         return self
 
     @property
@@ -82,7 +91,8 @@ class Host(_Part):
         """The GPUs; on a host without any, its usable cores, one device each."""
         share = max(1, self.memory_bytes // self.cores)
         return self.gpus or tuple(
-            Device(index=i, kind="cpu", name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16) for i in range(self.cores)
+            Device(index=i, kind="cpu", name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16)
+            for i in range(self.cores)
         )
 
     @property
@@ -96,9 +106,9 @@ class Emulate(_Part):
 
     Links have a given rate, hosts a given number of cores.
 
-    `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with one for each.
-    `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network is not connected to any other, so data must
-    be on the machine before.
+    `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with
+    one for each. `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network is not
+    connected to any other, so data must be on the machine before.
     """
 
     hosts: int = Field(ge=1, le=250)
@@ -118,14 +128,19 @@ class Emulate(_Part):
     def _quotas(cls, cpu: object) -> object:
         for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
-                raise ValueError(f"cpu: {one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least")
+                raise ValueError(
+                    f"cpu: {one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least"
+                )
         return cpu
 
     @model_validator(mode="after")
     def _one_for_each_host(self) -> Emulate:
         for key, value in (("rate", self.rate), ("cpu", self.cpu)):
             if isinstance(value, tuple) and len(value) != self.hosts:
-                raise ValueError(f"{key} lists {len(value)} values, but there are {self.hosts} hosts: give one for each, or one for all")
+                raise ValueError(
+                    f"{key} lists {len(value)} values, but there are {self.hosts} hosts: give one for each, "
+                    "or one for all"
+                )
         return self
 
     @property
@@ -143,9 +158,9 @@ class Emulate(_Part):
 class Cluster(_Part):
     """The hosts that a job may use. `name` is what messages call it.
 
-    With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is made. With `catalogue`
-    (`64x8xH100-SXM, 400gbit`) alone, they are as the catalogue of hardware has them: such a cluster can be planned for only. A price
-    is of one device for an hour, in any currency.
+    With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is
+    made. With `catalogue` (`64x8xH100-SXM, 400gbit`) alone, they are as the catalogue of hardware has them: such a
+    cluster can be planned for only. A price is of one device for an hour, in any currency.
     """
 
     name: str = "this cluster"
@@ -183,7 +198,9 @@ class Cluster(_Part):
                 "or name them with catalogue: 2x8xH100-SXM, 400gbit"
             )
         if self.emulate and self.emulate.hosts != len(self.hosts):
-            raise ValueError(f"emulate stands for {self.emulate.hosts} hosts, but {len(self.hosts)} are listed: leave `hosts` out")
+            raise ValueError(
+                f"emulate stands for {self.emulate.hosts} hosts, but {len(self.hosts)} are listed: leave `hosts` out"
+            )
         twice = [name for name, count in Counter(host.name for host in self.hosts).items() if count > 1]
         if twice:
             raise ValueError(f"two hosts are named {twice[0]!r}; give each a name of its own")
@@ -194,7 +211,8 @@ class Cluster(_Part):
         """Read a cluster from a YAML file.
 
         Raises:
-            ClusterError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a misspelled one.
+            ClusterError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
+                misspelled one.
         """
         from paceline.messages import explain
         from paceline.yaml_file import FileKind, read_yaml
@@ -206,7 +224,8 @@ class Cluster(_Part):
             return cls.model_validate(values)
         except ValidationError as error:
             raise ClusterError(explain(error, cls, positions, name="cluster")) from None
-        except ClusterError as error:  # this machine cannot be what it is to emulate, or the catalogue has no such thing
+        # this machine cannot be what it is to emulate, or the catalogue has no such thing
+        except ClusterError as error:
             key = "catalogue" if "catalogue" in values else "emulate"
             raise ClusterError(f"{positions.place((key,))[1]}: {error}") from error
 
@@ -278,7 +297,10 @@ def _emulated(emulate: Emulate) -> str:
     quotas = emulate.cpu if isinstance(emulate.cpu, tuple) else (emulate.cpu,)
     cores = " or ".join(dict.fromkeys(f"{cores:g}" for cores in quotas if cores is not None))
     delay = f", {emulate.delay_ms:g} ms from host to host" if emulate.delay_ms else ""
-    return f"emulated on this machine{f', links of {links}' if emulate.rate else ''}{delay}{f', cpu {cores}' if cores else ''}"
+    return (
+        "emulated on this "
+        f"machine{f', links of {links}' if emulate.rate else ''}{delay}{f', cpu {cores}' if cores else ''}"
+    )
 
 
 def _tally(names: Iterable[str]) -> str:

@@ -46,7 +46,8 @@ def to_run_on(cluster: Cluster | None) -> Cluster:
         return discover()
     if cluster.only_planned:
         raise ClusterError(
-            f"{cluster.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), and nothing can run on it. "
+            f"{cluster.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), "
+            "and nothing can run on it. "
             "Leave the cluster out to use this machine, or name a cluster file."
         )
     return cluster
@@ -77,7 +78,10 @@ def environment() -> dict[str, Any]:
 
 
 def cores_by_physical(cores: Iterable[int], root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """Logical cores, those of one physical core together, socket by socket. Where the kernel says nothing, each core is its own."""
+    """Logical cores, those of one physical core together, socket by socket.
+
+    Where the kernel says nothing, each core is its own.
+    """
     usable = set(cores)
     groups = []
     while usable:
@@ -99,7 +103,8 @@ def _host(gpus: Gpus) -> Host:
     name, bf16 = _cpu()
     return Host(
         name=socket.gethostname(),
-        cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),  # more would be throttled together
+        # more would be throttled together
+        cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),
         memory_bytes=min(memory_bytes, memory_limit_bytes() or memory_bytes),
         cpu=name,
         cpu_bf16=bf16,
@@ -132,7 +137,9 @@ def _interfaces() -> list[Link]:
     for name, state in sorted(psutil.net_if_stats().items()):
         if state.isup and any(a.family in (socket.AF_INET, socket.AF_INET6) for a in addresses.get(name, ())):
             loopback = "loopback" in state.flags.split(",")
-            links.append(Link(name=name, kind="loopback" if loopback else "ethernet", bandwidth_gbps=state.speed / 1000 or None))
+            links.append(
+                Link(name=name, kind="loopback" if loopback else "ethernet", bandwidth_gbps=state.speed / 1000 or None)
+            )
     return links
 
 

@@ -11,7 +11,8 @@ from paceline.errors import ClusterError
 
 _DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one: Windows' Linux subsystem
 _PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}  # by generation, line code taken off
-_NVLINK_GBPS = {1: 160.0, 2: 200.0, 3: 200.0, 4: 200.0, 5: 200.0, 6: 200.0, 7: 400.0}  # per link, by nvmlNvlinkVersion_t (7: NVLink 5)
+# per link, by nvmlNvlinkVersion_t (7: NVLink 5)
+_NVLINK_GBPS = {1: 160.0, 2: 200.0, 3: 200.0, 4: 200.0, 5: 200.0, 6: 200.0, 7: 400.0}
 _BF16_SINCE = (8, 0)  # compute capability
 
 
@@ -44,7 +45,8 @@ def find_gpus() -> Gpus:
         if error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
             return Gpus()
         raise ClusterError(
-            f"the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set CUDA_VISIBLE_DEVICES= to do without GPUs"
+            f"the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set "
+            "CUDA_VISIBLE_DEVICES= to do without GPUs"
         ) from error
 
 
@@ -90,7 +92,8 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
     return Device(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=memory.total if memory else _memory_of_the_host(),  # a GPU that shares the host's memory states none
+        # a GPU that shares the host's memory states none
+        memory_bytes=memory.total if memory else _memory_of_the_host(),
         bf16=tuple(capability) >= _BF16_SINCE if capability else None,
     )
 
@@ -104,7 +107,9 @@ def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
     for index, handle in enumerate(handles):
         lane = _PCIE_GBPS_PER_LANE.get(_ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
         lanes = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
-        links.append(Link(name=f"cuda:{index}-host", kind="pcie", bandwidth_gbps=lane * lanes if lane and lanes else None))
+        links.append(
+            Link(name=f"cuda:{index}-host", kind="pcie", bandwidth_gbps=lane * lanes if lane and lanes else None)
+        )
     return links
 
 

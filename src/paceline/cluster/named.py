@@ -1,7 +1,10 @@
-"""A cluster by name, from the catalogue of hardware: `64x8xH100-SXM, 400gbit, 2.5/h`. It can be planned for; nothing can run on it.
+"""A cluster by name, from the catalogue of hardware: `64x8xH100-SXM, 400gbit, 2.5/h`.
 
-Hosts × devices of each × device; `8xH100-SXM` is one host, `H100-SXM` one device. `400gbit` is the rate of each device to other hosts, each
-way, `3200gbit/host` that of all of a host together. `2.5/h` is the price of a device for an hour, in whatever currency.
+It can be planned for; nothing can run on it.
+
+Hosts × devices of each × device; `8xH100-SXM` is one host, `H100-SXM` one device. `400gbit` is the rate of each device
+to other hosts, each way, `3200gbit/host` that of all of a host together. `2.5/h` is the price of a device for an hour,
+in whatever currency.
 """
 
 from __future__ import annotations
@@ -80,13 +83,20 @@ def read_name(text: str) -> NamedCluster:
         if match := _RATE.fullmatch(word):
             if rate_gbps is not None:
                 raise ClusterError(f'cluster "{text}" has two rates; leave one out')
-            rate_gbps = float(match[1]) * _UNITS[match[2].lower()] / 1e9 * (1 if (match[3] or "").lower() == "host" else per_host)
+            rate_gbps = (
+                float(match[1])
+                * _UNITS[match[2].lower()]
+                / 1e9
+                * (1 if (match[3] or "").lower() == "host" else per_host)
+            )
         elif match := _PRICE.fullmatch(word):
             if price is not None:
                 raise ClusterError(f'cluster "{text}" has two prices; leave one out')
             price = float(match[1])
         else:
-            raise ClusterError(f'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h')
+            raise ClusterError(
+                f'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'
+            )
     if rate_gbps == 0:
         raise ClusterError(f'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one')
     usual = device.network.bandwidth * 8 / 1e9 * per_host
@@ -105,14 +115,19 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     hosts, per_host = (int(first), int(second)) if second else (1, int(first or 1))
     if hosts == 0 or per_host == 0:
         raise ClusterError(
-            f'cluster "{text}" has no device: both numbers are at least 1, e.g. {max(hosts, 1)}x{per_host or 8}x{device.name}'
+            f'cluster "{text}" has no device: both numbers are at least 1, e.g. '
+            f"{max(hosts, 1)}x{per_host or 8}x{device.name}"
         )
     if hosts * per_host > _MOST_DEVICES:
-        raise ClusterError(f'cluster "{text}" has {hosts * per_host:,} devices; {_MOST_DEVICES:,} is the most that can be planned for')
+        raise ClusterError(
+            f'cluster "{text}" has {hosts * per_host:,} devices; {_MOST_DEVICES:,} is the most that can be planned for'
+        )
     if not second and device.kind != "cpu" and per_host > max(_MOST_ON_A_HOST, device.per_host):
         each, rest = divmod(per_host, device.per_host)
         fitting = f"{each + (rest > 0)}x{device.per_host}x{device.name}"
-        raise ClusterError(f'cluster "{text}" is one host with {per_host} devices; a usual one has {device.per_host}: {fitting}')
+        raise ClusterError(
+            f'cluster "{text}" is one host with {per_host} devices; a usual one has {device.per_host}: {fitting}'
+        )
     return hosts, per_host, device
 
 
@@ -121,10 +136,17 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
     device = named.device
     link = Link(name="network", kind="ethernet", bandwidth_gbps=named.rate_gbps)
     if device.kind == "cpu":
-        alike = Host(name="0", cores=named.per_host, memory_bytes=device.memory_bytes * named.per_host, cpu=device.name, links=(link,))
+        alike = Host(
+            name="0",
+            cores=named.per_host,
+            memory_bytes=device.memory_bytes * named.per_host,
+            cpu=device.name,
+            links=(link,),
+        )
     else:
         gpus = tuple(
-            Device(index=i, name=device.name, memory_bytes=device.memory_bytes, bf16=_has_bf16(device)) for i in range(named.per_host)
+            Device(index=i, name=device.name, memory_bytes=device.memory_bytes, bf16=_has_bf16(device))
+            for i in range(named.per_host)
         )
         memory_bytes = 2 * device.memory_bytes * named.per_host
         alike = Host(name="0", cores=8 * named.per_host, memory_bytes=memory_bytes, cpu="CPU", gpus=gpus, links=(link,))

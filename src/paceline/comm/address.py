@@ -28,7 +28,10 @@ def own_interface() -> str | None:
     import psutil
 
     own = own_address()
-    return next((name for name, has in psutil.net_if_addrs().items() if any(a.address.partition("%")[0] == own for a in has)), None)
+    return next(
+        (name for name, has in psutil.net_if_addrs().items() if any(a.address.partition("%")[0] == own for a in has)),
+        None,
+    )
 
 
 def own_host() -> str:

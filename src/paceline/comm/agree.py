@@ -28,9 +28,12 @@ def agree_on(group: Group, what: Sequence[str]) -> None:
     of_ranks = group.gather_json(list(what))
     rank = next(r for r, lines in enumerate(of_ranks) if lines != of_ranks[0])
     number, (first, other) = next(
-        (i, pair) for i, pair in enumerate(zip_longest(of_ranks[0], of_ranks[rank], fillvalue="nothing more")) if pair[0] != pair[1]
+        (i, pair)
+        for i, pair in enumerate(zip_longest(of_ranks[0], of_ranks[rank], fillvalue="nothing more"))
+        if pair[0] != pair[1]
     )
     raise SyncError(
-        f"the ranks do not hold the same: number {number + 1} of rank 0 is {first}, of rank {rank} it is {other}. Every rank must build "
+        f"the ranks do not hold the same: number {number + 1} of rank 0 is {first}, of rank {rank} it is "
+        f"{other}. Every rank must build "
         "the same model; look for what depends on the rank, on a file of its host, or on the order of a set."
     )

@@ -11,8 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Its functions take the default group of the moment when they are imported, which torch.optim does at its first step. Imported before
-# there is a group, they hold none; else its threads outlive `leave`, and now and then one of them aborts the process at Python's end.
+# Its functions take the default group of the moment when they are imported, which torch.optim does at its first step.
+# Imported before there is a group, they hold none; else its threads outlive `leave`, and now and then one of them
+# aborts the process at Python's end.
 import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -44,15 +45,18 @@ def joined(*, deadline_s: float = 300.0, transport: str = "auto") -> Iterator[Gr
 
 
 def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
-    """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without these, a group of one.
+    """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, and our own TCP between
-    several hosts; otherwise gloo, and the group's `transport_note` says why. A process group that the user's code has already initialised
-    is used as it is.
+    Without these, a group of one.
+
+    NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, and
+    our own TCP between several hosts; otherwise gloo, and the group's `transport_note` says why. A process group that
+    the user's code has already initialised is used as it is.
 
     Raises:
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
-        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks, or the transport asked for cannot be had.
+        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks, or the transport asked for
+            cannot be had.
     """
     device, store, note = _device(), None, None
     if not dist.is_initialized():
@@ -74,7 +78,9 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
             timeout=timedelta(seconds=deadline_s),
             device_id=device if device.type == "cuda" else None,
         )
-    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note)
+    group = Group(
+        dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note
+    )
     register(store, group.rank)
     group.hosts = _hosts(group)
     return group
@@ -83,7 +89,8 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
 def leave(group: Group) -> None:
     """End the process group that `join` made."""
     if group.store is not None:
-        # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends aborts the process.
+        # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends
+        # aborts the process.
         group.close()
 
 
@@ -93,7 +100,8 @@ def _device() -> torch.device:
     local = int(os.environ.get(LOCAL_RANK, 0))
     if local >= torch.cuda.device_count():
         raise ClusterError(
-            f"local rank {local} has no GPU: this host shows {torch.cuda.device_count()}. Start at most one rank per GPU, "
+            f"local rank {local} has no GPU: this host shows {torch.cuda.device_count()}. Start at most one "
+            "rank per GPU, "
             "or set CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     torch.cuda.set_device(local)
@@ -111,14 +119,19 @@ def _store(environment: RankEnvironment, deadline_s: float) -> Store:
     try:
         # Rank 0 serves on the socket that the launcher bound: no other interface, no race for the port.
         if (listening := take_store_fd()) is not None:
-            store: Store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=listening)
+            store: Store = TCPStore(
+                address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=listening
+            )
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
             store = TCPStore(address, port, world, False, timeout, wait_for_workers=False)
         else:
-            store = TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=_listen(address, port))
+            store = TCPStore(
+                address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=_listen(address, port)
+            )
     except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
         raise LaunchError(
-            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or rank 0 not started? "
+            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another "
+            "run, or rank 0 not started? "
             "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
         ) from error
     return PrefixStore(f"paceline/{environment.attempt}", store)

@@ -95,7 +95,9 @@ class Bucket:
     def hand_out(self) -> None:
         """Give every parameter its agreed gradient; one that no replica used gets none."""
         unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
-        used_elsewhere = set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
+        used_elsewhere = (
+            set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
+        )
         for i, parameter in enumerate(self.parameters):
             parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
         self.seen.clear()
@@ -104,4 +106,5 @@ class Bucket:
 
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A view of `piece` with the shape and strides of `parameter`, e.g. channels-last."""
-    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())  # the same order, without gaps
+    # the same order, without gaps
+    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())

@@ -38,7 +38,8 @@ def same_messages(group: Group, send: Sequence[tuple[int, str]], receive: Sequen
     """
     own = [(r, _tensor(group, _line(text))) for r, text in (*send, *receive)]
     theirs = [(r, torch.empty_like(line)) for r, line in own]
-    # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order of its receives there.
+    # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order of
+    # its receives there.
     group.exchange(own[: len(send)], theirs[len(send) :])
     group.exchange(own[len(send) :], theirs[: len(send)])
     for (rank, line), (_, other) in zip(own, theirs, strict=True):
@@ -48,7 +49,8 @@ def same_messages(group: Group, send: Sequence[tuple[int, str]], receive: Sequen
 
 def _differ(rank: int, call: bytes, other: int, its: bytes) -> SyncError:
     return SyncError(
-        f"the ranks made different calls: rank {rank} {_text(call)}, rank {other} {_text(its)}. Every rank of a group must make the same "
+        f"the ranks made different calls: rank {rank} {_text(call)}, rank {other} {_text(its)}. Every rank of "
+        "a group must make the same "
         "calls in the same order, with tensors of the same shape and dtype."
     )
 

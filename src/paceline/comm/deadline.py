@@ -13,7 +13,9 @@ from paceline.comm.address import host_identity
 from paceline.errors import SyncError
 
 
-def failed_wait(what: str, rank: int, waited_s: float, deadline_s: float, missing: list[int] | None, error: RuntimeError) -> SyncError:
+def failed_wait(
+    what: str, rank: int, waited_s: float, deadline_s: float, missing: list[int] | None, error: RuntimeError
+) -> SyncError:
     """The error of rank `rank`, whose wait in `what` ended with torch's `error`.
 
     `missing` is from `missing_ranks`.
@@ -24,7 +26,8 @@ def failed_wait(what: str, rank: int, waited_s: float, deadline_s: float, missin
         who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
     first_line = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
     return SyncError(
-        f"rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first error of "
+        f"rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the "
+        "first error of "
         f"those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
     )
 
@@ -52,7 +55,8 @@ def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patie
     if store is None:
         return None
     found: list[list[int]] = []
-    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has just passed.
+    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has
+    # just passed.
     asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
     asking.start()
     asking.join(patience_s + 1.0)
@@ -82,6 +86,7 @@ def _has_ended(store: Store, rank: int) -> bool:
     if host != _processes():
         return False
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"  # dead, and its parent has not looked yet
+        # dead, and its parent has not looked yet
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True

@@ -14,8 +14,8 @@ from paceline.comm.group import Group
 def gather(group: Group, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """The rows of all ranks, in rank order; rank r has `counts[r]` of them. Only dim 0 may differ.
 
-    The gradient of a rank's rows is the sum of what every rank's loss has for them. So where all ranks compute the same loss from the
-    gathered rows, each weighs it by 1 / ranks, and the sum of their gradients is that of one process.
+    The gradient of a rank's rows is the sum of what every rank's loss has for them. So where all ranks compute the same
+    loss from the gathered rows, each weighs it by 1 / ranks, and the sum of their gradients is that of one process.
     """
     if group.size == 1:
         return rows

@@ -103,7 +103,11 @@ class Group:
         They ask for it the first time together.
         """
         if self._host is None:
-            own = [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]] if self.spans_hosts else range(self.size)
+            own = (
+                [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]]
+                if self.spans_hosts
+                else range(self.size)
+            )
             self._host = self if len(own) == self.size else self.subgroup(own)
         return self._host
 
@@ -115,7 +119,8 @@ class Group:
         ranks = list(ranks)
         if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
             raise SyncError(
-                f"rank {self.rank} of {self.size} cannot make a group of ranks {ranks}: give ascending ranks, its own among them"
+                f"rank {self.rank} of {self.size} cannot make a group of ranks {ranks}: give ascending ranks, "
+                "its own among them"
             )
         hosts = tuple(self.hosts[r] for r in ranks) if len(self.hosts) == self.size else (0,) * len(ranks)
         made = Group(ranks.index(self.rank), len(ranks), deadline_s=self.deadline_s, hosts=hosts, device=self.device)
@@ -168,7 +173,8 @@ class Group:
             if shared is not None:
                 return shared
             self.transport_note = (
-                f"there is no shared memory for a tensor of {numel * dtype.itemsize} bytes; it is copied through smaller parts"
+                f"there is no shared memory for a tensor of {numel * dtype.itemsize} bytes; it is copied through "
+                "smaller parts"
             )
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
@@ -190,7 +196,8 @@ class Group:
             return
         self._same("all-reduce", tensor, op)
         self._count_reduced(tensor)
-        whole = tensor if tensor.is_contiguous() else tensor.contiguous()  # gloo takes one with gaps, and leaves a wrong result
+        # gloo takes one with gaps, and leaves a wrong result
+        whole = tensor if tensor.is_contiguous() else tensor.contiguous()
         started = time.monotonic()
         try:
             self._reduce(whole, op, waits=True).wait()
@@ -263,7 +270,9 @@ class Group:
         gathered[self.rank] = rows
         return gathered
 
-    def all_to_all(self, received: Tensor, rows: Tensor, receives: Sequence[int] | None = None, sends: Sequence[int] | None = None) -> None:
+    def all_to_all(
+        self, received: Tensor, rows: Tensor, receives: Sequence[int] | None = None, sends: Sequence[int] | None = None
+    ) -> None:
         """Send the next `sends[r]` of `rows` to each rank r, and receive `receives[r]`.
 
         Received rows are put into `received` in rank order. Without numbers, equal shares. Raises SyncError as
@@ -276,7 +285,9 @@ class Group:
         kept = sends[self.rank] if sends else len(rows) // self.size
         self.counts.sent_bytes += rows.nbytes - rows[:kept].nbytes
         with self._named("all-to-all"):
-            dist.all_to_all_single(received, rows, receives and list(receives), sends and list(sends), group=self.backend)
+            dist.all_to_all_single(
+                received, rows, receives and list(receives), sends and list(sends), group=self.backend
+            )
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value` (JSON), in rank order. Nothing is pickled."""
@@ -305,7 +316,8 @@ class Group:
     def exchange(self, send: Messages, receive: Messages) -> None:
         """Send and receive contiguous tensors at once, to and from ranks of the group: pairs (rank, tensor).
 
-        Returns when all are received and what was sent may be overwritten. Messages between two ranks are matched in their order.
+        Returns when all are received and what was sent may be overwritten. Messages between two ranks are matched in
+        their order.
 
         Raises:
             SyncError: a rank is gone, or did not come within the deadline; or a tensor is not contiguous.
@@ -318,7 +330,9 @@ class Group:
         `wait()` on the result before received tensors are read or sent ones are changed.
         """
         if self._unchecked is not None:
-            same_messages(self._unchecked, [(r, _described(t)) for r, t in send], [(r, _described(t)) for r, t in receive])
+            same_messages(
+                self._unchecked, [(r, _described(t)) for r, t in send], [(r, _described(t)) for r, t in receive]
+            )
         self.counts.sent_bytes += sum(tensor.nbytes for _, tensor in send)
         assert self.backend is not None
         with self._named("the start of messages"):
@@ -339,7 +353,8 @@ class Group:
         started = time.monotonic()
         try:
             yield
-        except RuntimeError as error:  # torch raises DistBackendError and plain RuntimeError for lost peers and time-outs
+        # torch raises DistBackendError and plain RuntimeError for lost peers and time-outs
+        except RuntimeError as error:
             raise self._explain(what, time.monotonic() - started, error) from error
 
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> PacelineError:

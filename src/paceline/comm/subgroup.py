@@ -16,7 +16,8 @@ from paceline.comm.c10d.transport import register
 from paceline.comm.transport import choose
 from paceline.plans.transport_info import TRANSPORTS
 
-_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()  # how often each set of ranks was asked for, by parent
+# how often each set of ranks was asked for, by parent
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def make_process_group(
@@ -26,12 +27,12 @@ def make_process_group(
 
     `ranks` are numbers in `parent`, ascending.
 
-    Only these ranks call it, all of them. With `share_memory` they are on one host, and talk over its memory where that is allowed;
-    else the group has the parent's backend.
+    Only these ranks call it, all of them. With `share_memory` they are on one host, and talk over its memory where that
+    is allowed; else the group has the parent's backend.
 
-    `dist.new_group` names a group made by its members alone by the number of groups that each process has. Ranks that made different groups
-    before would wait under different names, and one made again would find the keys of its predecessor. So the name comes from here:
-    the parent's, the ranks, and how often these asked.
+    `dist.new_group` names a group made by its members alone by the number of groups that each process has. Ranks that
+    made different groups before would wait under different names, and one made again would find the keys of its
+    predecessor. So the name comes from here: the parent's, the ranks, and how often these asked.
     """
     everyone = dist.get_process_group_ranks(parent)
     members = [everyone[r] for r in ranks]
@@ -39,7 +40,9 @@ def make_process_group(
     readable = f"{parent.group_name}/{'+'.join(map(str, ranks))}"
     counts = _made.setdefault(parent, Counter())
     counts[readable] += 1
-    name = distributed_c10d.GroupName(hashlib.sha1(f"{readable}/{counts[readable]}".encode(), usedforsecurity=False).hexdigest())
+    name = distributed_c10d.GroupName(
+        hashlib.sha1(f"{readable}/{counts[readable]}".encode(), usedforsecurity=False).hexdigest()
+    )
     store = PrefixStore(name, distributed_c10d._get_default_store())
     backend = dist.get_backend(parent)
     if share_memory:
@@ -49,7 +52,14 @@ def make_process_group(
             backend = dist.Backend(found)
     with _not_split_from_the_default_group():
         made, _ = distributed_c10d._new_process_group_helper(
-            len(members), own_rank, members, backend, distributed_c10d._get_default_store(), name, timeout=timeout, group_desc=readable
+            len(members),
+            own_rank,
+            members,
+            backend,
+            distributed_c10d._get_default_store(),
+            name,
+            timeout=timeout,
+            group_desc=readable,
         )
     distributed_c10d._world.pg_group_ranks[made] = {member: r for r, member in enumerate(members)}
     return made, store

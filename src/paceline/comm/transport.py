@@ -24,11 +24,11 @@ _SEVERAL_HOSTS = "the ranks are on several hosts"
 def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) -> tuple[str, str | None]:
     """The backend for ranks on CPUs, the same on all of them.
 
-    `auto` is `shm` where all can share memory; between several hosts `tcp`; else, on one host, `gloo`, and then why. Between hosts `tcp`
-    took as long as gloo for 16 MiB (emulated links of 1 Gbit/s, 2 and 4 hosts: 0.91 to 1.02 of its time) and for 1 to 4 MiB at 25 and
-    100 Mbit/s (0.95 to 1.07), a sixth of its time for 1 KiB, and it survives a link that is cut. Over loopback gloo is faster with large
-    tensors.
-    Where `tcp` is asked for, groups whose ranks are all on one host are shared memory under that name.
+    `auto` is `shm` where all can share memory; between several hosts `tcp`; else, on one host, `gloo`, and then why.
+    Between hosts `tcp` took as long as gloo for 16 MiB (emulated links of 1 Gbit/s, 2 and 4 hosts: 0.91 to 1.02 of its
+    time) and for 1 to 4 MiB at 25 and 100 Mbit/s (0.95 to 1.07), a sixth of its time for 1 KiB, and it survives a link
+    that is cut. Over loopback gloo is faster with large tensors. Where `tcp` is asked for, groups whose ranks are all
+    on one host are shared memory under that name.
 
     Raises:
         ClusterError: the transport that is asked for cannot be had.
@@ -38,7 +38,9 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
     if wanted != "auto":
         obstacle = TRANSPORTS[wanted].obstacle
         if obstacle is not None and (reason := load_object(obstacle)(store, rank, size, timeout_s)):
-            raise ClusterError(f"transport={wanted} cannot be had: {reason}. With transport=auto the ranks talk over TCP.")
+            raise ClusterError(
+                f"transport={wanted} cannot be had: {reason}. With transport=auto the ranks talk over TCP."
+            )
         return wanted, None
     reason = why_not_shared(store, rank, size, timeout_s)
     if reason is None:
@@ -86,5 +88,7 @@ def _tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, v
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch's DistStoreError
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise LaunchError(f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run") from error
+        raise LaunchError(
+            f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"
+        ) from error
     return [json.loads(store.get(key)) for key in keys]

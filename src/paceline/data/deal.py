@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -27,9 +35,9 @@ _READ_BY_TORCH = (DataLoader, StatefulDataLoader)
 def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Loader:
     """This rank's share of every batch of `loader`, whose batches are the global ones. Every rank calls it.
 
-    `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order is that of the loader's
-    own sampler or batch sampler, drawn on rank 0. Of an `IterableDataset`, and where `batch_size=None`, each rank reads every batch and
-    keeps its part.
+    `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order is
+    that of the loader's own sampler or batch sampler, drawn on rank 0. Of an `IterableDataset`, and where
+    `batch_size=None`, each rank reads every batch and keeps its part.
 
     Args:
         loader: a `DataLoader` as one process would use it.
@@ -66,7 +74,13 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
         length = len(loader) if hasattr(dataset, "__len__") else None
         name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         return Flow(
-            name, data_group=data_group, world=world, seed=seed, length=length, batch_size=loader.batch_size, workers=loader.num_workers
+            name,
+            data_group=data_group,
+            world=world,
+            seed=seed,
+            length=length,
+            batch_size=loader.batch_size,
+            workers=loader.num_workers,
         )
     if _is_plain(loader):
         batch_size = loader.batch_size
@@ -96,7 +110,9 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
     )
 
 
-def _samples(loader: DataLoader[Any], partition: Partition | SamplerStream | Flow, data_group: Group, seed: int) -> RequestedSamples:
+def _samples(
+    loader: DataLoader[Any], partition: Partition | SamplerStream | Flow, data_group: Group, seed: int
+) -> RequestedSamples:
     if isinstance(partition, Flow):
         return Iterated(
             loader.dataset,
@@ -115,7 +131,11 @@ def _samples(loader: DataLoader[Any], partition: Partition | SamplerStream | Flo
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """True if its order is the data set's own, or `shuffle=True` and no more."""
     sampler, dataset = loader.sampler, loader.dataset
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler or getattr(sampler, "data_source", None) is not dataset:
+    if (
+        loader.batch_size is None
+        or type(loader.batch_sampler) is not BatchSampler
+        or getattr(sampler, "data_source", None) is not dataset
+    ):
         return False
     if type(sampler) is RandomSampler:
         return sampler.generator is None and not sampler.replacement and sampler._num_samples is None
@@ -139,11 +159,14 @@ def check(loader: DataLoader[Any], world: Group) -> None:
     for name in ("__iter__", "_get_iterator"):
         if getattr(kind, name) not in [getattr(known, name) for known in _READ_BY_TORCH]:
             raise DataError(
-                f"{kind.__module__}.{kind.__qualname__} has a {name} of its own, and dealing a loader's samples to the ranks goes past it. "
+                f"{kind.__module__}.{kind.__qualname__} has a {name} of its own, and dealing a loader's "
+                "samples to the ranks goes past it. "
                 "Put what it does into the data set, the sampler or collate_fn, and give setup a torch DataLoader"
             )
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
-        raise DataError("a DataPipe divides itself among ranks and loader processes; give a Dataset or an IterableDataset instead")
+        raise DataError(
+            "a DataPipe divides itself among ranks and loader processes; give a Dataset or an IterableDataset instead"
+        )
     for sampler in samplers(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
         _check_not_distributed(sampler, loader, world)
 
@@ -155,9 +178,12 @@ def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) 
         return
     size = loader.batch_size
     instead = "shuffle=True" if getattr(sampler, "shuffle", True) else "shuffle=False"
-    written = f"DataLoader(dataset, batch_size={size * parts}, {instead})" if size else "a batch sampler of global batches"
+    written = (
+        f"DataLoader(dataset, batch_size={size * parts}, {instead})" if size else "a batch sampler of global batches"
+    )
     raise DataError(
-        f"{name_of(sampler)} draws the part of one of {parts} ranks; paceline deals the batches itself, so it takes the loader that one "
+        f"{name_of(sampler)} draws the part of one of {parts} ranks; paceline deals the batches itself, so it "
+        "takes the loader that one "
         f"process would use. Write {written}: batch_size counts the samples of all ranks together"
         + (f" (here {parts} x {size})" if size else "")
     )

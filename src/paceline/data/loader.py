@@ -42,21 +42,21 @@ class Loader:
 
     It yields a batch for each step; the next iteration begins the next epoch.
 
-    A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose `__getitems__`
-    returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass unchanged. A step without a sample
-    on this replica yields None.
+    A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose
+    `__getitems__` returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass
+    unchanged. A step without a sample on this replica yields None.
 
-    With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`, or with the loader.
-    Each batch there starts from random states of its own (torch, NumPy, Python), so that random augmentation repeats after a resume.
-    Without loader processes it draws from the states of the rank.
+    With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`,
+    or with the loader. Each batch there starts from random states of its own (torch, NumPy, Python), so that random
+    augmentation repeats after a resume. Without loader processes it draws from the states of the rank.
 
     Attributes:
         position: of the batch yielded last; None before the first.
         indices: the dataset indices in that batch.
 
     Raises (while iterating):
-        DataError: the dataset no longer has the length that the partition was made for, a sample raised, samples do not fit into one
-            batch, or the ranks read something else.
+        DataError: the dataset no longer has the length that the partition was made for, a sample raised, samples do not
+            fit into one batch, or the ranks read something else.
         LoaderProcessError: a loader process was killed, ended, or did not answer in time.
     """
 
@@ -139,7 +139,9 @@ class Loader:
         """
         if isinstance(self.partition, Partition):
             return self._samples.read([i % self.partition.held_samples for i in range(count)])
-        return self._samples.example(count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else [])
+        return self._samples.example(
+            count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
+        )
 
     def smallest_share(self) -> int:
         """Fewest samples of a replica in the first batch; 1 if not yet known."""
@@ -179,23 +181,35 @@ class Loader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes. Ends an iteration that runs.
+        """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes.
 
-        A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the same.
+        Ends an iteration that runs.
+
+        A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the
+        same.
 
         Raises:
-            DataError: the state is of another kind of loader, of another order or batch, or of a stream that other numbers of loader
-                processes read differently.
+            DataError: the state is of another kind of loader, of another order or batch, or of a stream that other
+                numbers of loader processes read differently.
         """
-        if ("stream" in state, "flow" in state) != (isinstance(self.partition, SamplerStream), isinstance(self.partition, Flow)):
+        if ("stream" in state, "flow" in state) != (
+            isinstance(self.partition, SamplerStream),
+            isinstance(self.partition, Flow),
+        ):
             raise DataError(
-                "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it was saved with"
+                "the saved position is of another kind of DataLoader (sampler or data set); resume with the "
+                "one it was saved with"
             )
         if isinstance(self.partition, Partition):
             self._check_order(state)
-        if isinstance(self.partition, Flow) and state["flow"]["workers"] != self.num_workers and (state["epoch"] or state["step"]):
+        if (
+            isinstance(self.partition, Flow)
+            and state["flow"]["workers"] != self.num_workers
+            and (state["epoch"] or state["step"])
+        ):
             raise DataError(
-                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal its stream among them; resume "
+                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal "
+                "its stream among them; resume "
                 f"with num_workers={state['flow']['workers']} in place of {self.num_workers}"
             )
         self._end_processes()
@@ -250,7 +264,8 @@ class Loader:
             return
         differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
         raise DataError(
-            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. Samples would be trained "
+            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. "
+            "Samples would be trained "
             "twice or not at all. Resume with the same values, or change them at the end of an epoch"
         )
 
@@ -337,8 +352,10 @@ class Loader:
         if len(shares) > 1 and 0 in shares:
             last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
             raise PlanError(
-                f"{self._needs_samples} needs a sample on every replica, but {'the last batch' if last else f'batch {step + 1}'} of an "
-                f"epoch holds {sum(shares)} samples for {len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a "
+                f"{self._needs_samples} needs a sample on every replica, but "
+                f"{'the last batch' if last else f'batch {step + 1}'} of an "
+                f"epoch holds {sum(shares)} samples for {len(shares)} replicas. Set drop_last: true, or a "
+                "global_batch that leaves a "
                 "larger last batch."
             )
 
@@ -367,14 +384,21 @@ class Loader:
 
 
 def held_out_batches(
-    dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False, collate_fn: Collate | None = None
+    dataset: Dataset[Any],
+    *,
+    batch: int,
+    replica: int,
+    replicas: int,
+    in_turn: bool = False,
+    collate_fn: Collate | None = None,
 ) -> Iterator[Any]:
     """A replica's part of a validation set in batches of `batch` samples.
 
     The last one may be smaller. Collated as by `Loader`. Collated as by `Loader`.
 
-    The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not depend on the
-    number of replicas. All parts together have every sample once. Replicas may have different numbers of batches, also none.
+    The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not
+    depend on the number of replicas. All parts together have every sample once. Replicas may have different numbers of
+    batches, also none.
 
     Raises:
         DataError: a sample raised, or samples do not fit into one batch.
@@ -410,7 +434,9 @@ def _order_of(partition: Partition) -> dict[str, int | bool]:
 class _RequestSampler:
     """The batch sampler: a replica's requests from `next` = (epoch, step) to the end of that epoch."""
 
-    def __init__(self, partition: Partition | SamplerStream | Flow, start: tuple[int, int], requests: deque[SampleRequest]) -> None:
+    def __init__(
+        self, partition: Partition | SamplerStream | Flow, start: tuple[int, int], requests: deque[SampleRequest]
+    ) -> None:
         self.partition, self.next, self.requests = partition, start, requests
 
     def __iter__(self) -> Iterator[SampleRequest]:
@@ -421,7 +447,10 @@ class _RequestSampler:
             yield request
 
     def state_dict(self) -> dict[str, int]:
-        """Nothing: the loader starts us at the right step. Without this pair torchdata would draw and drop all steps before it."""
+        """Nothing: the loader starts us at the right step.
+
+        Without this pair torchdata would draw and drop all steps before it.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -50,7 +50,9 @@ class Begin:
             self.init(worker)
 
 
-def failed(where: str, workers: Workers, ended: Sequence[tuple[int, int]], error: Exception | None) -> LoaderProcessError:
+def failed(
+    where: str, workers: Workers, ended: Sequence[tuple[int, int]], error: Exception | None
+) -> LoaderProcessError:
     """The error of failed loader processes.
 
     `ended` lists (pid, exit code) of those that are gone; `error` is torch's.
@@ -67,7 +69,8 @@ def failed(where: str, workers: Workers, ended: Sequence[tuple[int, int]], error
             f"{workers.timeout_s:g} s. If reading is only slow, raise timeout or num_workers"
         )
     return LoaderProcessError(
-        f"{where}: the {workers.count} DataLoader worker processes failed: {said}. Those that were killed often lacked memory: "
+        f"{where}: the {workers.count} DataLoader worker processes failed: {said}. Those that were killed "
+        "often lacked memory: "
         "try a smaller num_workers"
     )
 

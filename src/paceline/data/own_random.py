@@ -29,7 +29,9 @@ class OwnRandom:
             _set(self._own)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._outside is not None
         self._own = _states()
         _set(self._outside)

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.errors import DataError
 
@@ -50,7 +57,8 @@ def load(root: object, dataset: object, states: list[Any]) -> None:
     parts = list(_parts(root, dataset))
     if [_kind(part) for part in parts] != [state["kind"] for state in states]:
         raise DataError(
-            f"{name_of(root)} is not the sampler of the saved position: it holds {_kinds(map(_kind, parts))}, and that one held "
+            f"{name_of(root)} is not the sampler of the saved position: it holds {_kinds(map(_kind, parts))}, "
+            "and that one held "
             f"{_kinds(state['kind'] for state in states)}. Resume with the loader that the run was started with"
         )
     for part, state in zip(parts, states, strict=True):
@@ -144,7 +152,8 @@ def _saved(part: Any) -> dict[str, Any]:
             json.dumps(state)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the state_dict of sampler {name_of(part)} holds more than plain values (numbers, texts, lists): {error}"
+                f"the state_dict of sampler {name_of(part)} holds more than plain values (numbers, texts, "
+                f"lists): {error}"
             ) from error
     return {"kind": _kind(part), "state": state}
 

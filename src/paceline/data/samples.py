@@ -34,7 +34,9 @@ class RequestedSamples(Dataset[Any]):
     This holds in loader processes as well.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False
+    ) -> None:
         """Reader of a dataset's batches.
 
         `bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and
@@ -65,7 +67,8 @@ class RequestedSamples(Dataset[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]
         if length != expected:
             raise DataError(
-                f"replica {self.replica}: {self._name} has {length} samples at the start of epoch {self.epoch}, and the run was set up "
+                f"replica {self.replica}: {self._name} has {length} samples at the start of epoch "
+                f"{self.epoch}, and the run was set up "
                 f"for {expected}: a training set keeps its length while it is used"
             )
 
@@ -95,14 +98,19 @@ class RequestedSamples(Dataset[Any]):
                 samples = self.read_many(indices)
             except Exception as error:
                 raise self._error(self._culprit(indices), error) from error
-            if not self.has_own_collate and isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):
+            if (
+                not self.has_own_collate
+                and isinstance(samples, tuple)
+                and all(isinstance(part, Tensor) for part in samples)
+            ):
                 return samples
         try:
             return self.collate(samples)
         except Exception as error:
             raise DataError(
                 f"replica {self.replica}: samples {_listed(indices)} of {self._name} do not make one batch: "
-                f"{type(error).__name__}: {error}. Samples of a batch need the same structure, shapes and types, or a collate_fn"
+                f"{type(error).__name__}: {error}. Samples of a batch need the same structure, shapes and "
+                "types, or a collate_fn"
             ) from error
 
     def example(self, count: int, indices: list[Any]) -> Any:

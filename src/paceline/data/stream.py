@@ -45,16 +45,17 @@ class SamplerStream:
 
     It stands where a `Partition` does.
 
-    Rank 0 draws and the other ranks are told, so all have the same batches. torch's own samplers are drawn far ahead; any other exactly
-    as early as a DataLoader would, so that it may adapt to what training finds. Random numbers that a sampler takes from the process come
-    from states of the stream's own, which start anew in each epoch.
+    Rank 0 draws and the other ranks are told, so all have the same batches. torch's own samplers are drawn far ahead;
+    any other exactly as early as a DataLoader would, so that it may adapt to what training finds. Random numbers that a
+    sampler takes from the process come from states of the stream's own, which start anew in each epoch.
 
     Args:
         sampler: yields the global batches as lists of indices; or the item of each step, where `single`.
         dataset: what the indices are of.
         batch_size: samples of a full batch, if that is known in advance.
         single: each step is one item of the dataset, which all ranks read.
-        generator: the loader's, from which a DataLoader takes a number whenever it starts loader processes or begins an epoch.
+        generator: the loader's, from which a DataLoader takes a number whenever it starts loader processes or begins an
+            epoch.
         persistent: the loader's processes live on, so it takes one at the first epoch only.
     """
 
@@ -108,7 +109,9 @@ class SamplerStream:
         if self.single:
             known = epoch.totals.get(step) if epoch is not None else None
         else:
-            known = len(epoch.batches[step]) if epoch is not None and step in epoch.batches else self._size_by_length(step)
+            known = (
+                len(epoch.batches[step]) if epoch is not None and step in epoch.batches else self._size_by_length(step)
+            )
         if known is None:
             raise DataError(f"the size of batch {step} is known only when {self.name} has drawn it")
         return known
@@ -166,8 +169,10 @@ class SamplerStream:
             assert self._epoch is not None
             if digest is not None and self._epoch.digests.get(known) != digest:
                 raise DataError(
-                    f"{self.name} does not draw again what it drew before: its epoch {epoch} differs within the first {known} batches, so "
-                    "training cannot go on where it stopped. Give the sampler state_dict and load_state_dict, or a generator of its own"
+                    f"{self.name} does not draw again what it drew before: its epoch {epoch} differs within "
+                    f"the first {known} batches, so "
+                    "training cannot go on where it stopped. Give the sampler state_dict and load_state_dict, "
+                    "or a generator of its own"
                 )
         self._draw_until(until)
 
@@ -280,7 +285,10 @@ class SamplerStream:
         if self.world.rank:
             try:
                 if self._take(len(batches) + int(ended)) != (batches, ended):
-                    problem = f"{self.name} draws other indices on rank {self.world.rank} than on rank 0, from the same random state"
+                    problem = (
+                        f"{self.name} draws other indices on rank {self.world.rank} than on rank 0, from the same "
+                        "random state"
+                    )
             except Exception as error:  # noqa: BLE001 - as above
                 problem = self._problem(error)
         problems = [found for found in self.world.gather_json(problem) if found is not None]
@@ -338,7 +346,9 @@ class SamplerStream:
         if self.single:
             return [_encoded(batch)]
         if not isinstance(batch, Iterable):
-            raise DataError(f"{self.name} yields a {type(batch).__name__}; a batch sampler yields a list of indices for each batch")
+            raise DataError(
+                f"{self.name} yields a {type(batch).__name__}; a batch sampler yields a list of indices for each batch"
+            )
         return [_encoded(index) for index in batch]
 
     def _size_by_length(self, step: int) -> int | None:
@@ -392,7 +402,8 @@ def _encoded(index: Any) -> Any:
         if isinstance(index, float):
             return index
         raise DataError(
-            f"a sampler yields {index!r} as an index; what ranks can be told are whole numbers, texts, and tuples of these"
+            f"a sampler yields {index!r} as an index; what ranks can be told are whole numbers, texts, and "
+            "tuples of these"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Data whose batches are known only when read: iterable data sets and whole-batch samples.
 
-Every data-parallel rank reads the whole of it and keeps its part of each batch. Ranks compare what they read, so that a stream that
-differs between them is an error and never a sample that is trained twice or not at all.
+Every data-parallel rank reads the whole of it and keeps its part of each batch. Ranks compare what they read, so that a
+stream that differs between them is an error and never a sample that is trained twice or not at all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class BatchPart:
 class Items(RequestedSamples):
     """A data set of whole batches (`batch_size=None`); all ranks read each and take rows."""
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int
+    ) -> None:
         super().__init__(dataset, collate_fn, replica, seed)
         self.replicas = replicas
         self.read_many = None
@@ -67,15 +69,20 @@ class Items(RequestedSamples):
     def _repeated(self, item: Any, count: int) -> Any:
         samples = rows_of(item)
         if samples is None:
-            raise DataError(f"an item of {self._name} has no rows that could be counted, and a plan that divides the model needs them")
+            raise DataError(
+                f"an item of {self._name} has no rows that could be counted, and a plan that divides the "
+                "model needs them"
+            )
         return self._collated(cut(item, [0] * count), f"an item of {self._name}")
 
     def _piece(self, item: Any, where: str) -> BatchPart:
         samples = rows_of(item)
         if samples is None and self.replicas > 1:
             raise DataError(
-                f"replica {self.replica}: {where} is a batch of type {type(item).__name__}: how many samples it holds is not known, "
-                f"so it cannot be cut for {self.replicas} ranks. Have the data set return single samples and give the DataLoader a "
+                f"replica {self.replica}: {where} is a batch of type {type(item).__name__}: how many samples "
+                "it holds is not known, "
+                f"so it cannot be cut for {self.replicas} ranks. Have the data set return single samples and "
+                "give the DataLoader a "
                 "batch_size, or return tensors (in tuples, lists or dicts) with one row for each sample"
             )
         part = item
@@ -84,20 +91,27 @@ class Items(RequestedSamples):
             first, end = ends[self.replica : self.replica + 2]
             part = cut(item, slice(first, end)) if end > first else None
         return BatchPart(
-            None if part is None else self._collated(part, where), 1 if samples is None else samples, digest_of(item), True, _worker()
+            None if part is None else self._collated(part, where),
+            1 if samples is None else samples,
+            digest_of(item),
+            True,
+            _worker(),
         )
 
     def _collated(self, part: Any, where: str) -> Any:
         try:
             return self.collate(part)
         except Exception as error:
-            raise DataError(f"replica {self.replica}: collate_fn raised {type(error).__name__} on {where}: {error}") from error
+            raise DataError(
+                f"replica {self.replica}: collate_fn raised {type(error).__name__} on {where}: {error}"
+            ) from error
 
 
 class Iterated(Items):
     """An `IterableDataset`: every rank reads the same stream, and of each batch keeps its part.
 
-    Loader processes take turns, each with an iterator of its own, as in a DataLoader. A position is found again by reading up to it.
+    Loader processes take turns, each with an iterator of its own, as in a DataLoader. A position is found again by
+    reading up to it.
 
     Args:
         batch_size: samples of a batch; None where the stream yields whole batches.
@@ -149,11 +163,18 @@ class Iterated(Items):
         with OwnRandom(self.seed, 0, 0):
             stream = self._iterate()
             if id(stream) == id(self.dataset):
-                raise DataError(f"{self._name} is its own iterator: a look at its first sample would lose it. Have __iter__ make a new one")
+                raise DataError(
+                    f"{self._name} is its own iterator: a look at its first sample would lose it. Have "
+                    "__iter__ make a new one"
+                )
             first = next(stream, None)
         if first is None:
             raise DataError(f"{self._name} is empty: its stream ends before the first sample")
-        return self._repeated(first, count) if self.batch_size is None else self._collated([first] * count, f"a batch of {self._name}")
+        return (
+            self._repeated(first, count)
+            if self.batch_size is None
+            else self._collated([first] * count, f"a batch of {self._name}")
+        )
 
     def _share(self, samples: list[Any], worker: int) -> BatchPart:
         ends = (0, *accumulate(even_shares(len(samples), self.replicas)))
@@ -163,7 +184,9 @@ class Iterated(Items):
         batch = self._collated(part or samples[:1], f"a batch of {self._name}")
         varied = len(set(digests)) > 1
         return (
-            BatchPart(batch, len(samples), whole, varied, worker) if part else BatchPart(None, len(samples), whole, varied, worker, batch)
+            BatchPart(batch, len(samples), whole, varied, worker)
+            if part
+            else BatchPart(None, len(samples), whole, varied, worker, batch)
         )
 
     def _take(self, stream: Iterator[Any]) -> list[Any] | None:
@@ -188,7 +211,9 @@ class Iterated(Items):
 
 
 class Flow:
-    """The global batches of an iterable data set; stands where a `Partition` does. A batch's size is known when it was read.
+    """The global batches of an iterable data set; stands where a `Partition` does.
+
+    A batch's size is known when it was read.
 
     Args:
         length: batches of an epoch as the data set tells it, None where it does not.
@@ -197,7 +222,15 @@ class Flow:
     """
 
     def __init__(
-        self, name: str, *, data_group: Group, world: Group, seed: int, length: int | None, batch_size: int | None, workers: int
+        self,
+        name: str,
+        *,
+        data_group: Group,
+        world: Group,
+        seed: int,
+        length: int | None,
+        batch_size: int | None,
+        workers: int,
     ) -> None:
         self.name, self.world, self.seed = name, world, seed
         self.replica, self.replicas = data_group.rank, data_group.size
@@ -242,7 +275,10 @@ class Flow:
         return len(self._ended) == max(self.workers, 1)
 
     def begin(self, turn: int, *, again: bool) -> int:
-        """The turn to begin with. Where what was read is read `again`, that is an earlier one, to see that it is the same."""
+        """The turn to begin with.
+
+        Where what was read is read `again`, that is an earlier one, to see that it is the same.
+        """
         if turn == 0:
             self._ended, self._digests, self._last = set(), {}, None
         if not turn or not (again or self._expected is not None):
@@ -282,8 +318,10 @@ class Flow:
         if turn < self.workers:
             if piece.varied and piece.digest in self._digests.values():
                 raise DataError(
-                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began with the same batch, and each "
-                    "sample would be trained several times. Divide the stream by torch.utils.data.get_worker_info(), or set num_workers=1"
+                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began "
+                    "with the same batch, and each "
+                    "sample would be trained several times. Divide the stream by "
+                    "torch.utils.data.get_worker_info(), or set num_workers=1"
                 )
             self._digests[turn] = piece.digest
         return True
@@ -299,21 +337,26 @@ class Flow:
         expected, self._expected, self._last, self._known = self._expected, None, piece.digest, 0
         if piece.digest != expected:
             raise DataError(
-                f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on there. "
-                "Have iter() begin the same stream anew in each process, and draw random numbers from a generator with a seed"
+                f"{self.name} does not give again what it gave before: batch {turn} differs, and training "
+                "cannot go on there. "
+                "Have iter() begin the same stream anew in each process, and draw random numbers from a "
+                "generator with a seed"
             )
 
     def _compare_ranks(self, turn: int) -> None:
         if self.world.size == 1:
             return
-        with torch.inference_mode(False):  # an evaluation may read the stream, and ranks cannot sum what that mode allocates
+        # an evaluation may read the stream, and ranks cannot sum what that mode allocates
+        with torch.inference_mode(False):
             extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
             self.world.all_reduce(extremes, "max")
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise DataError(
-                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of them. paceline deals the "
-                "batches, so let every rank read the whole stream in one order: leave out any split by rank (split_dataset_by_node, "
+                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of "
+                "them. paceline deals the "
+                "batches, so let every rank read the whole stream in one order: leave out any split by rank "
+                "(split_dataset_by_node, "
                 "split_by_node, RANK) and draw random numbers from a generator with a seed"
             )
 
@@ -359,7 +402,11 @@ def digest_of(value: Any) -> int:
         return zlib.crc32(repr(value).encode())
     if hasattr(value, "tobytes"):  # an image
         return zlib.crc32(value.tobytes())
-    return digest_of(vars(value)) if hasattr(value, "__dict__") and vars(value) else zlib.crc32(type(value).__qualname__.encode())
+    return (
+        digest_of(vars(value))
+        if hasattr(value, "__dict__") and vars(value)
+        else zlib.crc32(type(value).__qualname__.encode())
+    )
 
 
 def _lengths(batch: Any) -> Iterator[int | None]:
@@ -381,7 +428,11 @@ def _lengths(batch: Any) -> Iterator[int | None]:
 
 def _is_column(values: Any) -> bool:
     """True if a list has one plain value for each sample, e.g. file names."""
-    return bool(values) and not hasattr(values, "_fields") and all(isinstance(value, (str, bytes, int, float)) for value in values)
+    return (
+        bool(values)
+        and not hasattr(values, "_fields")
+        and all(isinstance(value, (str, bytes, int, float)) for value in values)
+    )
 
 
 def _worker() -> int:

@@ -32,9 +32,22 @@ class SynchronousAgreement:
     """
 
     def __init__(
-        self, rule: SyncRule, replica: Replica, signals: StepSignals, meter: Meter, world: Group, split: Split | None = None
+        self,
+        rule: SyncRule,
+        replica: Replica,
+        signals: StepSignals,
+        meter: Meter,
+        world: Group,
+        split: Split | None = None,
     ) -> None:
-        self.rule, self.replica, self.signals, self.meter, self.world, self.split = rule, replica, signals, meter, world, split
+        self.rule, self.replica, self.signals, self.meter, self.world, self.split = (
+            rule,
+            replica,
+            signals,
+            meter,
+            world,
+            split,
+        )
         self.gradients: list[Tensor] = []
         # The ranks of a divided model sum the signals over all of them, so the rule gets none.
         self._nothing = signals.tensor.new_empty(0)

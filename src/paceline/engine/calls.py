@@ -26,7 +26,8 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Grou
         return synchronise(model, data_group)
     if synchronised is not None:
         raise JobError(
-            f'"{synchronised}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says batch_norm: local. '
+            f'"{synchronised}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says '
+            "batch_norm: local. "
             "Set batch_norm: sync, or use BatchNorm in the model."
         )
     return model
@@ -43,7 +44,8 @@ def _prepare_embeddings(model: nn.Module, data_group: Group) -> None:
         module.sparse = False
         if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
-                f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the global batch: dp=1, or '
+                f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the '
+                "global batch: dp=1, or "
                 "scale_grad_by_freq=False."
             )
 

@@ -152,11 +152,18 @@ class _Wide(TorchFunctionMode):
         if func in _TO_NARROW:
             return Tensor.double(args[0])
         args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
-        kwargs = {name: torch.float64 if isinstance(v, torch.dtype) and v in _NARROW else v for name, v in kwargs.items()}
+        kwargs = {
+            name: torch.float64 if isinstance(v, torch.dtype) and v in _NARROW else v for name, v in kwargs.items()
+        }
         name = getattr(func, "__name__", "")
         if name == "__get__" or not _is_mixed((*args, *kwargs.values())):
             return func(*args, **kwargs)
-        in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__isub__", "__imul__")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in (
+            "__setitem__",
+            "__iadd__",
+            "__isub__",
+            "__imul__",
+        )
         first = args[:1] if in_place else ()
         args = (*first, *(_double(a) for a in args[len(first) :]))
         return func(*args, **{key: value if key == "out" else _double(value) for key, value in kwargs.items()})
@@ -164,7 +171,12 @@ class _Wide(TorchFunctionMode):
 
 def _is_mixed(values: tuple[Any, ...]) -> bool:
     """True if some floating-point tensors are float64 and others are not."""
-    tensors = [t for v in values for t in (v if isinstance(v, (tuple, list)) else (v,)) if isinstance(t, Tensor) and t.is_floating_point()]
+    tensors = [
+        t
+        for v in values
+        for t in (v if isinstance(v, (tuple, list)) else (v,))
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
     return len({t.dtype == torch.float64 for t in tensors}) == 2
 
 

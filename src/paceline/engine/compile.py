@@ -36,7 +36,8 @@ def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[.
         except InductorError as error:
             what = str(error).strip().partition("\n")[0]
             raise PlanError(
-                f"compile={how}: torch cannot compile the model here: {what}. It needs a C++ compiler and Python's headers "
+                f"compile={how}: torch cannot compile the model here: {what}. It needs a C++ compiler and "
+                "Python's headers "
                 "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
             ) from error
 

@@ -63,13 +63,22 @@ class Compute(ABC):
         loss_scale: the factor of fp16 training; None in other precisions.
         replica: what the sync rule sees of this rank.
         casts: whether something else computes in low precision already (FSDP2).
-        divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum them.
+        divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum
+            them.
     """
 
     replica: Replica
 
     def __init__(
-        self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, data_group: Group, precision: str, split: Split | None
+        self,
+        model: nn.Module,
+        loss: Loss,
+        loader: Loader,
+        plan: Plan,
+        group: Group,
+        data_group: Group,
+        precision: str,
+        split: Split | None,
     ) -> None:
         self.model, self.loss, self.loader, self.plan = model, loss, loader, plan
         self.group, self.data_group, self.split, self.device = group, data_group, split, group.device
@@ -111,7 +120,8 @@ class Compute(ABC):
     def prepare(self, batch: Batch | None) -> None:
         """Agree on the items that the loss averages over, before the first step.
 
-        `weighing.items_per_sample` is then the unit in which every replica weighs its part: items per sample, at most, in the first batch.
+        `weighing.items_per_sample` is then the unit in which every replica weighs its part: items per sample, at most,
+        in the first batch.
         """
         self.weighing.prepare()
         if self.weighing.items_per_sample is None:
@@ -120,7 +130,9 @@ class Compute(ABC):
             self.group.all_reduce(unit, "max")
             self.weighing.items_per_sample = float(unit.item()) or 1.0
 
-    def weighed_loss(self, output: Any, part: Batch, batch: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
+    def weighed_loss(
+        self, output: Any, part: Batch, batch: Batch, position: Position, step: int
+    ) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a microbatch of `batch`, and its share of the global batch.
 
         Raises:
@@ -133,7 +145,9 @@ class Compute(ABC):
             self.check_target(output, batch, self.here(step), self.loader.indices, self.step_loss)
             raise
 
-    def check_target(self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None) -> None:
+    def check_target(
+        self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None
+    ) -> None:
         """Have the loss validate the target on the host while a GPU computes the output."""
         check = getattr(loss or self.loss, "check", None)
         if check is not None and not (target := target_of(batch)).is_cuda:

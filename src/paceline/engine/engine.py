@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
-    Where replicas take local steps, `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not `agreed`.
+    Where replicas take local steps, `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not
+    `agreed`.
 
     Attributes:
         step: optimizer steps so far, this one included.
@@ -86,9 +87,11 @@ class Engine:
     """Runs the steps of one rank. Made by `paceline.setup`.
 
     Attributes:
-        model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's stages.
-        loader: this data-parallel rank's share of every global batch, one epoch per iteration. A replica of several ranks has one or
-            more data-parallel ranks; all its ranks that compute parts of the same samples have the same one.
+        model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's
+            stages.
+        loader: this data-parallel rank's share of every global batch, one epoch per iteration. A replica of several
+            ranks has one or more data-parallel ranks; all its ranks that compute parts of the same samples have the
+            same one.
         compute: forward and backward passes of this rank, of the whole model or of a part.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
         agreement: what makes gradients, loss and votes those of all replicas.
@@ -144,7 +147,8 @@ class Engine:
         """Forward, backward, agreement and update on this replica's share of a global batch.
 
         Args:
-            batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None where this replica's share is empty.
+            batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None where this replica's share
+                is empty.
 
         Raises:
             NonFiniteError: NaN or Inf in the loss or the gradients, and the policy is to stop. Nothing was updated.
@@ -172,22 +176,26 @@ class Engine:
         norm = self.agreement.gradient_norm()
         self.on_phase("optimizer", step)
         loss = agreed.loss if agreed.own_loss is None else agreed.own_loss
-        problem = self.guard.problem(self.agreement.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm)
+        problem = self.guard.problem(
+            self.agreement.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm
+        )
         if problem is None:
             self._update(step, norm)
         if self.local_steps:
             self._agree_on_parameters(step)
         self.step_count = step
         self.meter.mark(OPTIMIZER)
-        return StepResult(step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere)
+        return StepResult(
+            step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere
+        )
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
         """Deal another `DataLoader` to the ranks, as the one given to `setup`.
 
         For a second data set, an actor's stream, a validation set.
 
-        Iterating it yields this rank's share of each batch; its `position` tells the samples of the share and of the global batch.
-        Every rank must call this, in the same order.
+        Iterating it yields this rank's share of each batch; its `position` tells the samples of the share and of the
+        global batch. Every rank must call this, in the same order.
         """
         self._dealt += 1
         return deal(loader, self.data_group, self.group, self.settings.seed + 7919 * self._dealt)
@@ -197,9 +205,9 @@ class Engine:
 
         The model is in eval mode meanwhile.
 
-        Every rank must call this, and where a replica has several data-parallel ranks each with as many batches as the others: None where
-        it has none left. For the measurement, replicas that take local steps use the parameters that they agree on, and batch-norm
-        statistics are averaged over the data-parallel ranks.
+        Every rank must call this, and where a replica has several data-parallel ranks each with as many batches as the
+        others: None where it has none left. For the measurement, replicas that take local steps use the parameters that
+        they agree on, and batch-norm statistics are averaged over the data-parallel ranks.
         """
         found = self.evaluation.means(batches, metrics, self.rule)
         self.meter.restart()
@@ -299,7 +307,8 @@ class Engine:
         self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
         if self.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
-                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: sync, joins them in "
+                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or "
+                "batch_norm: sync, joins them in "
                 "every step. Use sync=allreduce."
             )
 
@@ -325,19 +334,23 @@ class Engine:
             return
         if self.split is not None:
             raise PlanError(
-                f"plan {self.plan} divides the parameters that were trainable at the start; some were frozen, unfrozen or added to the "
+                f"plan {self.plan} divides the parameters that were trainable at the start; some were frozen, "
+                "unfrozen or added to the "
                 f"optimizer since. Call paceline.setup again, or use dp={self.group.size}."
             )
         known = {*self._parameters, *self.extra.values()}
         added = [p for p in self._held_by_optimizer() if p not in known]
         if added and forward_is_done and self.group.size > 1:
             raise JobError(
-                f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have other values for them: call "
+                f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have "
+                "other values for them: call "
                 "engine.agree() after add_param_group, before the forward pass"
             )
         for parameter in added:
             self.group.broadcast(parameter.detach())
-        self.extra |= {f"added.{len(self.extra) + i}": p for i, p in enumerate(added) if p not in set(self.model.parameters())}
+        self.extra |= {
+            f"added.{len(self.extra) + i}": p for i, p in enumerate(added) if p not in set(self.model.parameters())
+        }
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # it may lie in memory that the rule gives back
@@ -360,8 +373,10 @@ class Engine:
         position = self.loader.position
         if position is None or rows(batch) != position.local:
             raise DataError(
-                f"step takes the batches of engine.loader: the newest has {position.local if position else 0} samples on rank "
-                f"{self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep its samples: "
+                f"step takes the batches of engine.loader: the newest has {position.local if position else 0} "
+                "samples on rank "
+                f"{self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep "
+                "its samples: "
                 "they are weighed by what every replica was dealt."
             )
         return position

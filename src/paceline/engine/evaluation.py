@@ -56,7 +56,13 @@ class Evaluation:
         without_gradients = torch.inference_mode() if compute.split is None else torch.no_grad()
         try:
             # Agreement comes first: what a transport allocates in inference mode could not be used after it.
-            with rule.in_agreement(), self.averaged_buffers(), torch.random.fork_rng(devices), without_gradients, compute.autocast():
+            with (
+                rule.in_agreement(),
+                self.averaged_buffers(),
+                torch.random.fork_rng(devices),
+                without_gradients,
+                compute.autocast(),
+            ):
                 yield
         finally:
             for module in training:
@@ -87,7 +93,10 @@ class Evaluation:
         output, placed = found
         compute.check_target(output, batch, "in the validation set")
         target: Any = compute.weighing.target(placed)
-        values = [compute.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target) for m in metrics]
+        values = [
+            compute.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
+            for m in metrics
+        ]
         return torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
 
 

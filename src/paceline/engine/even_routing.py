@@ -19,7 +19,8 @@ from paceline.split.expert import sent_to_experts
 def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) -> None:
     """Have `experts`, split over `ep` or not, take tokens in turn instead of by router.
 
-    The indices are real, so the module's own code can look at them, for which the modes of tensors without values are left; `watch` stays.
+    The indices are real, so the module's own code can look at them, for which the modes of tensors without values are
+    left; `watch` stays.
     """
     for module in experts:
         if ep.size > 1:
@@ -29,7 +30,9 @@ def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) ->
         module.__dict__["forward"] = partial(_in_turn, own, signature, total, ep, watch)
 
 
-def _in_turn(own: Any, signature: inspect.Signature, total: int, ep: Group, watch: TorchDispatchMode, *args: Any, **kwargs: Any) -> Tensor:
+def _in_turn(
+    own: Any, signature: inspect.Signature, total: int, ep: Group, watch: TorchDispatchMode, *args: Any, **kwargs: Any
+) -> Tensor:
     hidden, index, weights = signature.bind(*args, **kwargs).args
     with _disable_current_modes(), watch:
         even = (torch.arange(index.numel()) % total).view(index.shape)

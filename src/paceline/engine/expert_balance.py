@@ -34,7 +34,9 @@ class ExpertBalance:
             weigh_balance(compute.model, 0.0)
             return
         weighing, context = compute.weighing, compute.split.context if compute.split is not None else None
-        items = torch.tensor([float(weighing.items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=compute.device)
+        items = torch.tensor(
+            [float(weighing.items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=compute.device
+        )
         if context is not None and weighing.counts:
             # of the whole sequences
             context.group.all_reduce(items)

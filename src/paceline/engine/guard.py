@@ -32,7 +32,9 @@ class Guard:
         if self.policy != "stop":
             self._saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
 
-    def problem(self, deciders: Group, batch: Batch | None, samples: list[int], *, step: int, loss: float, norm: float) -> str | None:
+    def problem(
+        self, deciders: Group, batch: Batch | None, samples: list[int], *, step: int, loss: float, norm: float
+    ) -> str | None:
         """Reason to leave the update of a step out; None to make it.
 
         Args:

@@ -15,7 +15,9 @@ _GROWTH, _BACKOFF, _GROWS_AFTER = 2.0, 0.5, 2000  # as torch.amp.GradScaler
 
 
 class LossScale:
-    """A factor for the loss; gradients are divided by it before they are used. All ranks see the same gradients, so it is the same on all.
+    """A factor for the loss; gradients are divided by it before they are used.
+
+    All ranks see the same gradients, so it is the same on all.
 
     It acts on agreed gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
     """
@@ -42,7 +44,10 @@ class LossScale:
         """Note a gradient that overflowed; returns the message about the skipped update."""
         before, self._good_steps = self.value, 0
         self.value *= _BACKOFF
-        return f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is left out, and the scale is now {self.value:g}"
+        return (
+            f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is left out, and the scale is "
+            f"now {self.value:g}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State as JSON values."""

@@ -20,8 +20,8 @@ def has_max_norm(module: nn.Module) -> bool:
 class MaxNorm:
     """Renormalises embedding rows in agreement, in place of torch's forward pass.
 
-    A row is shortened once per step, before it is looked up for the first time, and before the update on the ranks that did not look it
-    up. All ranks do the same to the same bits, so they keep the same parameters.
+    A row is shortened once per step, before it is looked up for the first time, and before the update on the ranks that
+    did not look it up. All ranks do the same to the same bits, so they keep the same parameters.
     """
 
     def __init__(self, engine: Engine) -> None:

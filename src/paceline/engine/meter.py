@@ -1,6 +1,7 @@
 """Step timing by part: data, compute, bubble, exposed communication, imbalance, optimizer, checkpoint.
 
-The clock is read at the boundaries between the parts and each part ends where the next begins, so they sum to the step exactly.
+The clock is read at the boundaries between the parts and each part ends where the next begins, so they sum to the step
+exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Timing:
 class Meter:
     """The stop-watch of one rank. `mark(part)` gives the time since the last mark to `part`.
 
-    On CUDA the marks are events on the current stream, read one step later, so that measuring never makes the host wait.
+    On CUDA the marks are events on the current stream, read one step later, so that measuring never makes the host
+    wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,8 +82,8 @@ class Meter:
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
         """Split communication time into imbalance, waiting for the slowest rank, and exposed communication.
 
-        All ranks leave an all-reduce at about the same moment, so the times that they were busy since then tell when each came to the
-        next one, and no two hosts' clocks are compared.
+        All ranks leave an all-reduce at about the same moment, so the times that they were busy since then tell when
+        each came to the next one, and no two hosts' clocks are compared.
         """
         self._agreed = self._last
         imbalance_s = max(slowest_busy_s - own_busy_s, 0.0)

@@ -1,7 +1,8 @@
 """Items that a model's own loss averages over, found by watching a few samples.
 
-Models call torch's cross-entropy with labels of their batch, some of which are left out (-100). A part of a batch has to be weighed by the
-labels that its loss counted, so the labels are traced back to the batch: as they are, shifted by a token, or masked.
+Models call torch's cross-entropy with labels of their batch, some of which are left out (-100). A part of a batch has
+to be weighed by the labels that its loss counted, so the labels are traced back to the batch: as they are, shifted by a
+token, or masked.
 """
 
 from __future__ import annotations
@@ -48,27 +49,36 @@ def examine(compute: Compute) -> list[str]:
             loss.terms = tuple(terms)
         if parts == 1 or whole - whole != 0:
             return []
-        values = [(_told(compute, _loss_of(compute, half)), float(compute.weighing.items(half))) for half in split(example, 2)]
+        values = [
+            (_told(compute, _loss_of(compute, half)), float(compute.weighing.items(half))) for half in split(example, 2)
+        ]
     said: list[str] = []
     if len({(term.key, term.shifted) for term in terms if term.ignored is not None}) > 1:
         keys = ", ".join(dict.fromkeys(term.key for term in terms))
         said.append(
-            f"the model's loss has means over different labels ({keys}); under plan {compute.plan} its parts are weighed by the first"
+            f"the model's loss has means over different labels ({keys}); under plan {compute.plan} its parts "
+            "are weighed by the first"
         )
     mean = sum(value * n for value, n in values if n) / (sum(n for _, n in values) or 1.0)
     difference = abs(mean - whole) / (abs(whole) or 1.0)
     if difference != difference or difference <= _TOLERANCE[compute.precision]:
         return said
     found = (
-        f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves {mean:.6g} ({difference:.1e} apart): "
+        f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves "
+        f"{mean:.6g} ({difference:.1e} apart): "
         "it has terms over the samples that it sees together"
     )
     if difference > _REFUSED:
         raise PlanError(
-            f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something else. Use one replica and "
-            "one microbatch; or compute the loss from the model's outputs by a function of your own with `whole_batch = True` (docs/job.md)"
+            f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something "
+            "else. Use one replica and "
+            "one microbatch; or compute the loss from the model's outputs by a function of your own with "
+            "`whole_batch = True` (docs/job.md)"
         )
-    said.append(f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over each part by itself")
+    said.append(
+        f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over "
+        "each part by itself"
+    )
     return said
 
 
@@ -145,7 +155,10 @@ def _traced(call: tuple[Tensor, int], batch: Batch) -> Term | None:
     if not isinstance(batch, Mapping):
         return None
     labels, ignored = call
-    keys = sorted((k for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()), key=lambda k: k != "labels")
+    keys = sorted(
+        (k for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()),
+        key=lambda k: k != "labels",
+    )
     tokens = batch["input_ids"].shape[1] if "input_ids" in batch and batch["input_ids"].dim() > 1 else None
     for key in keys:
         held: Tensor = batch[key].cpu()
@@ -153,7 +166,9 @@ def _traced(call: tuple[Tensor, int], batch: Batch) -> Term | None:
             return Term(key, shifted=False, ignored=None)
         if _same(labels, held):
             return Term(key, shifted=False, ignored=ignored)
-        if held.dim() > 1 and (_same(labels, held[..., 1:]) or _same(labels, F.pad(held, (0, 1), value=ignored)[..., 1:])):
+        if held.dim() > 1 and (
+            _same(labels, held[..., 1:]) or _same(labels, F.pad(held, (0, 1), value=ignored)[..., 1:])
+        ):
             return Term(key, shifted=True, ignored=ignored)
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == held.shape and _same(labels, torch.where(mask.cpu() == 1, held, ignored)):

@@ -13,7 +13,16 @@ Policy = Literal["stop", "skip", "rewind"]
 PATIENCE = 20  # updates left out in a row before the run is called broken
 
 
-def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int, loss: float, norm: float, rank: int | None = None) -> str:
+def explain(
+    group: Group,
+    batch: Batch | None,
+    indices: list[int],
+    *,
+    step: int,
+    loss: float,
+    norm: float,
+    rank: int | None = None,
+) -> str:
     """One sentence naming the step, the quantity, and the rank and samples it came from.
 
     Args:
@@ -26,7 +35,9 @@ def explain(group: Group, batch: Batch | None, indices: list[int], *, step: int,
     sources = [f"rank {number}'s share of the batch has it in samples {found}" for number, found in findings if found]
     what = "loss" if not math.isfinite(loss) else "gradient"
     value = loss if what == "loss" else norm
-    where = "; ".join(sources) if sources else "the data of the batch is finite, so the model or the learning rate made it"
+    where = (
+        "; ".join(sources) if sources else "the data of the batch is finite, so the model or the learning rate made it"
+    )
     return f"the {what} of step {step} is {value} ({where})"
 
 
@@ -34,7 +45,8 @@ def stop(problem: str) -> NonFiniteError:
     """The error of the `stop` policy."""
     return NonFiniteError(
         f"{problem}. Nothing was updated. Clean the data, lower the learning rate or set clip_norm; or let the job "
-        "go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last checkpoint, without that batch)."
+        "go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last "
+        "checkpoint, without that batch)."
     )
 
 

@@ -29,7 +29,8 @@ class Optimizers:
         for optimizer in self.optimizers:
             if shared := [p for p in optimizer.state if p in together]:
                 raise CheckpointError(
-                    f"a parameter of shape {tuple(shared[0].shape)} is stepped on by two optimizers, so its state has no single name; "
+                    f"a parameter of shape {tuple(shared[0].shape)} is stepped on by two optimizers, so its "
+                    "state has no single name; "
                     "give each parameter to one optimizer"
                 )
             together |= optimizer.state
@@ -46,7 +47,9 @@ class Optimizers:
         groups: list[dict[str, Any]] = []
         for first, own in zip(self._firsts(), (o.state_dict() for o in self.optimizers), strict=True):
             states |= {first + number: state for number, state in own["state"].items()}
-            groups += [{**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]]
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
+            ]
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -58,7 +61,9 @@ class Optimizers:
             optimizer.load_state_dict(
                 {
                     "state": {number - first: value for number, value in state["state"].items() if number in numbers},
-                    "param_groups": [{**group, "params": [number - first for number in group["params"]]} for group in own],
+                    "param_groups": [
+                        {**group, "params": [number - first for number in group["params"]]} for group in own
+                    ],
                 }
             )
 

@@ -20,7 +20,9 @@ from paceline.sync.batchnorm import is_synchronised
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-EVERY = 100  # updates between comparisons, after the first ones: a digest reads the parameters once, an update reads them several times
+# updates between comparisons, after the first ones: a digest reads the parameters once, an update reads them several
+# times
+EVERY = 100
 _AXES = tuple(axis for axis in AXES if axis != "pp")
 _COLUMNS = 4096
 _ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart that do not compute the same bits
@@ -48,7 +50,9 @@ class ReplicaState:
         """
         self.max_norm.agree()
         self._updates += 1
-        if self._compares and (self._updates % EVERY == 0 or (self._updates < EVERY and self._updates.bit_count() == 1)):
+        if self._compares and (
+            self._updates % EVERY == 0 or (self._updates < EVERY and self._updates.bit_count() == 1)
+        ):
             for group, named, strict in self._held_alike():
                 if differing := _differing(group, named):
                     self._refuse(group, named, differing, strict=strict)
@@ -67,7 +71,8 @@ class ReplicaState:
         for axis in _AXES:
             if split.mesh.sizes[axis] > 1:
                 alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
-                # Ranks that divide a layer compute what they hold alike by sums of different terms, so only nearly the same.
+                # Ranks that divide a layer compute what they hold alike by sums of different terms, so only nearly the
+                # same.
                 yield split.mesh.group(axis), alike, axis in DATA_AXES
         if engine.data_group.size > 1 and (buffers := self._buffers()):
             yield engine.data_group, buffers, True
@@ -77,8 +82,15 @@ class ReplicaState:
         if self.engine.settings.buffers == "local":
             return {}
         persistent = {id(t) for t in self.engine.model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-        own = {id(buffer) for module in self.engine.model.modules() if _keeps_its_own(module) for buffer in module.buffers(recurse=False)}
-        return {n: b.detach() for n, b in self.engine.named_buffers().items() if id(b) in persistent and id(b) not in own}
+        own = {
+            id(buffer)
+            for module in self.engine.model.modules()
+            if _keeps_its_own(module)
+            for buffer in module.buffers(recurse=False)
+        }
+        return {
+            n: b.detach() for n, b in self.engine.named_buffers().items() if id(b) in persistent and id(b) not in own
+        }
 
     def _refuse(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
         """Raise for tensors that differ between ranks; re-synchronise those that differ by rounding."""
@@ -89,7 +101,8 @@ class ReplicaState:
             for name in differing:
                 group.broadcast(named[name])
             self.engine.messages.append(
-                f"{differing[0]} and {len(differing) - 1} more differed by rounding between ranks, which do not compute alike; all have "
+                f"{differing[0]} and {len(differing) - 1} more differed by rounding between ranks, which do "
+                "not compute alike; all have "
                 f"the values of the first of them again since step {self.engine.step_count + 1}"
             )
             return
@@ -97,21 +110,30 @@ class ReplicaState:
         name = next((name for name in differing if name in parameters), differing[0])
         others = ", ".join(str(rank) for rank, digests in found if digests[name] != found[0][1][name])
         rest = [n for n in differing if n != name]
-        more = f" (and so {'is' if len(rest) == 1 else 'are'} {', '.join(rest[:5])}{', …' if len(rest) > 5 else ''})" if rest else ""
+        more = (
+            f" (and so {'is' if len(rest) == 1 else 'are'} {', '.join(rest[:5])}{', …' if len(rest) > 5 else ''})"
+            if rest
+            else ""
+        )
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
-            f"step {self.engine.step_count + 1}: {what} {name!r} is different on rank {others} than on rank {found[0][0]}{more}. "
+            f"step {self.engine.step_count + 1}: {what} {name!r} is different on rank {others} than on rank "
+            f"{found[0][0]}{more}. "
             f"Nothing was updated. {instead}"
         )
 
 
 _PARAMETER = (
-    "All should be the same under sync=allreduce; most likely the model or the script writes into parameters outside of the optimizer, "
-    "from a rank's own samples or random numbers. Write from what all ranks have (torch.distributed.all_reduce), or train on one rank."
+    "All should be the same under sync=allreduce; most likely the model or the script writes into parameters "
+    "outside of the optimizer, "
+    "from a rank's own samples or random numbers. Write from what all ranks have "
+    "(torch.distributed.all_reduce), or train on one rank."
 )
 _BUFFER = (
-    "The model's forward writes it from a rank's own samples, so replicas would train different models. Write it from what all ranks have "
-    "(torch.distributed.all_reduce in forward), make it no part of the state (persistent=False), or say buffers: local (a buffers='local' "
+    "The model's forward writes it from a rank's own samples, so replicas would train different models. Write "
+    "it from what all ranks have "
+    "(torch.distributed.all_reduce in forward), make it no part of the state (persistent=False), or say "
+    "buffers: local (a buffers='local' "
     "of setup) where each replica may keep its own: evaluations and exports then take the mean."
 )
 
@@ -165,7 +187,9 @@ def _weights(device: torch.device) -> Tensor:
     """Odd numbers, the same on every rank."""
     if device not in _made:
         random = torch.Generator().manual_seed(64)
-        _made[device] = (torch.randint(-(2**62), 2**62, (_COLUMNS,), generator=random, dtype=torch.int64) * 2 + 1).to(device)
+        _made[device] = (torch.randint(-(2**62), 2**62, (_COLUMNS,), generator=random, dtype=torch.int64) * 2 + 1).to(
+            device
+        )
     return _made[device]
 
 

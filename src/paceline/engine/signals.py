@@ -26,7 +26,8 @@ class Agreed:
         votes: how many ranks asked for what.
         slowest_busy_s: the longest that any rank was busy before.
         own_loss: that of this replica, where it takes the step of its own gradient; None where all take the same.
-        everywhere: whether all this is what every replica knows; if not, it is what this one knows of itself, and votes are still asked.
+        everywhere: whether all this is what every replica knows; if not, it is what this one knows of itself, and votes
+            are still asked.
     """
 
     loss: float

@@ -31,15 +31,22 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Settings
 
 
-def divide(model: nn.Module | DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
-    """This rank's part of a model, for the batches that `loader` yields. A model that has its weights loses them to its parts."""
+def divide(
+    model: nn.Module | DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings
+) -> Split:
+    """This rank's part of a model, for the batches that `loader` yields.
+
+    A model that has its weights loses them to its parts.
+    """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
     split.allocate(recorded)
     return split
 
 
-def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings) -> Split:
+def without_memory(
+    recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings
+) -> Split:
     """This rank's part of a model in shapes only, until `Split.allocate`."""
     precision = plan.precision or settings.precision
     recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*DATA_AXES))
@@ -47,11 +54,15 @@ def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Load
     wide = torch.float64 if precision == "fp64" else None
     example = place(example, torch.device("cpu"), dtype=wide, channels_last=False)
     if limited := next((n for n, m in recorded.model.named_modules() if has_max_norm(m)), None):
-        raise PlanError(f'plan {plan} divides the model, and "{limited}" has max_norm, which rewrites rows that it looks up: dp alone.')
+        raise PlanError(
+            f'plan {plan} divides the model, and "{limited}" has max_norm, which rewrites rows that it looks '
+            "up: dp alone."
+        )
     made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
-            f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell each other, so "
+            f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas "
+            "tell each other, so "
             "batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local"
         )
     return made
@@ -60,8 +71,8 @@ def without_memory(recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Load
 class SplitModel(Compute):
     """A replica over several ranks, each with its part of layers, matrices or tokens.
 
-    All ranks that wait for each other compute equally often: a rank that has no sample left in a step computes one that it saw before,
-    and counts it as nothing.
+    All ranks that wait for each other compute equally often: a rank that has no sample left in a step computes one that
+    it saw before, and counts it as nothing.
     """
 
     split: Split
@@ -113,7 +124,9 @@ class SplitModel(Compute):
             self._head.gather = False
         return (output, placed) if batch is not None and self.split.owns_loss else None
 
-    def _addend(self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int) -> Tensor:
+    def _addend(
+        self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int
+    ) -> Tensor:
         """This microbatch's weighted loss; added to `local` on the rank that owns the loss."""
         if batch is None:
             return self.step_loss(output, self.weighing.target(part)) * 0.0

@@ -87,7 +87,10 @@ class StatusBoard:
         words = self._settled()
         width = _SLOT_BYTES // 8
         slots = [words[first : first + width] for first in range(0, len(words), width)]
-        return [RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED]) for rank, s in enumerate(slots)]
+        return [
+            RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED])
+            for rank, s in enumerate(slots)
+        ]
 
     def close(self) -> None:
         """Unmap the memory. Does not remove the file, which belongs to who created it."""

@@ -1,8 +1,8 @@
 """Weights of a batch's parts in the loss, and checks that it is a mean.
 
-A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a sum. Where a batch is
-computed in several parts, a loss of the user's own is held against that: before the first update, and in steps 2, 4, 8, … again, as early
-batches may have no label that is left out.
+A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a
+sum. Where a batch is computed in several parts, a loss of the user's own is held against that: before the first update,
+and in steps 2, 4, 8, … again, as early batches may have no label that is left out.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Weighing:
         """
         if loss.dim():
             raise JobError(
-                f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: return their mean "
+                f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: "
+                "return their mean "
                 "(torch's losses: reduction='mean')"
             )
         assert self.items_per_sample is not None
@@ -163,11 +164,15 @@ class Weighing:
         if len(target) > 1:
             return output, target
         shares = compute.loader.partition.shares(position.step)
-        if max(shares) == min(shares) == 1 and compute.data_group.size > 1 and isinstance(output, Tensor):  # and so on all ranks
+        # and so on all ranks
+        if max(shares) == min(shares) == 1 and compute.data_group.size > 1 and isinstance(output, Tensor):
             return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
         if not isinstance(output, Tensor):
-            self._tell(f"the loss {self._name} gets single samples, whose outputs are not tensors, so what it is the mean over is unknown")
+            self._tell(
+                f"the loss {self._name} gets single samples, whose outputs are not tensors, so what it is the "
+                "mean over is unknown"
+            )
             return None
         if earlier is None:
             return None
@@ -175,10 +180,12 @@ class Weighing:
 
     def _examine(self, output: Any, target: Tensor) -> None:
         output, target, whole = self._widest(output, target)
-        if not math.isfinite(whole) or whole != self._value(output, target):  # NaN is the step's to tell; and this loss draws at random
+        # NaN is the step's to tell; and this loss draws at random
+        if not math.isfinite(whole) or whole != self._value(output, target):
             if math.isfinite(whole):
                 self._tell(
-                    f"the loss {self._name} draws random numbers, so whether it is the mean over the samples cannot be told from its values"
+                    f"the loss {self._name} draws random numbers, so whether it is the mean over the samples "
+                    "cannot be told from its values"
                 )
             return
         self._hold(whole, output, target, dim=0)
@@ -194,7 +201,10 @@ class Weighing:
         for start, length in ((0, first), (first, size - first)):
             cut = _cut(output, size, dim, start, length)
             if cut is None:
-                self._tell(f"the loss {self._name} gets outputs that cannot be cut into samples, so what it is the mean over is unknown")
+                self._tell(
+                    f"the loss {self._name} gets outputs that cannot be cut into samples, so what it is the "
+                    "mean over is unknown"
+                )
                 return
             part = target.narrow(dim, start, length)
             try:
@@ -239,20 +249,31 @@ class Weighing:
     def _name(self) -> str:
         return str(getattr(self.loss, "__name__", None) or type(self.loss).__name__)
 
-    def _explained(self, whole: float, total: float, parts: list[tuple[float, float]], output: Any, target: Tensor, dim: int) -> str:
+    def _explained(
+        self, whole: float, total: float, parts: list[tuple[float, float]], output: Any, target: Tensor, dim: int
+    ) -> str:
         what = "samples" if dim == 0 else "tokens"
-        first, second = (target.shape[dim] - parts[1][1], parts[1][1]) if self._count is None else (parts[0][1], parts[1][1])
+        first, second = (
+            (target.shape[dim] - parts[1][1], parts[1][1]) if self._count is None else (parts[0][1], parts[1][1])
+        )
         kind = "sum" if self.adds_up else f"mean over its {'items' if self._count is not None else what}"
         head = (
-            f"the loss {self._name} is not the {kind}: of a batch it is {whole:.6g}, and its parts (of {first:g} and {second:g}) make "
+            f"the loss {self._name} is not the {kind}: of a batch it is {whole:.6g}, and its parts (of "
+            f"{first:g} and {second:g}) make "
             f"{total:.6g}. Plan {self.compute.plan} computes a batch in parts, and would train something else. "
         )
         if self.adds_up or self._count is not None:
-            return head + "Correct its `reduction` or `items`; or, if it compares samples with each other, set `whole_batch = True` on it."
+            return head + (
+                "Correct its `reduction` or `items`; or, if it compares samples with each other, set "
+                "`whole_batch = True` on it."
+            )
         if abs(sum(value for value, _ in parts) - whole) <= self._tolerance * abs(whole):
             return head + "It is a sum: divide it by the number of samples, or say so: `loss.reduction = 'sum'`."
         if dim:
-            return head + "Under cp a rank has some of the tokens only: shift the labels in the data set, and leave none out; or use cp=1."
+            return head + (
+                "Under cp a rank has some of the tokens only: shift the labels in the data set, and leave none "
+                "out; or use cp=1."
+            )
         for ignored in _IGNORED:
             counts = [(t != ignored).sum().item() for t in target.split([int(parts[0][1]), int(parts[1][1])])]
             mean = sum(value * n for (value, _), n in zip(parts, counts, strict=True) if n) / (sum(counts) or 1)
@@ -262,7 +283,8 @@ class Weighing:
                     f"`loss.items = lambda target: (target != {ignored}).sum()`."
                 )
         return head + (
-            "Say what it is the mean over (labels that are not ignored, the weights of their classes): `loss.items = lambda target: ...`; "
+            "Say what it is the mean over (labels that are not ignored, the weights of their classes): "
+            "`loss.items = lambda target: ...`; "
             "if it compares samples with each other: `loss.whole_batch = True`. See docs/job.md#a-loss-of-your-own."
         )
 

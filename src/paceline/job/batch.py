@@ -23,7 +23,8 @@ def rows(batch: Batch | None) -> int:
     if not isinstance(last, Tensor):
         inside = f" that ends with a {type(last).__name__}" if whole else ""
         raise DataError(
-            f'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a {type(batch).__name__}{inside}. '
+            'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a '
+            f"{type(batch).__name__}{inside}. "
             "Have the dataset return such samples, or the collate_fn such batches."
         )
     return len(last)
@@ -53,7 +54,8 @@ def target_of(batch: Batch) -> Any:
         return batch["labels"]
     if len(batch) < 2:
         raise DataError(
-            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, repeat the input."
+            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, "
+            "repeat the input."
         )
     return batch[-1]
 

@@ -29,12 +29,16 @@ class DataSets(NamedTuple):
 
 
 class _Data(Spec):
-    held_out: float = Field(default=0.1, ge=0, lt=1)  # share of the samples kept for evaluation, the same ones for every plan
+    # share of the samples kept for evaluation, the same ones for every plan
+    held_out: float = Field(default=0.1, ge=0, lt=1)
     num_workers: int = Field(default=0, ge=0)  # loader processes per rank
-    limit: int | None = Field(default=None, ge=1)  # use only the first samples (also of a validation set with files of its own)
+    # use only the first samples (also of a validation set with files of its own)
+    limit: int | None = Field(default=None, ge=1)
     collate: str | None = None  # import path of a function that makes a batch of a list of samples
 
-    @field_validator("path", "held_out_path", "factory", "held_out_factory", "collate", mode="after", check_fields=False)
+    @field_validator(
+        "path", "held_out_path", "factory", "held_out_factory", "collate", mode="after", check_fields=False
+    )
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
         base = (info.context or {}).get("base", Path.cwd())
@@ -45,11 +49,13 @@ class _Data(Spec):
         return value and _expand(value, base)
 
     def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-        """The training and validation sets. Images are resized to `input_shape` (channels, height, width) where the model names one.
+        """The training and validation sets.
+
+        Images are resized to `input_shape` (channels, height, width) where the model names one.
 
         Raises:
-            DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of differing length,
-                NaN or Inf, or a missing optional package.
+            DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of
+                differing length, NaN or Inf, or a missing optional package.
         """
         from paceline.job.zoo.data.datasets import build_data
 
@@ -77,7 +83,8 @@ class Cifar10(_Data):
 class Images(_Data):
     """A folder with one folder of images per class; `held_out_path` is another such folder.
 
-    Images are resized and cropped around the centre to `shape` (1 or 3 channels); without it, to the shape that the model wants.
+    Images are resized and cropped around the centre to `shape` (1 or 3 channels); without it, to the shape that the
+    model wants.
     """
 
     kind: Literal["images"]
@@ -87,13 +94,18 @@ class Images(_Data):
 
 
 class Text(_Data):
-    """Text files, or folders of them, as bytes (vocabulary 256). `{stdlib}` in a path is the folder of Python's own library.
+    """Text files, or folders of them, as bytes (vocabulary 256).
 
-    `causal`: predict the next byte. `masked`: restore 15 % hidden bytes (Devlin et al., 2019; token 256 is the mask, the vocabulary 257).
+    `{stdlib}` in a path is the folder of Python's own library.
+
+    `causal`: predict the next byte. `masked`: restore 15 % hidden bytes (Devlin et al., 2019; token 256 is the mask,
+    the vocabulary 257).
     """
 
     kind: Literal["text"]
-    path: Annotated[tuple[Path, ...], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))]
+    path: Annotated[
+        tuple[Path, ...], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))
+    ]
     context: int = Field(default=128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # which files of a folder
@@ -126,7 +138,10 @@ class Custom(_Data):
 
 
 class Synthetic(_Data):
-    """Invented data for benchmarks, labelled as such in every figure. `classes` for images and vectors, `vocab` for token sequences."""
+    """Invented data for benchmarks, labelled as such in every figure.
+
+    `classes` for images and vectors, `vocab` for token sequences.
+    """
 
     kind: Literal["synthetic"]
     samples: int = Field(default=10_000, ge=1)

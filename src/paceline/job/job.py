@@ -27,7 +27,10 @@ _HINTS = {
     "accumulation_steps": _ACCUMULATION,
     "gradient_accumulation": _ACCUMULATION,
     "gradient_accumulation_steps": _ACCUMULATION,
-    "batch_size": 'Did you mean "global_batch", at the top of the job? It counts the samples of an optimizer step over all replicas.',
+    "batch_size": (
+        'Did you mean "global_batch", at the top of the job? It counts the samples of an optimizer step over '
+        "all replicas."
+    ),
 }
 
 
@@ -48,7 +51,8 @@ class CheckpointSpec(Spec):
     every_steps: int | None = Field(None, ge=1)
     every_seconds: float = Field(300.0, gt=0)  # counts where `every_steps` is not given
     keep: int = Field(3, ge=1)
-    max_failures: int = Field(3, ge=1)  # the run goes on without a checkpoint that cannot be written, until so many failed in a row
+    # the run goes on without a checkpoint that cannot be written, until so many failed in a row
+    max_failures: int = Field(3, ge=1)
 
 
 class Job(Spec):
@@ -100,9 +104,12 @@ class Job(Spec):
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
         unmeasured = set(self.stop.metric_above) - set(self.metrics) - {"loss"}
-        if unmeasured and not any(":" in name for name in self.metrics):  # a user's metric says its name only when it is built
+        # a user's metric says its name only when it is built
+        if unmeasured and not any(":" in name for name in self.metrics):
             names = ", ".join(sorted(unmeasured))
-            raise ValueError(f"stop.metric_above waits for {names}, which metrics does not list, so it would never be measured")
+            raise ValueError(
+                f"stop.metric_above waits for {names}, which metrics does not list, so it would never be measured"
+            )
         return self
 
     @model_validator(mode="wrap")  # the last one, so around all others

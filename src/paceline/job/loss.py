@@ -18,15 +18,16 @@ class Loss(Protocol):
 
     A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
 
-    A batch is computed in parts, by ranks and microbatches. Before the first update the engine holds the loss of a few samples against
-    those of their parts, and refuses a loss that is something else than it says. Optional attributes say what it is:
-    - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored, or the sum of their weights);
-      without it, the samples. torch's own losses need none.
+    A batch is computed in parts, by ranks and microbatches. Before the first update the engine holds the loss of a few
+    samples against those of their parts, and refuses a loss that is something else than it says. Optional attributes
+    say what it is:
+    - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored, or the sum of
+      their weights); without it, the samples. torch's own losses need none.
     - `reduction = "sum"`: the loss is a sum over the samples, not a mean.
-    - `whole_batch = True`: the loss compares samples of a batch with each other (contrastive losses), so it is computed from the outputs
-      of all data-parallel ranks.
-    - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with the output;
-      called before the loss where that is computed on a GPU, which would end the process.
+    - `whole_batch = True`: the loss compares samples of a batch with each other (contrastive losses), so it is computed
+      from the outputs of all data-parallel ranks.
+    - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with
+      the output; called before the loss where that is computed on a GPU, which would end the process.
     """
 
     def __call__(self, output: Any, target: Any) -> Tensor: ...
@@ -50,8 +51,8 @@ class LossSpec(Spec):
     For example `loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args:
     {label_smoothing: 0.1}}`.
 
-    Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive` (NT-Xent),
-    `model` (the model computes its loss itself, as Hugging Face models do when they are given labels).
+    Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive`
+    (NT-Xent), `model` (the model computes its loss itself, as Hugging Face models do when they are given labels).
     """
 
     short: ClassVar[str | None] = "name"
@@ -80,7 +81,9 @@ class LossSpec(Spec):
 
 
 def build_metrics(names: tuple[str, ...], loss: Loss | None = None) -> list[Metric]:
-    """The metrics by name: `accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or `pkg.mod:factory`.
+    """The metrics by name.
+
+    `accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or `pkg.mod:factory`.
 
     Given the job's loss, the first metric is that loss, by the name `loss`.
 

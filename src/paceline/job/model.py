@@ -16,23 +16,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 _DIMENSIONS_ONLY = (
-    "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that can be built: "
+    "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that "
+    "can be built: "
     "{hf: config.json, task: causal_lm} for a Hugging Face configuration with these dimensions, or "
     "{zoo: gpt, args: {layers: …, hidden: …, heads: …, context: …, vocab: …}}"
 )
-Task = Literal["causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"]
+Task = Literal[
+    "causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"
+]
 
 
 class ModelSpec(Spec):
     """Exactly one of `zoo`, `factory`, `hf`, `transformer`.
 
     - `model: mlp` or `{zoo: gpt, args: {layers: 4}}`: a built-in model.
-    - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as keywords.
-    - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is downloaded.
-      `args` override values of the configuration.
-    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}`: by its dimensions, to be planned and not trained.
+    - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as
+      keywords.
+    - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is
+      downloaded. `args` override values of the configuration.
+    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}`: by its dimensions, to be planned
+      and not trained.
 
-    `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of fresh ones.
+    `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of
+    fresh ones.
     """
 
     short: ClassVar[str | None] = "zoo"

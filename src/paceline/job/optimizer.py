@@ -67,10 +67,15 @@ class ScheduleSpec(Spec):
     @model_validator(mode="after")
     def _takes_what_is_given(self) -> ScheduleSpec:
         if (self.name == "step") != bool(self.milestones):
-            raise ValueError("the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}")
+            raise ValueError(
+                "the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}"
+            )
         _refuse_unused(self, _SCHEDULE_KEYS)
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is {self.decay_steps}")
+            raise ValueError(
+                f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is "
+                f"{self.decay_steps}"
+            )
         return self
 
     def factor_at(self, step: int, total_steps: int | None) -> float:

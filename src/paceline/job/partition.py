@@ -25,19 +25,23 @@ class PartitionSpec(Spec):
 
     - `uniform`: each global batch is a slice of one shuffled order, so it is the same for any number of replicas.
     - `stratified`: the same, and every batch and every replica's part keep the proportions of the classes.
-    - `hierarchical`: each host reads only its own part of the set, in every epoch; with `host_files` the part is the files that it holds.
+    - `hierarchical`: each host reads only its own part of the set, in every epoch; with `host_files` the part is the
+      files that it holds.
     """
 
     short: ClassVar[str | None] = "kind"
     kind: Literal["uniform", "hierarchical", "stratified"] = "uniform"
-    weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None  # one per replica: its share of each step
+    # one per replica: its share of each step
+    weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
     host_files: bool = False
     shuffle: bool = True  # anew in each epoch; else in the dataset's own order
 
     @model_validator(mode="after")
     def _stratified_is_shuffled(self) -> PartitionSpec:
         if self.kind == "stratified" and not self.shuffle:
-            raise ValueError("stratified mixes the classes anew in each epoch; shuffle: false goes with uniform and hierarchical")
+            raise ValueError(
+                "stratified mixes the classes anew in each epoch; shuffle: false goes with uniform and hierarchical"
+            )
         return self
 
     @model_validator(mode="after")
@@ -52,13 +56,16 @@ class Partition:
 
     Args:
         samples: in the whole training set, over all hosts.
-        global_batch: samples of a step over all replicas. The last step of an epoch has what remains, or is left out (`drop_last`).
+        global_batch: samples of a step over all replicas. The last step of an epoch has what remains, or is left out
+            (`drop_last`).
         hosts: the host (0, 1, …) of each replica; all on one host where not given.
-        host_samples: `host_files` only: the samples that each host holds. Indices then count within the replica's own host.
+        host_samples: `host_files` only: the samples that each host holds. Indices then count within the replica's own
+            host.
         labels: `stratified` only: the class of each sample, shape (samples,), integers.
 
     Raises:
-        DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without samples.
+        DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without
+            samples.
         PlanError: a global batch smaller than the number of replicas, or not one weight per replica.
     """
 
@@ -105,7 +112,10 @@ class Partition:
         return tuple(self._deal.shares(step).tolist())
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[int]]:
-        """This replica's sample indices, step by step from `start_step`. Empty lists: a tail smaller than the replicas."""
+        """This replica's sample indices, step by step from `start_step`.
+
+        Empty lists: a tail smaller than the replicas.
+        """
         return self._deal.batches(epoch, start_step)
 
 
@@ -166,7 +176,9 @@ class _Stratified(_Uniform):
         shuffled = super().order(epoch)
         by_class = shuffled[np.argsort(self.codes[shuffled], kind="stable")]
         offsets = _random(self.partition.seed, epoch, 1).random(len(self.class_sizes))
-        place = (_ranks_in_runs(self.class_sizes) + np.repeat(offsets, self.class_sizes)) / np.repeat(self.class_sizes, self.class_sizes)
+        place = (_ranks_in_runs(self.class_sizes) + np.repeat(offsets, self.class_sizes)) / np.repeat(
+            self.class_sizes, self.class_sizes
+        )
         return by_class[np.argsort(place, kind="stable")]
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
@@ -223,10 +235,13 @@ class _Hierarchical:
 
 def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
     if samples == 0:
-        raise DataError("the training set is empty: it has 0 samples. Check the job's `data`: the path, the filter, the limit")
+        raise DataError(
+            "the training set is empty: it has 0 samples. Check the job's `data`: the path, the filter, the limit"
+        )
     if global_batch < replicas:
         raise PlanError(
-            f"global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one sample of a step. "
+            f"global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one "
+            "sample of a step. "
             f"Values that work: global_batch {replicas} or more, or dp={global_batch} or less"
         )
     if samples < global_batch:
@@ -240,7 +255,8 @@ def _weights(spec: PartitionSpec, replicas: int) -> Floats:
     weights = spec.weights if spec.weights is not None else (1.0,) * replicas
     if len(weights) != replicas:
         raise PlanError(
-            f"partition: {len(weights)} weights for {replicas} replicas; give {replicas}, one for each, or none for equal shares"
+            f"partition: {len(weights)} weights for {replicas} replicas; give {replicas}, one for each, or "
+            "none for equal shares"
         )
     return np.asarray(weights, np.float64)
 
@@ -266,7 +282,8 @@ def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
     owners = np.asarray([0] * replicas if hosts is None else hosts, np.int64)
     if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
         raise PlanError(
-            f"partition: hosts {owners.tolist()} do not place {replicas} replicas; give each its host, numbered from 0 without gaps"
+            f"partition: hosts {owners.tolist()} do not place {replicas} replicas; give each its host, "
+            "numbered from 0 without gaps"
         )
     return owners
 
@@ -275,9 +292,13 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
     hosts = int(owners.max()) + 1
     held = [samples] if host_samples is None and hosts == 1 else list(host_samples or ())
     if len(held) != hosts or sum(held) != samples:
-        raise DataError(f"partition: host_files needs the number of samples on each of {hosts} hosts, {samples} in all; got {held}")
+        raise DataError(
+            f"partition: host_files needs the number of samples on each of {hosts} hosts, {samples} in all; got {held}"
+        )
     if 0 in held:
-        raise DataError(f"partition: host {held.index(0)} holds no training files. Give it some, or leave it out of the run")
+        raise DataError(
+            f"partition: host {held.index(0)} holds no training files. Give it some, or leave it out of the run"
+        )
     return np.asarray(held, np.int64)
 
 
@@ -300,7 +321,8 @@ def _random(*key: int) -> np.random.Generator:
 
 
 def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArray[np.integer[Any]]:
-    indices: NDArray[np.integer[Any]] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)  # half the memory of a large set
+    # half the memory of a large set
+    indices: NDArray[np.integer[Any]] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
     if partition.shuffle:
         _random(partition.seed, epoch, 0, host).shuffle(indices)
     return indices
@@ -353,7 +375,8 @@ def _counts_per_host(sizes: Ints, global_batch: int) -> Ints:
     totals[-1] = samples - global_batch * (len(totals) - 1)
     counts = totals[:, None] * sizes // samples
     left_over = sizes - counts.sum(axis=0)
-    by_size = np.argsort(-left_over, kind="stable")  # among equal places first the host with the most, so that the others wait for the tail
+    # among equal places first the host with the most, so that the others wait for the tail
+    by_size = np.argsort(-left_over, kind="stable")
     place = (_ranks_in_runs(left_over[by_size]) + 1) / np.repeat(left_over[by_size], left_over[by_size])
     sequence = np.repeat(by_size, left_over[by_size])[np.argsort(place, kind="stable")]
     step = np.repeat(np.arange(len(totals)), totals - counts.sum(axis=1))

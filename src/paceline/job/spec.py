@@ -4,7 +4,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 
-Args: TypeAlias = dict[str, JsonValue]  # keywords for a user's or a built-in object: plain values, for a job is also a file
+# keywords for a user's or a built-in object: plain values, for a job is also a file
+Args: TypeAlias = dict[str, JsonValue]
 
 
 class Spec(BaseModel):

@@ -25,7 +25,10 @@ class PlateauSpec(Spec):
 
 
 class StopSpec(Spec):
-    """`stop: {epochs: 20, metric_above: {accuracy: 0.97}}`: whichever comes first ends the run and is named in its record."""
+    """`stop: {epochs: 20, metric_above: {accuracy: 0.97}}`.
+
+    Whichever comes first ends the run and is named in its record.
+    """
 
     epochs: int | None = Field(None, ge=1)
     steps: int | None = Field(None, ge=1)
@@ -37,7 +40,9 @@ class StopSpec(Spec):
     @model_validator(mode="after")
     def _has_an_end(self) -> StopSpec:
         if not self.model_dump(exclude_defaults=True):
-            raise ValueError("name at least one of epochs, steps, seconds, loss_below, metric_above, plateau, or the run never ends")
+            raise ValueError(
+                "name at least one of epochs, steps, seconds, loss_below, metric_above, plateau, or the run never ends"
+            )
         return self
 
     def total_steps(self, steps_per_epoch: int) -> int | None:
@@ -48,7 +53,10 @@ class StopSpec(Spec):
 
 @dataclass
 class StopRule:
-    """Watches a run against a `StopSpec`. `elapsed_before_s` carries the wall-clock of earlier attempts of the same run."""
+    """Watches a run against a `StopSpec`.
+
+    `elapsed_before_s` carries the wall-clock of earlier attempts of the same run.
+    """
 
     spec: StopSpec
     steps_per_epoch: int
@@ -66,7 +74,8 @@ class StopRule:
     def after_step(self, step: int, loss: float) -> str | None:
         """The reason to stop after optimizer step `step` (1-based, over the whole run), or None.
 
-        Decided from values that every rank shares, but for the wall-clock (`out_of_time`), which one rank decides for all.
+        Decided from values that every rank shares, but for the wall-clock (`out_of_time`), which one rank decides for
+        all.
         """
         self._newest_loss = loss
         if self.spec.plateau:
@@ -142,5 +151,8 @@ class StopRule:
         older, newer = losses[-2 * rule.over : -rule.over], losses[-rule.over :]
         gain = (sum(older) - sum(newer)) / rule.over
         if gain <= rule.less_than:
-            return f"plateau: the loss fell by {gain:.3g} over {rule.over} steps, not by more than {rule.less_than:g}, at step {step}"
+            return (
+                f"plateau: the loss fell by {gain:.3g} over {rule.over} steps, not by more than "
+                f"{rule.less_than:g}, at step {step}"
+            )
         return None

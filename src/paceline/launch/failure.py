@@ -27,7 +27,8 @@ _LOST_PEER = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
 )
-# What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by itself.
+# What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by
+# itself.
 _PASSING = {
     getattr(errno, name)
     for name in [
@@ -69,8 +70,8 @@ _OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 class LaunchFailure:
     """Reason why an attempt failed.
 
-    `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that the rank raised.
-    `explained`: that is a PacelineError.
+    `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that
+    the rank raised. `explained`: that is a PacelineError.
     """
 
     text: str
@@ -129,7 +130,11 @@ class ErrorRecord:
     def text(self, ranks: int) -> str:
         """The error of one of so many ranks, as a user is to read it."""
         stopped = " and the other ranks were stopped" if ranks > 1 else ""
-        head = self.message if self.explained else f"rank {self.rank} (host {self.host}, pid {self.pid}) raised{stopped}: {self.message}"
+        head = (
+            self.message
+            if self.explained
+            else f"rank {self.rank} (host {self.host}, pid {self.pid}) raised{stopped}: {self.message}"
+        )
         return f"{head}\n\n{self.traceback}".rstrip()
 
     @classmethod
@@ -177,7 +182,8 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
     """Rank to blame: the first that failed by itself, else the one others waited for.
 
     Args:
-        oom_kills: processes of this control group killed for lack of memory meanwhile; None where the kernel does not tell.
+        oom_kills: processes of this control group killed for lack of memory meanwhile; None where the kernel does not
+            tell.
     """
     own = sorted((e for e in ends if e.primary), key=lambda e: e.failed_at)
     if own:
@@ -188,13 +194,19 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
     failure = _describe(lost, len(ends), oom_kills)
     left = [e for e in ends if e.code == 0]
     if left:
-        early = f"{_who(left[0])} ended with exit code 0 in {_where(left[0].status)}, before the others: did the job's code call exit()?\n"
+        early = (
+            f"{_who(left[0])} ended with exit code 0 in {_where(left[0].status)}, before the others: did the job's "
+            "code call exit()?\n"
+        )
         return LaunchFailure(early + failure.text, left[0].status.rank)
     return failure
 
 
 def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchFailure:
-    """The failure of ranks that changed nothing for longer than allowed. Stopped ones come first, then those idle longest."""
+    """The failure of ranks that changed nothing for longer than allowed.
+
+    Stopped ones come first, then those idle longest.
+    """
     hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
     first = hung[0]
     idle = f"for {first.status.idle_s(now_ns):.0f} s"
@@ -203,11 +215,15 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
     if first.stopped:
         head = f"{_who(first)} is stopped (SIGSTOP) in {_where(first.status)} and has done nothing {idle}{tail}"
     elif len(hung) == len(ends) > 1 and all(e.status.phase == "sync" for e in hung):
-        places = ", ".join(f"rank {e.status.rank} in step {e.status.step}" for e in sorted(hung, key=lambda e: e.status.rank))
+        places = ", ".join(
+            f"rank {e.status.rank} in step {e.status.step}" for e in sorted(hung, key=lambda e: e.status.rank)
+        )
         head = f"{_who(first)} and all others have waited for one another in sync {idle} ({places})"
     else:
         head = f"{_who(first)} has been in {_where(first.status)} {idle}{tail}"
-    more = "".join(f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:])
+    more = "".join(
+        f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:]
+    )
     stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{_shortened(e.stack)}" for e in hung if e.stack)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
     return LaunchFailure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
@@ -225,7 +241,8 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
         stack = f"\n\n{_shortened(end.stack)}" if end.stack else ""
         return LaunchFailure(f"{_who(end)} was killed by {name} in {_where(end.status)}{why}; {others}.{stack}", rank)
     return LaunchFailure(
-        f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.", rank
+        f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
+        rank,
     )
 
 
@@ -284,7 +301,9 @@ def _traceback_of_users_code(error: PacelineError) -> str:
     if not error.from_users_code or cause is None:
         return ""
     frames = cause.__traceback__
-    while frames and (frames.tb_frame.f_code.co_filename.startswith(_OWN_FILES) or "importlib" in frames.tb_frame.f_code.co_filename):
+    while frames and (
+        frames.tb_frame.f_code.co_filename.startswith(_OWN_FILES) or "importlib" in frames.tb_frame.f_code.co_filename
+    ):
         frames = frames.tb_next
     told_elsewhere = getattr(cause, "__notes__", None)  # a loader process's
     return "".join(traceback.format_exception(type(cause), cause, frames)) if frames or told_elsewhere else ""

@@ -1,6 +1,7 @@
 """Start the ranks of a run on this machine, watch them, and end them together. Does without torch.
 
-Every attempt has a socket for its rendezvous, a status board and a private folder of its own; nothing of it is left when `launch` returns.
+Every attempt has a socket for its rendezvous, a status board and a private folder of its own; nothing of it is left
+when `launch` returns.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def launch(
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
-    SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is still starting gets
-    SIGTERM for either.
+    SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is
+    still starting gets SIGTERM for either.
 
     Args:
         module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
@@ -83,7 +84,8 @@ def launch(
         inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
 
     Raises:
-        LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows its traceback.
+        LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
+            its traceback.
         SystemExit: 130, after a second SIGINT.
     """
     if pin_cores is not None and len(pin_cores) != ranks:
@@ -218,7 +220,9 @@ class _Attempt:
         self._made.close()
 
     def watch(self) -> LaunchFailure | None:
-        """Wait until all ranks have ended, or all were stopped since one failed or hangs. None when all ended with exit code 0.
+        """Wait until all ranks have ended, or all were stopped since one failed or hangs.
+
+        None when all ended with exit code 0.
 
         Raises:
             SystemExit: 130, when a second SIGINT came and all were killed.
@@ -229,7 +233,11 @@ class _Attempt:
             if self.seed and self.seed.lost:
                 self._stop_all()
                 return LaunchFailure(
-                    f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they were stopped.", 0
+                    (
+                        f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they "
+                        "were stopped."
+                    ),
+                    0,
                 )
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
                 self._note_ends_for(self.setting.collect_s)
@@ -341,7 +349,8 @@ class _Attempt:
             if self.on_event:
                 self.on_event("stop", {"signal": self.signals.first})
             for rank, status in zip(self.ranks, self.board.read() if self.ranks else (), strict=True):
-                # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends by itself.
+                # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends
+                # by itself.
                 if status.phase != "done":
                     rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
 
@@ -350,11 +359,15 @@ class _Attempt:
         before = self._ends()
         self._stop_all()
         after = self._ends()
-        ends = [late if late.record or early.code is not None else early for early, late in zip(before, after, strict=True)]
+        ends = [
+            late if late.record or early.code is not None else early for early, late in zip(before, after, strict=True)
+        ]
         kills = oom_kills()
         failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
-            return LaunchFailure(f"{self.signals.first} stopped the run before rank {failure.rank} was ready to train.", failure.rank)
+            return LaunchFailure(
+                f"{self.signals.first} stopped the run before rank {failure.rank} was ready to train.", failure.rank
+            )
         return failure
 
     def _hung(self) -> list[RankStatus]:
@@ -364,7 +377,9 @@ class _Attempt:
         limits = {"starting": self.setting.start_deadline_s}
         late = [status for status in alive if status.idle_s(now_ns) > limits.get(status.phase, self.setting.deadline_s)]
         if len(late) == len(alive) and all(status.phase == "sync" for status in late):
-            return late if all(status.idle_s(now_ns) > self.setting.deadline_s + _OWN_ERROR_S for status in late) else []
+            return (
+                late if all(status.idle_s(now_ns) > self.setting.deadline_s + _OWN_ERROR_S for status in late) else []
+            )
         return [status for status in late if status.phase != "sync"]
 
     def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
@@ -423,7 +438,8 @@ class _CursorShown:
         pass
 
     def __exit__(self, *_: object) -> None:
-        terminal = sys.__stderr__  # rich puts an object of its own, which shows control codes as text, in the place of sys.stderr
+        # rich puts an object of its own, which shows control codes as text, in the place of sys.stderr
+        terminal = sys.__stderr__
         if terminal is not None and terminal.isatty():
             terminal.write("\x1b[?25h")
             terminal.flush()

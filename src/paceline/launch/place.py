@@ -57,7 +57,9 @@ class RankPlace:
 
 
 @contextmanager
-def places_on(cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None) -> Iterator[list[RankPlace]]:
+def places_on(
+    cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
+) -> Iterator[list[RankPlace]]:
     """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
 
     Args:

@@ -12,7 +12,10 @@ ADDRESS = "127.0.0.1"
 
 
 def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.socket:
-    """A socket at one address for the store of the rendezvous. Bound here, so no one can take the port before rank 0 is up."""
+    """A socket at one address for the store of the rendezvous.
+
+    Bound here, so no one can take the port before rank 0 is up.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,6 +41,11 @@ def _listener_of(port: int | None) -> str:
 
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+                and connection.pid
+            ):
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return "another process (of another user, or it could not be told)"

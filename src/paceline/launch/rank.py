@@ -41,7 +41,11 @@ def main() -> None:
 
 
 def run(
-    module_args: list[str], environment: RankEnvironment, parent: int, launcher: int, prepare: Callable[[], object] = lambda: None
+    module_args: list[str],
+    environment: RankEnvironment,
+    parent: int,
+    launcher: int,
+    prepare: Callable[[], object] = lambda: None,
 ) -> None:
     """Run the function that the first argument names, and exit.
 

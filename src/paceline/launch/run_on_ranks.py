@@ -1,13 +1,13 @@
 """Call of a function on ranks: a typed request in, typed results out.
 
-Everything that is looked at or measured on ranks goes this way: checks, forecasts, trials, calibrations, links. A rank function stands
-at the top level of a module, and its annotations are its protocol:
+Everything that is looked at or measured on ranks goes this way: checks, forecasts, trials, calibrations, links. A rank
+function stands at the top level of a module, and its annotations are its protocol:
 
     def square(request: Numbers) -> list[float]: ...
 
-Request and results cross as JSON files in a private folder and are validated against these types; nothing is unpickled. The function's
-module should import torch inside the function, so that the launcher does without. Deadlines, the error of the rank that failed first,
-and the end of all processes are those of `launch`.
+Request and results cross as JSON files in a private folder and are validated against these types; nothing is unpickled.
+The function's module should import torch inside the function, so that the launcher does without. Deadlines, the error
+of the rank that failed first, and the end of all processes are those of `launch`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def run_on_plan(
     """
     threads = plan.threads_for(cluster.hosts[0], plan.ranks)
     with places_on(cluster, plan.ranks) as places:
-        return run_on_ranks(function, request, places=places, threads=threads, deadline_s=job.deadline_s, on_partial=on_partial)
+        return run_on_ranks(
+            function, request, places=places, threads=threads, deadline_s=job.deadline_s, on_partial=on_partial
+        )
 
 
 def be_rank(arguments: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Handle on the seed: a process that imports torch once, and forks ranks.
 
-A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and never CUDA, which no fork
-would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank is a Python interpreter of its own.
-`seed_process.py` is what runs in the seed.
+A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and never CUDA,
+which no fork would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank is a Python
+interpreter of its own. `seed_process.py` is what runs in the seed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 
-# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of the step of a small
-# convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient, which would only lie there;
-# benchmarks/overhead.py measures what that brings.
+# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of
+# the step of a small convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient,
+# which would only lie there; benchmarks/overhead.py measures what that brings.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
 OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
@@ -46,8 +46,10 @@ _AFTER_FORK = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile sets these two
     "TRITON_CACHE_DIR",
 }
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread may be there when it forks
-_MOST_SEEDS = 2  # that one process keeps: an environment that is changed for a while, and changed back, costs no imports
+# no thread may be there when it forks
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# that one process keeps: an environment that is changed for a while, and changed back, costs no imports
+_MOST_SEEDS = 2
 _ANSWER_S = 60.0
 _TICK_S = 0.2
 _LENGTH = struct.Struct("!I")
@@ -90,8 +92,16 @@ class Seed:
         own_thread = threading.current_thread() is threading.main_thread()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.seed_process", str(theirs.fileno()), str(self.owner), str(int(own_thread))],
-                env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # asked whether there is a GPU, it starts no CUDA
+                [
+                    sys.executable,
+                    "-m",
+                    "paceline.launch.seed_process",
+                    str(theirs.fileno()),
+                    str(self.owner),
+                    str(int(own_thread)),
+                ],
+                # asked whether there is a GPU, it starts no CUDA
+                env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=_open_or_null(2),
                 start_new_session=True,
@@ -120,7 +130,10 @@ class Seed:
         until = time.monotonic() + deadline_s
         while self._ready is None and not stopped():
             if time.monotonic() > until:
-                raise LaunchError(f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to be forked from")
+                raise LaunchError(
+                    f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to "
+                    "be forked from"
+                )
             if select.select([self._socket], [], [], _TICK_S)[0]:
                 with self._lock:
                     self._ready = self._ready or self._answer()
@@ -133,12 +146,17 @@ class Seed:
                 send(self._socket, {"do": "import", "modules": list(modules)})
 
     def fork(
-        self, module_args: Sequence[str], variables: Mapping[str, str], environment: RankEnvironment, listener: socket.socket | None
+        self,
+        module_args: Sequence[str],
+        variables: Mapping[str, str],
+        environment: RankEnvironment,
+        listener: socket.socket | None,
     ) -> ForkedRank:
         """Fork a rank. `variables` are all that it finds in its environment.
 
         Args:
-            listener: the socket on which the rank serves the rendezvous; it is the rank's alone when the launcher closes its own end.
+            listener: the socket on which the rank serves the rendezvous; it is the rank's alone when the launcher
+                closes its own end.
 
         Raises:
             LaunchError: the process could not be forked, or the seed is lost.
@@ -150,10 +168,16 @@ class Seed:
             "environment": dict(variables),
             "folder": os.getcwd(),
             "serves": bool(passed),
-            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
+            "limits": {
+                name: resource.getrlimit(getattr(resource, name))
+                for name in dir(resource)
+                if name.startswith("RLIMIT_")
+            },
             "cores": sorted(os.sched_getaffinity(0)),
         }
-        return ForkedRank(self.ask(order, [_open_or_null(1), _open_or_null(2), *passed, *environment.inherited_fds])["pid"], self)
+        return ForkedRank(
+            self.ask(order, [_open_or_null(1), _open_or_null(2), *passed, *environment.inherited_fds])["pid"], self
+        )
 
     def ask(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send an order, and return the answer.
@@ -166,7 +190,9 @@ class Seed:
                 send(self._socket, order, descriptors)
                 answer = self._answer()
             except OSError as error:
-                raise LaunchError(f"the process that ranks are forked from (pid {self.pid}) is lost: {error}") from error
+                raise LaunchError(
+                    f"the process that ranks are forked from (pid {self.pid}) is lost: {error}"
+                ) from error
         if "error" in answer:
             raise LaunchError(answer["error"])
         return answer
@@ -261,7 +287,8 @@ def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in _AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
-        "places": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid")] + [Path("/proc/self/cgroup").read_text()],
+        "places": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid")]
+        + [Path("/proc/self/cgroup").read_text()],
         "mask": [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")],
     }
 

@@ -49,7 +49,10 @@ class _Order:
 
 
 def main() -> None:
-    """Import, and fork on order: `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`. Returns in ranks only, when they have done their work."""
+    """Import, and fork on order: `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`.
+
+    Returns in ranks only, when they have done their work.
+    """
     descriptor, launcher, dies_with_thread = map(int, sys.argv[1:])
     if dies_with_thread:  # also while it imports
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -80,7 +83,11 @@ def _imported() -> str | None:
     gc.freeze()  # no collection in a rank writes to what it shares with the others
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"something that is imported has started {threads - 1} threads"
-    if any(os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia-uvm") for fd in os.listdir("/proc/self/fd") if _is_open(fd)):
+    if any(
+        os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia-uvm")
+        for fd in os.listdir("/proc/self/fd")
+        if _is_open(fd)
+    ):
         return "something that is imported has started CUDA, which no fork survives"
     return None
 
@@ -135,7 +142,8 @@ def _become(order: _Order, watch: int) -> None:
         os.dup2(descriptor, standard)
         os.close(descriptor)
     told = RankEnvironment.from_env(order.environment)
-    environment = replace(told, store_fd=others[0] if order.serves else None, inherited_fds=())  # they have other numbers here
+    # they have other numbers here
+    environment = replace(told, store_fd=others[0] if order.serves else None, inherited_fds=())
     os.environ.clear()
     os.environ.update({name: value for name, value in order.environment.items() if name not in environment.names()})
     os.environ.update(environment.to_env())
@@ -184,7 +192,11 @@ def _settle(folder: str, threads: int | None) -> None:
 
 def _set_threads_of_numpy(threads: int) -> None:
     """Set the threads of numpy's OpenBLAS, which was loaded with a single one."""
-    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line.rpartition("/")[2]}
+    files = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "openblas" in line.rpartition("/")[2]
+    }
     names = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
     for library in map(ctypes.CDLL, files):
         for name in names:

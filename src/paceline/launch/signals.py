@@ -11,8 +11,8 @@ from typing import Any, Self
 class StopSignals:
     """While entered, SIGINT and SIGTERM are counted instead of ending this process.
 
-    `first` is the name of the first that came, or None. `kill` is set by a SIGINT after that. A signal that was ignored before stays
-    ignored (as under nohup), and outside the main thread, where Python takes no signals, nothing changes.
+    `first` is the name of the first that came, or None. `kill` is set by a SIGINT after that. A signal that was ignored
+    before stays ignored (as under nohup), and outside the main thread, where Python takes no signals, nothing changes.
     """
 
     def __init__(self) -> None:

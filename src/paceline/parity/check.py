@@ -40,9 +40,11 @@ TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
     "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
 }
-# Where rounding alone may move a job by more than this, a mistake of that size (a rank's gradient left out) would pass for rounding.
+# Where rounding alone may move a job by more than this, a mistake of that size (a rank's gradient left out) would pass
+# for rounding.
 CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
-# Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to step.
+# Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to
+# step.
 ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
 STEPS = 5
 
@@ -80,8 +82,8 @@ class Parity:
         tolerance: those of the precision, or more where one process in that precision is that far from float64.
         steps: in order.
         parameters: for every parameter its largest gradient difference over the steps.
-        first_module: the first module, in the order in which they ran, whose output differs in the first step; None where none does, or
-            where the stages of a pipeline run apart.
+        first_module: the first module, in the order in which they ran, whose output differs in the first step; None
+            where none does, or where the stages of a pipeline run apart.
         report: what the plan divided, in words.
         undecided: why the numbers can tell nothing of the plan; None where they can.
         reference_precision: that of the one process; `fp32` only where the model cannot run in float64.
@@ -142,7 +144,8 @@ class Parity:
             return None
         amounts = ", ".join(f"{name} {percent(getattr(self.tolerance, name), 0)}" for name in beyond)
         return (
-            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for rounding. Check the plan with "
+            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for "
+            "rounding. Check the plan with "
             "precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"
         )
 
@@ -168,7 +171,9 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
 
 
 class Checks:
-    """Parity checks of one job. The steps of one process are taken once for all plans that divide batches for batch norm alike.
+    """Parity checks of one job.
+
+    The steps of one process are taken once for all plans that divide batches for batch norm alike.
 
     Attributes:
         reference_precision: that of the one process: float64, or float32 where the model cannot run in float64.
@@ -218,7 +223,8 @@ class Checks:
     def _parts(self, plan: Plan) -> Parts:
         """Parts in which one process computes a batch, so that it can be compared.
 
-        Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for each microbatch.
+        Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for
+        each microbatch.
         """
         from paceline.trace.model_info import model_info
 
@@ -241,7 +247,8 @@ class Checks:
         try:
             return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan)[0]
         except LaunchError:
-            # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there is.
+            # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there
+            # is.
             if precision != "fp64" or self._references:
                 raise
             reference = self._taken(folder, parts, "fp32")
@@ -262,7 +269,12 @@ def _compare(comparison: Comparison) -> Compared:
 
 
 def check_all(
-    job: Job, most_ranks: int, cluster: Cluster | None = None, *, steps: int = STEPS, say: Callable[[Plan, Parity | Exception], None]
+    job: Job,
+    most_ranks: int,
+    cluster: Cluster | None = None,
+    *,
+    steps: int = STEPS,
+    say: Callable[[Plan, Parity | Exception], None],
 ) -> bool:
     """Check every legal plan of up to `most_ranks` ranks.
 
@@ -287,7 +299,8 @@ def check_all(
 
 def _drawn(module: str) -> str:
     return (
-        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for the check (torch's own "
+        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for "
+        "the check (torch's own "
         "dropout, and what modules call drop, are off already)"
     )
 

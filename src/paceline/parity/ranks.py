@@ -1,7 +1,7 @@
 """Ranks of a parity check: steps under a plan against one process in float64.
 
-The one process writes down what it computed; every rank of the plan then holds its own pieces against it, so nothing is gathered, and
-replicas that drifted apart show as well. Gradients are those that the optimizer was given.
+The one process writes down what it computed; every rank of the plan then holds its own pieces against it, so nothing is
+gathered, and replicas that drifted apart show as well. Gradients are those that the optimizer was given.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from paceline.split.layout import ShardLayout
 from paceline.split.parts import local
 from paceline.training.build import build_engine, built, seed_all
 
-# Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at zero, so nothing is
-# measured by less than this share of the norm of all gradients, of all parameters, or of all buffers that the forward pass writes.
+# Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
+# zero, so nothing is measured by less than this share of the norm of all gradients, of all parameters, or of all
+# buffers that the forward pass writes.
 VANISHING = 1e-3
 _LOOKED_AT = 4  # samples, to see whether the model draws at random
 
@@ -103,7 +104,8 @@ def _engine(steps: Steps, group: Group) -> Engine:
 class _Dealt:
     """Has one process compute the parts of a batch that several data-parallel ranks would.
 
-    Apart, the parts come one after the other, each with that rank's own buffers; together, the ranks' n-th microbatches are one part.
+    Apart, the parts come one after the other, each with that rank's own buffers; together, the ranks' n-th microbatches
+    are one part.
     """
 
     def __init__(self, engine: Engine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
@@ -118,7 +120,8 @@ class _Dealt:
         engine.compute.microbatches = self.parts  # type: ignore[attr-defined]
         if together:
             return
-        engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)  # the engine weighs parts, not whole batches
+        # the engine weighs parts, not whole batches
+        engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)
         engine.model.register_forward_pre_hook(lambda *_: self._take())
         engine.model.register_forward_hook(lambda *_: self._keep())
         engine.dealt = self  # type: ignore[attr-defined]
@@ -129,14 +132,21 @@ class _Dealt:
         assert position is not None
         of_ranks: list[list[list[int]]] = []  # the rows of every microbatch of every rank
         for partition in self.partitions:
-            own = torch.tensor([indices.index(i) for i in next(partition.batches(position.epoch, position.step))], dtype=torch.int64)
+            own = torch.tensor(
+                [indices.index(i) for i in next(partition.batches(position.epoch, position.step))], dtype=torch.int64
+            )
             of_ranks.append([part.tolist() for part in own.tensor_split(self.microbatches) if len(part)])
         if self.together:
-            parts = [[row for part in parts for row in part] for parts in itertools.zip_longest(*of_ranks, fillvalue=[])]
+            parts = [
+                [row for part in parts for row in part] for parts in itertools.zip_longest(*of_ranks, fillvalue=[])
+            ]
         else:
             parts = [part for rank in of_ranks for part in rank]
             self.waiting += [rank for rank, own in enumerate(of_ranks) for _ in own]
-        return [{k: v[rows] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(t[rows] for t in batch) for rows in parts]
+        return [
+            {k: v[rows] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(t[rows] for t in batch)
+            for rows in parts
+        ]
 
     def named_buffers(self, rank: int) -> dict[str, Tensor]:
         """The buffers of one of the ranks."""
@@ -169,21 +179,34 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
     held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
     found |= {f"gradient/{name}": _copy(p.grad) for name, p in held.items() if p.grad is not None}
-    return found | {f"buffer/{rank}/{name}": _copy(b) for rank, buffers in _buffers(engine) for name, b in buffers.items() if name in kept}
+    return found | {
+        f"buffer/{rank}/{name}": _copy(b)
+        for rank, buffers in _buffers(engine)
+        for name, b in buffers.items()
+        if name in kept
+    }
 
 
 def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
     parts = engine.parts
     found: dict[str, dict[str, float]] = {}
-    least, least_parameter = _whole_norm(reference, "gradient/") * VANISHING, _whole_norm(reference, "parameter/") * VANISHING
+    least, least_parameter = (
+        _whole_norm(reference, "gradient/") * VANISHING,
+        _whole_norm(reference, "parameter/") * VANISHING,
+    )
     for name, held in engine.named_parameters().items():
         layout = parts[name].layout if parts is not None else ShardLayout.whole(held.shape)
         gradient = _distance(held.grad, reference.get(f"gradient/{name}"), layout, least)
-        found[name] = {"gradient": gradient, "parameter": _distance(held, reference[f"parameter/{name}"], layout, least_parameter)}
+        found[name] = {
+            "gradient": gradient,
+            "parameter": _distance(held, reference[f"parameter/{name}"], layout, least_parameter),
+        }
     ranks = len({name.split("/")[1] for name in reference if name.startswith("buffer/")})
     for rank, buffers in _buffers(engine):
         prefix = f"buffer/{rank if rank < ranks else 0}/"
-        least = _whole_norm({n: t for n, t in reference.items() if n.removeprefix(prefix) in written}, prefix) * VANISHING
+        least = (
+            _whole_norm({n: t for n, t in reference.items() if n.removeprefix(prefix) in written}, prefix) * VANISHING
+        )
         for name, buffer in buffers.items():
             expected = reference.get(prefix + name)
             if expected is not None and expected.shape == buffer.shape:  # else it is divided, and the parameters tell
@@ -220,7 +243,10 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
 
 
 class _Outputs:
-    """Adds up what every module puts out. A mean does not depend on who computed which part, nor on how many computed the same."""
+    """Adds up what every module puts out.
+
+    A mean does not depend on who computed which part, nor on how many computed the same.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[str, list[float]] = {}

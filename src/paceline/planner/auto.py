@@ -15,8 +15,8 @@ _MOST_CPU_RANKS = 8
 def auto_plan(job: Job, cluster: Cluster) -> Plan:
     """Default plan: one rank per GPU, or on CPUs one per core up to 8.
 
-    Remaining cores become threads of the ranks. Measuring begins with this plan. There are never more replicas than devices or
-    samples in the global batch, and exactly as many as the job's partition has weights.
+    Remaining cores become threads of the ranks. Measuring begins with this plan. There are never more replicas than
+    devices or samples in the global batch, and exactly as many as the job's partition has weights.
 
     Raises:
         PlanError: the weights ask for more replicas than there are devices or samples.
@@ -27,7 +27,8 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
     reasons = check_plan(plan, job, cluster)
     if plan.ranks > cluster.devices and cluster.kind == "cpu":
         reasons.append(
-            f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has {cluster.devices} devices. "
+            f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has "
+            f"{cluster.devices} devices. "
             f'Ask for --plan "{plan}" to have ranks share cores, or give the job at most {cluster.devices} weights.'
         )
     if reasons:

@@ -1,8 +1,9 @@
 """Calibration: times and memory of a job measured on this machine, and their cache.
 
-A calibration has the inputs that a cost model for CPUs cannot derive from shapes: the time of each part of the model at several
-sizes of a microbatch, alone and while other ranks keep the other cores and the memory busy; the overhead of each kind of split; the
-time of each collective over each transport; and the memory of a rank's process without a model. Measuring takes a few seconds.
+A calibration has the inputs that a cost model for CPUs cannot derive from shapes: the time of each part of the model at
+several sizes of a microbatch, alone and while other ranks keep the other cores and the memory busy; the overhead of
+each kind of split; the time of each collective over each transport; and the memory of a rank's process without a model.
+Measuring takes a few seconds.
 """
 
 from __future__ import annotations
@@ -146,8 +147,10 @@ class Calibration:
         reference_s: time of a small fixed computation, which shows whether the machine is as fast as it was.
         cores, ranks: cores of the machine; ranks that were measured together.
         parameters: number of the model's parameters.
-        segments: names of the modules with which the parts of the model begin, in the order of a forward pass; the first is "".
-        optimizer_s: an update of the whole model on one rank while the others do the same: `plain`, and `fused` if there is one.
+        segments: names of the modules with which the parts of the model begin, in the order of a forward pass; the
+            first is "".
+        optimizer_s: an update of the whole model on one rank while the others do the same: `plain`, and `fused` if
+            there is one.
         baseline_bytes: memory of a rank's process with torch and the data, before it has a model.
         notes: sentences about measurements that failed.
     """
@@ -212,7 +215,9 @@ class Calibration:
 
     def timings_of(self, ranks: int, precision: str, remat: str = "none") -> list[PassTiming]:
         """Pass timings by ascending samples, measured with the nearest number of ranks."""
-        measured = sorted({n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n))
+        measured = sorted(
+            {n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n)
+        )
         return self._by_kind[measured[0], precision, remat] if measured else []
 
     def points_of(self, axis: str, precision: str) -> list[CalibrationPoint]:
@@ -228,7 +233,8 @@ class Calibration:
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """Piecewise linear interpolation of points, `xs` ascending.
 
-    Beyond the last point its line continues, but never falls below it; before the first one, values are at least half of it.
+    Beyond the last point its line continues, but never falls below it; before the first one, values are at least half
+    of it.
     """
     if len(xs) == 1:
         return ys[0] * x / xs[0] if x > xs[0] else ys[0]
@@ -263,7 +269,10 @@ def machine_of(host: Host) -> dict[str, str]:
 
 
 def reference_time_s() -> float:
-    """Shortest time of a small fixed computation, in seconds. It is repeated for a fifth of a second; other work only ever adds to it."""
+    """Shortest time of a small fixed computation, in seconds.
+
+    It is repeated for a fifth of a second; other work only ever adds to it.
+    """
     data, best, until = bytes(_REFERENCE_BYTES), float("inf"), time.perf_counter() + _REFERENCE_S
     while (started := time.perf_counter()) < until:
         hashlib.sha256(data).digest()

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
 
 
-def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Calibration | None = None) -> Plan:
+def plan(
+    job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Calibration | None = None
+) -> Plan:
     """The plan for a job on a cluster, found without running anything.
 
     Args:

@@ -1,6 +1,7 @@
 """History: predicted and measured step times of this hardware, which correct later predictions.
 
-There is one file for each kind of hardware, in the user's cache, with a pair on each line. Measuring appends; nothing rewrites.
+There is one file for each kind of hardware, in the user's cache, with a pair on each line. Measuring appends; nothing
+rewrites.
 """
 
 from __future__ import annotations
@@ -61,15 +62,28 @@ class Pair:
     created: float = 0.0
 
     @classmethod
-    def of(cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool) -> Pair:
+    def of(
+        cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool
+    ) -> Pair:
         """Pair of a plan that was just measured."""
-        return cls(str(plan), predicted_s, measured_s, work_of(job), calibrated, job.name, cluster.describe(), round(time.time(), 1))
+        return cls(
+            str(plan),
+            predicted_s,
+            measured_s,
+            work_of(job),
+            calibrated,
+            job.name,
+            cluster.describe(),
+            round(time.time(), 1),
+        )
 
     @property
     def usable(self) -> bool:
         """True if both are times, and not absurdly far apart."""
         times = (self.predicted_s, self.measured_s)
-        if not isinstance(self.plan, str) or not all(isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times):
+        if not isinstance(self.plan, str) or not all(
+            isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times
+        ):
             return False
         return 1 / _MOST <= self.measured_s / self.predicted_s <= _MOST
 
@@ -89,7 +103,9 @@ class Correction:
     all: int = 0
 
 
-def corrected(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Prediction:
+def corrected(
+    prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False
+) -> Prediction:
     """Correct a prediction by earlier errors on this hardware, and note that.
 
     The prediction is returned unchanged if nothing is known.
@@ -118,16 +134,18 @@ def corrected(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *,
 def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Correction:
     """Correction from the newest pairs on this hardware.
 
-    It is the geometric mean of measured / predicted, over all plans and then over those of this kind. With few pairs, the mean of
-    the kind is drawn towards that of all, so that a machine that is slower than predicted does not favour plans that were never
-    measured; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one kind if the same degrees exceed 1
-    and remat is the same.
+    It is the geometric mean of measured / predicted, over all plans and then over those of this kind. With few pairs,
+    the mean of the kind is drawn towards that of all, so that a machine that is slower than predicted does not favour
+    plans that were never measured; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one
+    kind if the same degrees exceed 1 and remat is the same.
     """
     kind, work = kind_of(plan), work_of(job)
     known = [pair for pair in pairs(cluster) if pair.calibrated == calibrated]
     like = [pair for pair in known if _kind_of_text(pair.plan) == kind]
     general = _mean(known[-NEWEST:], work, towards=0.0, doubt=DOUBT)
-    return Correction(math.exp(_mean(like[-NEWEST:], work, towards=general, doubt=DOUBT_OF_KIND)), len(like), len(known))
+    return Correction(
+        math.exp(_mean(like[-NEWEST:], work, towards=general, doubt=DOUBT_OF_KIND)), len(like), len(known)
+    )
 
 
 def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> float:
@@ -138,7 +156,10 @@ def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> flo
 
 
 def remember(pair: Pair, cluster: Cluster) -> bool:
-    """Append a pair; False if it is unusable or the cache cannot be written. Concurrent writers do not harm each other."""
+    """Append a pair; False if it is unusable or the cache cannot be written.
+
+    Concurrent writers do not harm each other.
+    """
     if not pair.usable:
         return False
     file = _file(cluster)
@@ -185,14 +206,19 @@ def work_of(job: Job) -> str:
 
 def hardware_of(cluster: Cluster) -> list[object]:
     """Facts about hosts that affect step time, as plain values. They are cores, GPUs and emulation."""
-    hosts = [[h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts]
+    hosts = [
+        [h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts
+    ]
     return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
 
 
 def cache_folder() -> Path:
     """Folder of paceline's cache. It cannot be written if the user has no home."""
     home = os.path.expanduser("~")
-    return Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache"))) / "paceline"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache")))
+        / "paceline"
+    )
 
 
 def made_cache_folder(name: str) -> Path:

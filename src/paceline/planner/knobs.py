@@ -1,7 +1,7 @@
 """Changes of a plan that may make its steps faster: other plans, and single knobs.
 
-The search is greedy: one change after the other is applied to the best plan so far, and stays if it helps. That costs one comparison per
-change instead of one per combination; it can miss knobs that help only together. Needs no torch.
+The search is greedy: one change after the other is applied to the best plan so far, and stays if it helps. That costs
+one comparison per change instead of one per combination; it can miss knobs that help only together. Needs no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Knob:
     Attributes:
         changes: plan keys, each with its new value.
         untried: reason why it cannot help here; None if it is to be tried.
-        cost_s: seconds before its first step, beyond any other plan's; it is tried only in a run that is long enough for it.
+        cost_s: seconds before its first step, beyond any other plan's; it is tried only in a run that is long enough
+            for it.
         hint: reason why it is not taken even if it is faster. It is then measured last, and only reported.
         whole: True if it is another plan rather than a change of the best so far.
         predicted_s: the step time of that plan, by the cost model.
@@ -87,7 +88,8 @@ class Trial:
         step_s: step time of the plan with the knob; None if it was not measured.
         ratio: `step_s` over the step time of the best plan before it, in the same rounds; None if there is none.
         predicted_s: the cost model's step time of a whole plan; None if it was not asked.
-        best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than others.
+        best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than
+            others.
     """
 
     knob: str
@@ -108,7 +110,10 @@ class Trial:
         return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
 
 
-HEADING = f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} {'ratio to the best, in the same rounds':<36} verdict"
+HEADING = (
+    f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} "
+    f"{'ratio to the best, in the same rounds':<36} verdict"
+)
 
 
 def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
@@ -190,7 +195,10 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """True if further rounds would not change the verdict. Enough rounds agree, there are many, or the challenger is hopeless."""
+        """True if further rounds would not change the verdict.
+
+        Enough rounds agree, there are many, or the challenger is hopeless.
+        """
         ratios = self.ratios
         agree = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
         return len(ratios) >= MOST_ROUNDS or (len(ratios) >= LEAST_ROUNDS and agree) or self.hopeless

@@ -29,9 +29,9 @@ def legal_plans(
 ) -> list[Plan]:
     """Every plan with `ranks` ranks that passes `check_plan`, small ones first.
 
-    The order never changes. Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not in a
-    pipeline, which gathers and reduces once a step anyway; `sequence` varies with `tp`, `schedule` with `pp`. With a pipeline, each
-    schedule gets the fewest microbatches, not fewer than `base` has, that keep every stage busy once.
+    The order never changes. Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not
+    in a pipeline, which gathers and reduces once a step anyway; `sequence` varies with `tp`, `schedule` with `pp`. With
+    a pipeline, each schedule gets the fewest microbatches, not fewer than `base` has, that keep every stage busy once.
 
     Args:
         ranks: the number of ranks, or several such numbers, as `range(1, 5)` for up to four.
@@ -43,7 +43,10 @@ def legal_plans(
         JobError: the model cannot be built.
     """
     if unknown := set(keys) - {*VARIED, "remat"}:
-        raise ValueError(f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; there are {', '.join(VARIED)}, remat")
+        raise ValueError(
+            f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; there are "
+            f"{', '.join(VARIED)}, remat"
+        )
     base = base or Plan()
     wanted = sorted({ranks} if isinstance(ranks, int) else set(ranks))
     context = PlanContext(base, job, cluster)
@@ -65,8 +68,12 @@ def _fitting_degrees(context: PlanContext, most: int, keys: Sequence[str]) -> di
         if key == "cp" and key in keys and most > 1 and not context.model_info.takes_parts_of_sequences:
             # it may run, but not as the cost model predicts
             values = (1,)
-        contexts = [(value, replace(context, plan=replace(context.plan, **dict[str, Any]({key: value})))) for value in values]
-        fitting[key] = [value for value, changed in contexts if value == 1 or not any(check.reason(changed) for check in own)]
+        contexts = [
+            (value, replace(context, plan=replace(context.plan, **dict[str, Any]({key: value})))) for value in values
+        ]
+        fitting[key] = [
+            value for value, changed in contexts if value == 1 or not any(check.reason(changed) for check in own)
+        ]
     return fitting
 
 
@@ -98,9 +105,14 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 def _microbatches(plan: Plan, job: Job) -> int | None:
     """Fewest microbatches, at least one per stage, that the schedule can run.
 
-    The smallest part of the batch has a sample for each. If all numbers are too small, the largest is taken; None if there is none.
+    The smallest part of the batch has a sample for each. If all numbers are too small, the largest is taken; None if
+    there is none.
     """
     share = job.global_batch // plan.data_ranks
-    fitting = [n for n in range(1, min(share, 4 * plan.pp + plan.microbatches) + 1) if microbatches_fit(plan.schedule, plan.pp, n)]
+    fitting = [
+        n
+        for n in range(1, min(share, 4 * plan.pp + plan.microbatches) + 1)
+        if microbatches_fit(plan.schedule, plan.pp, n)
+    ]
     enough = [n for n in fitting if n >= max(plan.pp, plan.microbatches)]
     return next(iter(enough or reversed(fitting)), None)

@@ -24,8 +24,8 @@ _WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
 def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machines:
     """The cost model's view of a cluster. Devices come from the catalogue by name, links from their rates.
 
-    The slowest device stands for all; `speeds` tell how much faster hosts are. A device of a cluster of CPUs is one core. A host's link
-    is shared by its devices. A calibration is passed on, and takes precedence.
+    The slowest device stands for all; `speeds` tell how much faster hosts are. A device of a cluster of CPUs is one
+    core. A host's link is shared by its devices. A calibration is passed on, and takes precedence.
 
     Raises:
         ClusterError: a GPU is not in the catalogue; with the nearest names.
@@ -77,7 +77,10 @@ def _usual(counts: Iterable[int]) -> int:
 
 
 def _core(host: Host) -> Accelerator:
-    """A core of the host's processor, by the class that its name suggests. A hyper-thread counts as a part of a core."""
+    """A core of the host's processor, by the class that its name suggests.
+
+    A hyper-thread counts as a part of a core.
+    """
     name = host.cpu.lower()
     if name.startswith("cpu") and host.cpu in CATALOGUE:
         return CATALOGUE[host.cpu]
@@ -97,7 +100,10 @@ def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
 
 
 def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
-    """Link from a device to other hosts: its part of the slowest host's link. The catalogue's link if no rate is known."""
+    """Link from a device to other hosts: its part of the slowest host's link.
+
+    The catalogue's link if no rate is known.
+    """
     latency_s = _TCP_S if device.kind == "cpu" else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []

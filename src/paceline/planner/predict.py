@@ -66,7 +66,10 @@ class Layouts:
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
     def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
-        """The trace in a precision, as `tp` ranks divide it. That of one rank is divided as the smallest degree would."""
+        """The trace in a precision, as `tp` ranks divide it.
+
+        That of one rank is divided as the smallest degree would.
+        """
         if (precision, tp) not in self._traces:
             usual = self.trace_at(precision) if tp > 1 else None
             found = trace(self.job, precision, None if usual is None else tp)
@@ -115,7 +118,8 @@ _FRAMEWORK = FrameworkProfile(derating=1.09)
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Prediction:
     """Prediction with the step's real number of samples, and the cost of the whole run.
 
-    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no steps.
+    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no
+    steps.
     """
     even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
     mfu = prediction.mfu and prediction.mfu * even
@@ -138,7 +142,10 @@ def _threads(plan: Plan, cluster: Cluster) -> int:
 
 
 def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
-    """Number of blocks of each virtual stage, from the plan's cuts. () if there are none, or the trace does not know them."""
+    """Number of blocks of each virtual stage, from the plan's cuts.
+
+    () if there are none, or the trace does not know them.
+    """
     starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
     known = [start for start in starts if start is not None]
     if not starts or len(known) < len(starts):

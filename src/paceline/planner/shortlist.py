@@ -69,10 +69,13 @@ def recorrected(forecasts: Iterable[Forecast], job: Job, cluster: Cluster) -> li
 def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[Forecast]) -> list[Forecast]:
     """The few plans to measure, starting with the default unless it does not fit.
 
-    The best by prediction follow. Of plans with the same degrees only the best is taken, and none that is slower than the best by
-    more than predictions err; one rank alone goes before others. All keep the precision and the result of a step.
+    The best by prediction follow. Of plans with the same degrees only the best is taken, and none that is slower than
+    the best by more than predictions err; one rank alone goes before others. All keep the precision and the result of a
+    step.
     """
-    order = sorted((f for f in forecasts if f.fits and keeps_the_result(Plan.parse(f.plan), job)), key=lambda f: f.step_s)
+    order = sorted(
+        (f for f in forecasts if f.fits and keeps_the_result(Plan.parse(f.plan), job)), key=lambda f: f.step_s
+    )
     if not order:
         return []
     begin = next((f for f in order if f.plan == str(default)), order[0])
@@ -124,7 +127,8 @@ def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: 
 
     Args:
         run_s: longest possible duration of the run; None if unknown.
-        before_s: that of earlier, unmeasured runs of the job: measuring repays in a job that is started again and again.
+        before_s: that of earlier, unmeasured runs of the job: measuring repays in a job that is started again and
+            again.
     """
     if run_s is None or run_s + before_s >= WORTH_S:
         return None

@@ -88,7 +88,9 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
     for word in given:
         if word not in takes:
             if word and len(takes) > 1:
-                raise PlanError(f'{where}: "{word}" is not one of its settings. {nearest(word, [w for w in takes if w])}')
+                raise PlanError(
+                    f'{where}: "{word}" is not one of its settings. {nearest(word, [w for w in takes if w])}'
+                )
             unknown = word or f"'{given[word]}'"
             raise PlanError(f"{where}: {name} takes no {unknown}")
     values: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Named choices of a plan, one definition of each: a type and a tuple.
 
-The precisions are the job's: `paceline.job.job.Precision`; rules, codecs and transports have descriptions beside this file.
+The precisions are the job's: `paceline.job.job.Precision`; rules, codecs and transports have descriptions beside this
+file.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ class CodecInfo:
         codec: import path of what makes it: a class or function that takes a `paceline.sync.compress.Coding`.
         sent_bytes: bytes sent for one number of a tensor, from a `Sending`; the planner's prediction.
         arguments: the value after the colon, under "".
-        codes_numbers: True if it codes each number by itself, so that it may follow a codec that keeps some: `topk:0.01+bf16`.
+        codes_numbers: True if it codes each number by itself, so that it may follow a codec that keeps some:
+            `topk:0.01+bf16`.
         keeps_numbers: True if it keeps numbers that a second codec may code.
         messages: messages of one sum over a ring of ranks, that `compress=auto` reckons with.
         tried_by_auto: the text with which `compress=auto` tries it; None: it does not.
@@ -80,7 +81,9 @@ CODECS = ExtensionPoint(
     {
         "fp16": CodecInfo(f"{_MODULES}.half:fp16", lambda _: 2.0, codes_numbers=True),
         "bf16": CodecInfo(f"{_MODULES}.half:bf16", lambda _: 2.0, codes_numbers=True, tried_by_auto="bf16"),
-        "int8": CodecInfo(f"{_MODULES}.quantise:int8", lambda _: 1.0, codes_numbers=True, tried_by_auto="int8", order=1),
+        "int8": CodecInfo(
+            f"{_MODULES}.quantise:int8", lambda _: 1.0, codes_numbers=True, tried_by_auto="int8", order=1
+        ),
         "int4": CodecInfo(f"{_MODULES}.quantise:int4", lambda _: 0.5, codes_numbers=True),
         "1bit": CodecInfo(f"{_MODULES}.sign:one_bit", lambda _: 0.125),
         "topk": CodecInfo(f"{_MODULES}.topk:topk", _topk_bytes, {"": _SHARE}, keeps_numbers=True),
@@ -102,7 +105,9 @@ CODECS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class CompressSpec:
-    """`CODEC[:VALUE][+CODEC]`, e.g. `int8`, `topk:0.01+bf16`: the second one codes the numbers that the first one keeps.
+    """`CODEC[:VALUE][+CODEC]`, e.g. `int8`, `topk:0.01+bf16`.
+
+    The second one codes the numbers that the first one keeps.
 
     Attributes:
         codecs: name and value of each.
@@ -129,7 +134,8 @@ class CompressSpec:
         first, *others = infos
         if len(others) > 1 or (others and not (first.keeps_numbers and others[0].codes_numbers)):
             raise PlanError(
-                f"compress={text}: {' or '.join(_those('keeps_numbers'))} may be followed by one of {', '.join(_those('codes_numbers'))}, "
+                f"compress={text}: {' or '.join(_those('keeps_numbers'))} may be followed by one of "
+                f"{', '.join(_those('codes_numbers'))}, "
                 "which codes the numbers that it keeps, e.g. compress=topk:0.01+bf16; other codecs stand alone"
             )
         return cls(tuple(found))

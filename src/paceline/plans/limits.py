@@ -1,7 +1,8 @@
 """Limits of plans: rules by which plans are refused, on numbers and names alone.
 
-The check before the start applies them to what is known of a model without a forward pass, the split at run time to the traced model.
-Each rule returns a sentence without its subject (`plan tp=3`, or `tp=3`), with the values that would work, or None if the plan passes.
+The check before the start applies them to what is known of a model without a forward pass, the split at run time to the
+traced model. Each rule returns a sentence without its subject (`plan tp=3`, or `tp=3`), with the values that would
+work, or None if the plan passes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from paceline.plans.plan import Plan
 
 NO_ATTENTION = "divides the tokens of a sequence, but the model has no attention over tokens: cp=1."
-NO_BLOCKS_TO_RECOMPUTE = "recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
+NO_BLOCKS_TO_RECOMPUTE = (
+    "recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
+)
 
 
 def other_world(plan: Plan, world: int) -> str | None:
@@ -53,7 +56,10 @@ def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> str |
         where: the name of one that cannot be divided.
     """
     if not experts:
-        return f"divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp={ep} shards any model)."
+        return (
+            f"divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp={ep} "
+            "shards any model)."
+        )
     if not any(n % ep for n in experts):
         return None
     named = f"{_numbers(experts)} experts" + (f" ({where})" if where else "")
@@ -75,7 +81,10 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> str
     # with causal attention, ranks of cp have equal work if each holds two equal parts
     step = 2 * parts if key == "cp" else parts
     lengths = " or ".join(str(n) for n in (tokens // step * step, -(-tokens // step) * step) if n)
-    return f"divides sequences of {tokens} tokens among {parts} ranks: {works}, or sequences of {lengths} tokens in the job's data."
+    return (
+        f"divides sequences of {tokens} tokens among {parts} ranks: {works}, or sequences of {lengths} tokens in "
+        "the job's data."
+    )
 
 
 def wrong_cuts(cut: str, schedule: str, pp: int, modules: Sequence[str], blocks: Sequence[str]) -> str | None:
@@ -86,7 +95,9 @@ def wrong_cuts(cut: str, schedule: str, pp: int, modules: Sequence[str], blocks:
         blocks: those of its repeated blocks.
     """
     cuts, stages = cut.split(","), pp * STAGES_PER_RANK[schedule]
-    wrong = [f'there is no module "{name}" in the model. {nearest(name, modules)}' for name in cuts if name not in modules]
+    wrong = [
+        f'there is no module "{name}" in the model. {nearest(name, modules)}' for name in cuts if name not in modules
+    ]
     wrong += [f"a stage begins at {name} once only." for name in dict.fromkeys(cuts) if cuts.count(name) > 1]
     if len(cuts) != stages - 1:
         proposal = f" cut={','.join(evenly)}" if (evenly := even_cuts(blocks, stages)) else f" name {stages - 1}"
@@ -164,7 +175,10 @@ def no_cuda_graphs(where: str) -> str:
 
 def whole_batch_in_parts(loss: str, microbatches: int) -> str:
     """Reason against microbatches with a loss that compares the samples of a batch."""
-    return f"computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each other: microbatches=1."
+    return (
+        f"computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each other: "
+        "microbatches=1."
+    )
 
 
 def degrees(plan: Plan) -> str:

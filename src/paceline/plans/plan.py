@@ -1,4 +1,7 @@
-"""A plan: *how* a job runs on a cluster. Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 precision=bf16`."""
+"""A plan: *how* a job runs on a cluster.
+
+Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 precision=bf16`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class Plan:
     """
 
     dp: int = 1  # replicas, each with a share of the global batch
-    fsdp: int = 1  # ranks that shard a replica's parameters, gradients and optimizer state, each with a share of its batch (FSDP2)
+    # ranks that shard a replica's parameters, gradients and optimizer state, each with a share of its batch (FSDP2)
+    fsdp: int = 1
     tp: int = 1  # tensor-parallel ranks, which shard the matrices of every layer
     pp: int = 1  # pipeline stages
     cp: int = 1  # context-parallel ranks, which shard the tokens of every sequence
@@ -57,7 +61,8 @@ class Plan:
     offload: bool = False  # fsdp: keep the shards in host memory
     sequence: bool = False  # tp: shard the tokens between the matrices as well (sequence parallel)
     schedule: Schedule = "1f1b"  # pp: the order in which microbatches pass the stages
-    cut: str = ""  # pp: the modules that begin the second and later stages, separated by commas; "": balanced by measured cost
+    # pp: the modules that begin the second and later stages, separated by commas; "": balanced by measured cost
+    cut: str = ""
     remat: Remat = "none"  # activation checkpointing: what the backward pass recomputes
     microbatches: int = 1  # parts of a data-parallel rank's share, computed one after the other
     precision: Precision | None = None  # compute dtype; None: the job's
@@ -66,8 +71,10 @@ class Plan:
     threads: int = 0  # per rank; 0: the host's physical cores, divided evenly
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step
-    sync: str = "allreduce"  # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
-    compress: str = "none"  # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
+    sync: str = "allreduce"
+    # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    compress: str = "none"
     transport: str = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
 
     def __post_init__(self) -> None:
@@ -161,7 +168,13 @@ def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
 def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
     available = [field.name for field in fields(Plan)]
     if key in available:
-        return f"{key} is given twice" if key in known else None if equals else f"{key} needs a value, e.g. {key}={_example(key)}"
+        return (
+            f"{key} is given twice"
+            if key in known
+            else None
+            if equals
+            else f"{key} needs a value, e.g. {key}={_example(key)}"
+        )
     return f'unknown key "{key}". {nearest(key, available)}'
 
 
@@ -190,7 +203,11 @@ def _problem(key: str, value: Any) -> str | None:
         return problem_with_transport(value)
     if key == "cut":
         named = isinstance(value, str) and (not value or all(value.split(",")))
-        return None if named else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
+        return (
+            None
+            if named
+            else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
+        )
     return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
 
 

@@ -22,7 +22,8 @@ class SyncInfo:
 
     Attributes:
         rule: import path of the class, which is called with its arguments.
-        exact: True if every update uses the mean of all replicas' gradients, up to rounding, where nothing is compressed.
+        exact: True if every update uses the mean of all replicas' gradients, up to rounding, where nothing is
+            compressed.
         every_step: True if it acts in every step, after which all replicas hold the same parameters.
         sends: gradients; parameters; or deltas, which is how far parameters moved.
         arguments: name to type, default and limits. The value after the colon is under "", and comes first.
@@ -59,7 +60,9 @@ def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
     if fragments > 1 and fragments > period:
         return f"{fragments} fragments are sent at different steps of a period of {period}: fragments={period} at most"
     if overlap and overlap >= period:
-        return f"a fragment must have arrived before it is sent again after {period} steps: overlap={period - 1} at most"
+        return (
+            f"a fragment must have arrived before it is sent again after {period} steps: overlap={period - 1} at most"
+        )
     return None
 
 
@@ -104,9 +107,13 @@ RULES = ExtensionPoint(
             arguments={
                 "": _PERIOD,
                 "fragments": Argument(
-                    whole(1), 1, "into how many parts the model is divided, which are sent at different steps, at least 1"
+                    whole(1),
+                    1,
+                    "into how many parts the model is divided, which are sent at different steps, at least 1",
                 ),
-                "overlap": Argument(whole(0), 0, "for how many steps training goes on while a fragment travels, at least 0"),
+                "overlap": Argument(
+                    whole(0), 0, "for how many steps training goes on while a fragment travels, at least 0"
+                ),
                 "lr": Argument(between(0, 10, open_below=True), 0.7, "the outer learning rate, above 0"),
                 "momentum": Argument(between(0, 0.9999), 0.9, "the outer Nesterov momentum, from 0 to below 1"),
             },
@@ -125,7 +132,8 @@ class SyncSpec:
     """`NAME[:VALUE][,KEY=VALUE…]`, e.g. `allreduce:ring`, `local:8`, `diloco:30,fragments=4,overlap=5`.
 
     Attributes:
-        name: of a built-in rule, or of one that an installed package registers under the entry point `paceline.sync_rules`.
+        name: of a built-in rule, or of one that an installed package registers under the entry point
+            `paceline.sync_rules`.
         arguments: the rule's own, converted and with their defaults; the value after the colon is under "".
     """
 

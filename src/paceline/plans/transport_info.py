@@ -30,7 +30,9 @@ TRANSPORTS = ExtensionPoint(
     "paceline.transports",
     TransportInfo,
     {
-        "shm": TransportInfo("paceline.comm.shm:create", one_host=True, obstacle="paceline.comm.transport:why_not_shared"),
+        "shm": TransportInfo(
+            "paceline.comm.shm:create", one_host=True, obstacle="paceline.comm.transport:why_not_shared"
+        ),
         "gloo": TransportInfo(None),
         "tcp": TransportInfo("paceline.comm.tcp:create"),
     },

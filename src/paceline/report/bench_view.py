@@ -41,14 +41,17 @@ class BenchView:
     def __init__(self, report: Report, folder: Path) -> None:
         if not report.settings:
             raise RunError(
-                f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one setting. "
+                f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of "
+                "one setting. "
                 "Run its command again to go on."
             )
         self.report, self.settings = report, report.settings
         self.reference = next((s for s in self.settings if s.devices == 1), None)
         self.best = _best(self.settings)
         self.parts = list(PARTS)
-        self.scalings = [name for name in ("strong", "weak") if any(s.scaling == name and s.devices > 1 for s in self.settings)]
+        self.scalings = [
+            name for name in ("strong", "weak") if any(s.scaling == name and s.devices > 1 for s in self.settings)
+        ]
         self.any_alike = any(s.speedup is not None and not s.is_speedup for s in self.settings)
         there = {self.name(s): [run for run in s.runs if (folder / run).is_dir()] for s in self.settings}
         self.runs = {name: runs for name, runs in there.items() if runs}
@@ -75,10 +78,16 @@ class BenchView:
             return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
         devices = f"{best.devices} devices" if best.devices > 1 else best.plan
         if best.speedup is None:
-            return f"{devices} were measured; to know what they gain, measure one device, too (--devices 1,{best.devices})."
+            return (
+                f"{devices} were measured; to know what they gain, measure one device, too (--devices "
+                f"1,{best.devices})."
+            )
         if not best.is_speedup:
             few = len(best.pairs) < LEAST_REPEATS
-            return f"No difference between 1 device and {devices}: {'too few repeats to tell' if few else 'the intervals overlap'}."
+            return (
+                f"No difference between 1 device and {devices}: "
+                f"{'too few repeats to tell' if few else 'the intervals overlap'}."
+            )
         gain = units.digits(best.speedup.middle)
         if best.speedup.middle < 1:
             return f"Slower with {devices}: {gain} of the speed of one device.{self._medians_say(best)}"
@@ -95,7 +104,8 @@ class BenchView:
         if best.training_time_s is not None and best.scaling == "strong":
             return f" (This compares whole trainings; the steps alone are {units.digits(ratio)} times as fast.)"
         return (
-            f" (This is the median of rounds, in each of which both took turns; the medians over all rounds, which stand beside it, are "
+            " (This is the median of rounds, in each of which both took turns; the medians over all rounds, "
+            "which stand beside it, are "
             f"{units.digits(ratio)} times apart.)"
         )
 
@@ -104,9 +114,15 @@ class BenchView:
         """The figures of the headline, all of one setting."""
         best, cards = self.best, []
         if best.speedup is not None and best.is_speedup:
-            cards = [Card("speedup", _speedup(best)), Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×")]
+            cards = [
+                Card("speedup", _speedup(best)),
+                Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×"),
+            ]
         elif best.speedup is not None:
-            cards = [Card("speedup", "no difference"), Card("step_time", units.seconds(best.step_time_s), self._of_one("step_time_s"))]
+            cards = [
+                Card("speedup", "no difference"),
+                Card("step_time", units.seconds(best.step_time_s), self._of_one("step_time_s")),
+            ]
         cards.append(Card("throughput", units.rate(best.throughput), self._of_one("throughput", units.rate)))
         used = {card.term for card in cards}
         term = next((t for t, name in _TIMES.items() if t not in used and getattr(best, name) is not None), None)
@@ -151,23 +167,41 @@ class BenchView:
             BenchRow("step_time", [units.seconds(s.step_time_s) for s in self.settings]),
             BenchRow("throughput", [units.rate(s.throughput) for s in self.settings]),
             *([BenchRow("tokens", [_tokens(s) for s in self.settings])] if has_tokens else []),
-            *([BenchRow("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])] if to_end else []),
-            *([BenchRow("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])] if to_target else []),
+            *(
+                [BenchRow("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])]
+                if to_end
+                else []
+            ),
+            *(
+                [BenchRow("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])]
+                if to_target
+                else []
+            ),
             BenchRow("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
             BenchRow("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
             BenchRow("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
-            *([BenchRow("final_loss", [_or_words(s.final_loss, units.number, "not finite") for s in self.settings])] if has_loss else []),
+            *(
+                [BenchRow("final_loss", [_or_words(s.final_loss, units.number, "not finite") for s in self.settings])]
+                if has_loss
+                else []
+            ),
             BenchRow("wire", [_largest(s, "wire_bytes") for s in self.settings]),
             *self._compressed_rows,
             BenchRow("memory", [_largest(s, "memory_bytes") for s in self.settings]),
             *([BenchRow("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
-            BenchRow("energy", ["not available" if s.energy_joules is None else units.joules(s.energy_joules) for s in self.settings]),
+            BenchRow(
+                "energy",
+                ["not available" if s.energy_joules is None else units.joules(s.energy_joules) for s in self.settings],
+            ),
         ]
 
     @property
     def _compressed_rows(self) -> list[BenchRow]:
         """Rows on what compression saves and loses; none if no plan compresses."""
-        errors = [max((r.compression_error for r in s.ranks if r.compression_error is not None), default=None) for s in self.settings]
+        errors = [
+            max((r.compression_error for r in s.ranks if r.compression_error is not None), default=None)
+            for s in self.settings
+        ]
         if errors == [None] * len(errors):
             return []
         return [
@@ -203,9 +237,13 @@ class BenchView:
         """The curve against the ideal; none where nothing was compared with one device."""
         if all(s.speedup is None for s in self.settings):
             return None
-        points = [f"{self.name(s)}: {self._or_reference(s, _speedup)}." for s in self.settings if s is not self.reference]
+        points = [
+            f"{self.name(s)}: {self._or_reference(s, _speedup)}." for s in self.settings if s is not self.reference
+        ]
         return Chart(
-            "scaling", charts.scaling(self.settings), " ".join(["Speedup over the number of devices, against the ideal.", *points])
+            "scaling",
+            charts.scaling(self.settings),
+            " ".join(["Speedup over the number of devices, against the ideal.", *points]),
         )
 
     @property
@@ -216,7 +254,9 @@ class BenchView:
             for s in self.settings
             for rank, use in enumerate(s.ranks)
         ]
-        return Chart("breakdown", charts.breakdown(bars), "Time of one step on each rank, part by part.") if bars else None
+        return (
+            Chart("breakdown", charts.breakdown(bars), "Time of one step on each rank, part by part.") if bars else None
+        )
 
     def _ideal_s(self, setting: MeasuredSetting) -> float | None:
         if self.reference is None or setting.devices == 1:

@@ -15,7 +15,15 @@ from paceline.report.definitions import PARTS
 from paceline.units import digits
 
 # Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8F98"
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8A8F98",
+)
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 PART_COLOURS = {
     "data": ORANGE,
@@ -68,7 +76,12 @@ def scaling(settings: Sequence[MeasuredSetting]) -> go.Figure:
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
     figure.add_scatter(
-        x=[0, most], y=[0, most], name="ideal", mode="lines", line={"color": GREY, "dash": "dash", "width": 2}, hoverinfo="skip"
+        x=[0, most],
+        y=[0, most],
+        name="ideal",
+        mode="lines",
+        line={"color": GREY, "dash": "dash", "width": 2},
+        hoverinfo="skip",
     )
     plain = [s for s in compared if s.devices > 1 and s.label == f"{s.devices} devices"]
     for name, points, colour, side in (
@@ -93,7 +106,9 @@ def _curve(points: Sequence[MeasuredSetting], colour: str, *, from_one: bool) ->
     """
     gains = [p.speedup for p in points if p.speedup is not None]
     at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
-    words = [f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)]
+    words = [
+        f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)
+    ]
     more = [max(gain.high - y, 0.0) for y, gain in zip(at, gains, strict=True)]
     less = [max(y - gain.low, 0.0) for y, gain in zip(at, gains, strict=True)]
     about = [f"{escape(p.label)}<br>{escape(p.plan)}<br>{text}" for p, text in zip(points, words, strict=True)]
@@ -147,7 +162,9 @@ def breakdown(bars: Sequence[Bar]) -> go.Figure:
             hovertemplate=f"ideal %{{x:.3~g}} {unit}<extra></extra>",
         )
     for place, heading in headings:
-        figure.add_annotation(text=f"<b>{escape(heading)}</b>", x=0, y=place, xref="paper", xanchor="left", xshift=-48, showarrow=False)
+        figure.add_annotation(
+            text=f"<b>{escape(heading)}</b>", x=0, y=place, xref="paper", xanchor="left", xshift=-48, showarrow=False
+        )
     figure.update_layout(barmode="stack", height=56 + 29 * rows, showlegend=False, hovermode="closest")
     ranks = [escape(bar.rank) for bar in bars]
     figure.update_yaxes(tickvals=places, ticktext=ranks, range=[rows - 0.4, -0.6], showgrid=False, fixedrange=True)
@@ -176,7 +193,13 @@ def losses(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> g
     """
     plans = list(dict.fromkeys(setting.plan for setting, _, _ in curves))
     series = [
-        Line(name, getattr(curve, over), curve.losses, SERIES[plans.index(setting.plan) % len(SERIES)], dashed=setting.scaling == "weak")
+        Line(
+            name,
+            getattr(curve, over),
+            curve.losses,
+            SERIES[plans.index(setting.plan) % len(SERIES)],
+            dashed=setting.scaling == "weak",
+        )
         for setting, name, curve in curves
     ]
     figure = lines(series, over, "training loss", log_if_wide=True)
@@ -201,7 +224,14 @@ def lines(
         figure.add_scatter(x=x, y=y, name=escape(line.name), mode="lines", line=stroke)
     for line in points:
         stroke = {"width": 2, "color": line.colour}
-        figure.add_scatter(x=list(line.x), y=list(line.y), name=escape(line.name), mode="lines+markers", line=stroke, marker={"size": 7})
+        figure.add_scatter(
+            x=list(line.x),
+            y=list(line.y),
+            name=escape(line.name),
+            mode="lines+markers",
+            line=stroke,
+            marker={"size": 7},
+        )
     for mark in marks:
         note = {"text": escape(mark.text), "textangle": -90, "yanchor": "top", "xanchor": "right"}
         figure.add_vline(x=mark.x, line={"color": PURPLE, "dash": "dot", "width": 1.5}, annotation=note)
@@ -211,7 +241,9 @@ def lines(
     elif series and (not values or min(values) >= 0):
         figure.update_yaxes(rangemode="tozero")
     figure.for_each_trace(
-        lambda trace: trace.update(hovertemplate=f"{trace.name}<br>{over} %{{x:,.4~g}}<br>{escape(what)} %{{y:,.4~g}}<extra></extra>")
+        lambda trace: trace.update(
+            hovertemplate=f"{trace.name}<br>{over} %{{x:,.4~g}}<br>{escape(what)} %{{y:,.4~g}}<extra></extra>"
+        )
     )
     figure.update_layout(showlegend=len(series) + len(points) > 1)
     return figure
@@ -238,7 +270,12 @@ def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) 
 
 def empty_figure(x: str, y: str) -> go.Figure:
     """A figure without traces in the style of all pages, its axes named."""
-    axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,136,148,.22)", "linecolor": "rgba(128,136,148,.5)"}
+    axis = {
+        "automargin": True,
+        "zeroline": False,
+        "gridcolor": "rgba(128,136,148,.22)",
+        "linecolor": "rgba(128,136,148,.5)",
+    }
     return go.Figure(
         layout={
             "template": "none",
@@ -250,7 +287,12 @@ def empty_figure(x: str, y: str) -> go.Figure:
             "xaxis": axis | {"title": {"text": x, "standoff": 8, "font": {"size": 13}}, "showline": True},
             "yaxis": axis | {"title": {"text": y, "standoff": 8, "font": {"size": 13}}},
             "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-            "hoverlabel": {"namelength": -1, "bgcolor": "#171b21", "bordercolor": "#171b21", "font": {"color": "#ffffff"}},
+            "hoverlabel": {
+                "namelength": -1,
+                "bgcolor": "#171b21",
+                "bordercolor": "#171b21",
+                "font": {"color": "#ffffff"},
+            },
         }
     )
 

@@ -50,7 +50,10 @@ def _text(name: str, value: Any) -> str:
         case list() if all(isinstance(entry, int | float) for entry in value):
             return ", ".join(f"{entry:g}" for entry in value)
         case [*_] if all(isinstance(entry, dict) and "name" in entry for entry in value):
-            return ", ".join(f"{entry['name']} ({_text('memory_bytes', entry.get('memory_bytes')) or 'memory unknown'})" for entry in value)
+            return ", ".join(
+                f"{entry['name']} ({_text('memory_bytes', entry.get('memory_bytes')) or 'memory unknown'})"
+                for entry in value
+            )
         case dict() | list():
             return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -44,21 +44,28 @@ _SIZES = {
 _DASHES = {"flat": "solid", "ring": "dash", "tree": "dot", "hierarchical": "longdashdot", "auto": "dashdot"}
 _SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle-up", "hierarchical": "square", "auto": "x"}
 _TERMS = {
-    "call_time": Definition("time", "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers."),
+    "call_time": Definition(
+        "time", "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers."
+    ),
     "algorithm_bandwidth": Definition("algorithm bandwidth", "Size / time, as nccl-tests define it."),
     "bus_bandwidth": Definition(
         "bus bandwidth",
-        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 (n − 1) / n over n ranks "
-        "for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an all-to-all, × 1 for a broadcast and a message.",
+        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 "
+        "(n − 1) / n over n ranks "
+        "for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an all-to-all, × 1 for a "
+        "broadcast and a message.",
     ),
     "link_limit": Definition(
         "limit",
-        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same run: copies of memory between "
+        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same "
+        "run: copies of memory between "
         "processes of a host, and TCP streams between hosts, of which each host’s link has to carry its least share.",
     ),
     "share_of_limit": Definition("of the limit", "The least time that the limit allows / the time."),
     "latency": Definition("latency", "Half of the time for the smallest message there and back between two ranks."),
-    "checked": Definition("checked", "Every collective’s result was held to the exact one, before and after it was timed."),
+    "checked": Definition(
+        "checked", "Every collective’s result was held to the exact one, before and after it was timed."
+    ),
 }
 
 
@@ -114,7 +121,9 @@ class LinksView:
         self.transports = list(dict.fromkeys(m.transport for m in measured))
         self.ranks, self.hosts = len(self.limit.hosts), len(set(self.limit.hosts))
         self.created = time.strftime("%Y-%m-%d %H:%M")
-        self.wrong = [f"{s.label}, {message_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong]
+        self.wrong = [
+            f"{s.label}, {message_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong
+        ]
         self.notes = list(caveats(measured, self.limit))
 
     @property
@@ -124,7 +133,10 @@ class LinksView:
         share = self.limit.share(best)
         of = f", {units.percent(share)} of what the hardware allows" if share is not None else ""
         what = f"{_TITLES[best.collective]} of {message_size(best.size_bytes)}"
-        return f"{what} over {best.transport}{_by(best.algorithm)}: {units.bandwidth(best.bus_bandwidth)} of bus bandwidth{of}."
+        return (
+            f"{what} over {best.transport}{_by(best.algorithm)}: {units.bandwidth(best.bus_bandwidth)} of bus "
+            f"bandwidth{of}."
+        )
 
     @property
     def cards(self) -> list[Card]:
@@ -135,9 +147,13 @@ class LinksView:
             messages = [s for s in own if s.collective == "send_receive"]
             if messages:
                 least = min(messages, key=lambda s: s.size_bytes)
-                cards.append(Card("latency", units.seconds(least.time_s), f"{transport}, {message_size(least.size_bytes)}"))
+                cards.append(
+                    Card("latency", units.seconds(least.time_s), f"{transport}, {message_size(least.size_bytes)}")
+                )
             best = max(own, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
-            what = f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {message_size(best.size_bytes)}"
+            what = (
+                f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {message_size(best.size_bytes)}"
+            )
             cards.append(Card("bus_bandwidth", units.bandwidth(best.bus_bandwidth), what))
         return cards
 
@@ -146,8 +162,15 @@ class LinksView:
         """The hardware's limits as measured, or why they were not."""
         found = []
         if self.limit.stream is not None and self.limit.latency_s is not None:
-            found.append(("TCP stream between hosts, each way", f"{units.bandwidth(self.limit.stream)}, the slowest of all at once"))
-            found.append(("half a round trip between hosts", f"{units.seconds(self.limit.latency_s)}, one byte over TCP"))
+            found.append(
+                (
+                    "TCP stream between hosts, each way",
+                    f"{units.bandwidth(self.limit.stream)}, the slowest of all at once",
+                )
+            )
+            found.append(
+                ("half a round trip between hosts", f"{units.seconds(self.limit.latency_s)}, one byte over TCP")
+            )
         for size, (together, alone) in sorted((self.limit.copies or {}).items())[-1:]:
             found.append(
                 (
@@ -166,9 +189,13 @@ class LinksView:
         of_it = [s for s in self.speeds if s.collective == name]
         sizes = sorted({s.size_bytes for s in of_it})
         curves = {
-            key: [s for s in of_it if (s.transport, s.algorithm) == key] for key in dict.fromkeys((s.transport, s.algorithm) for s in of_it)
+            key: [s for s in of_it if (s.transport, s.algorithm) == key]
+            for key in dict.fromkeys((s.transport, s.algorithm) for s in of_it)
         }
-        in_words = [f"{_named(*key)}: up to {units.bandwidth(max(s.bus_bandwidth for s in curve))}." for key, curve in curves.items()]
+        in_words = [
+            f"{_named(*key)}: up to {units.bandwidth(max(s.bus_bandwidth for s in curve))}."
+            for key, curve in curves.items()
+        ]
         label = " ".join([f"{_TITLES[name]}: bus bandwidth over size, against the limit.", *in_words])
         rows = []
         for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit"):
@@ -197,7 +224,9 @@ class LinksView:
                 return units.bandwidth(speed.bus_bandwidth)
         return "not measured" if share is None else units.percent(share)
 
-    def _figure(self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[CollectiveSpeed]]) -> go.Figure:
+    def _figure(
+        self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[CollectiveSpeed]]
+    ) -> go.Figure:
         figure = empty_figure("size", "bus bandwidth")
         colours = self.transports if len(self.transports) > 1 else [algorithm for _, algorithm in curves]
         for (transport, algorithm), curve in curves.items():
@@ -209,17 +238,27 @@ class LinksView:
                 mode="lines+markers",
                 line={"color": colour, "width": 2, "dash": _DASHES.get(algorithm, "solid")},
                 marker={"size": 7, "symbol": _SYMBOLS.get(algorithm, "circle")},
-                customdata=[f"{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, {units.seconds(s.time_s)}" for s in curve],
+                customdata=[
+                    f"{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, {units.seconds(s.time_s)}"
+                    for s in curve
+                ],
                 hovertemplate="%{fullData.name}<br>%{customdata}<extra></extra>",
             )
         least_s = [self.limit.least_s(name, size) for size in sizes]
-        allowed = [None if s is None else size / s * BUS_FACTORS[name](self.ranks) for size, s in zip(sizes, least_s, strict=True)]
+        allowed = [
+            None if s is None else size / s * BUS_FACTORS[name](self.ranks)
+            for size, s in zip(sizes, least_s, strict=True)
+        ]
         if any(allowed):
             stroke = {"color": GREY, "width": 2, "dash": "dash"}
             texts = ["" if y is None else str(units.bandwidth(y)) for y in allowed]
             hover = "limit<br>%{customdata}<extra></extra>"
-            figure.add_scatter(x=list(sizes), y=allowed, name="limit", mode="lines", line=stroke, customdata=texts, hovertemplate=hover)
-        figure.update_xaxes(type="log", tickvals=list(sizes), ticktext=[*map(str, map(message_size, sizes))], showgrid=False)
+            figure.add_scatter(
+                x=list(sizes), y=allowed, name="limit", mode="lines", line=stroke, customdata=texts, hovertemplate=hover
+            )
+        figure.update_xaxes(
+            type="log", tickvals=list(sizes), ticktext=[*map(str, map(message_size, sizes))], showgrid=False
+        )
         figure.update_yaxes(type="log", tickformat="~s", ticksuffix="B/s", dtick=1)
         return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(curves) - 2) // 3))
 

@@ -43,11 +43,19 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     """
     try:
         view = BenchView(report, folder)
-        facts = {"machine": report.cluster, "command": report.command, "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings))}
+        facts = {
+            "machine": report.cluster,
+            "command": report.command,
+            "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings)),
+        }
         listed = described(facts, report.environment)
-        return write_page(folder / PAGE, "bench.html.j2", on_cores=report.on_cores, report=report, view=view, facts=listed)
+        return write_page(
+            folder / PAGE, "bench.html.j2", on_cores=report.on_cores, report=report, view=view, facts=listed
+        )
     except _NOT_OURS as error:
-        raise RunError(f"{folder} holds what no benchmark of paceline writes, so there is no page of it: {error!r:.200}") from error
+        raise RunError(
+            f"{folder} holds what no benchmark of paceline writes, so there is no page of it: {error!r:.200}"
+        ) from error
 
 
 def write_run_page(run: Run) -> Path:
@@ -66,7 +74,9 @@ def write_run_page(run: Run) -> Path:
             facts=described(view.facts, view.environment),
         )
     except _NOT_OURS as error:
-        raise RunError(f"{run.path} holds what no run of paceline writes, so there is no page of it: {error!r:.200}") from error
+        raise RunError(
+            f"{run.path} holds what no run of paceline writes, so there is no page of it: {error!r:.200}"
+        ) from error
 
 
 def write_page(file: Path, template: str, *, on_cores: bool = False, **values: Any) -> Path:
@@ -80,7 +90,10 @@ def write_page(file: Path, template: str, *, on_cores: bool = False, **values: A
         RunError: the file cannot be written.
     """
     plotly, script = _scripts()
-    policy = f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; img-src data: blob:"
+    policy = (
+        f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; "
+        "img-src data: blob:"
+    )
     scripts = {"plotly": plotly, "script": script}
     places = {name: Markup(f"[[{secrets.token_hex(8)}]]") for name in scripts}  # a reader's text cannot name one
     fixed = {"define": Used(), "colours": PART_COLOURS, "policy": policy, **places}
@@ -98,7 +111,11 @@ def write_page(file: Path, template: str, *, on_cores: bool = False, **values: A
 @cache
 def _templates() -> Environment:
     return Environment(
-        loader=PackageLoader("paceline.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("paceline.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 

@@ -58,11 +58,24 @@ def panelled(names: Sequence[str], panels: Sequence[Panel]) -> go.Figure:
         plain = {"showgrid": False, "showline": False, "automargin": True}
         figure.update_layout(
             {
-                f"xaxis{axis}": common | plain | {"range": [0, 1.25 * max(known) or 1], "anchor": f"y{axis}", "showticklabels": False},
+                f"xaxis{axis}": common
+                | plain
+                | {"range": [0, 1.25 * max(known) or 1], "anchor": f"y{axis}", "showticklabels": False},
                 f"yaxis{axis}": plain
-                | {"domain": [top - whole, top - whole * _TITLE_PX / panel_px], "anchor": f"x{axis}", "autorange": "reversed"},
+                | {
+                    "domain": [top - whole, top - whole * _TITLE_PX / panel_px],
+                    "anchor": f"x{axis}",
+                    "autorange": "reversed",
+                },
             }
         )
-        at = {"xref": "paper", "yref": "paper", "x": 0, "y": top - whole * 10 / panel_px, "xanchor": "left", "yanchor": "top"}
+        at = {
+            "xref": "paper",
+            "yref": "paper",
+            "x": 0,
+            "y": top - whole * 10 / panel_px,
+            "xanchor": "left",
+            "yanchor": "top",
+        }
         figure.add_annotation(text=f"<b>{escape(panel.title)}</b>", showarrow=False, **at)
     return figure

@@ -45,7 +45,9 @@ class Point:
 
 
 def pareto(points: Sequence[Point], x: str, *, room: float | None = None, log: bool = False) -> go.Figure:
-    """Step time over something else; joined are the plans that no other beats in both. The first point is the plan that was chosen.
+    """Step time over something else; joined are the plans that no other beats in both.
+
+    The first point is the plan that was chosen.
 
     `room`: the most that there is of x. Named in the picture are the chosen point, and those whose names are words.
     """
@@ -168,16 +170,26 @@ def pipeline(spans: Sequence[Span]) -> go.Figure:
             name=kind,
             orientation="h",
             width=0.82,
-            marker={"color": colour, "line": {"width": 0 if len(spans) > 800 else 0.6, "color": "rgba(255,255,255,.65)"}},
+            marker={
+                "color": colour,
+                "line": {"width": 0 if len(spans) > 800 else 0.6, "color": "rgba(255,255,255,.65)"},
+            },
             customdata=[_span_words(span) for span in own],
             hovertemplate=f"%{{customdata}}<br>from %{{base:.4~g}} {unit}, for %{{x:.4~g}} {unit}<extra></extra>",
         )
     figure.update_layout(
-        barmode="overlay", showlegend=False, height=70 + max(22, min(34, 420 // len(stages))) * len(stages), hovermode="closest"
+        barmode="overlay",
+        showlegend=False,
+        height=70 + max(22, min(34, 420 // len(stages))) * len(stages),
+        hovermode="closest",
     )
     ticks = stages if len(stages) <= 16 else stages[:: math.ceil(len(stages) / 16)]
     figure.update_yaxes(
-        autorange="reversed", showgrid=False, fixedrange=True, tickvals=ticks, ticktext=[f"stage {stage + 1}" for stage in ticks]
+        autorange="reversed",
+        showgrid=False,
+        fixedrange=True,
+        tickvals=ticks,
+        ticktext=[f"stage {stage + 1}" for stage in ticks],
     )
     figure.update_xaxes(range=[0, end * factor])
     return figure
@@ -189,7 +201,9 @@ def scaling(points: Sequence[ScaledPlan], chosen: int) -> go.Figure:
     figure = empty_figure("devices", f"times the speed of {known[0].devices:,}")
     ideal = [p.devices / known[0].devices for p in known]
     at = [p.devices for p in known]
-    figure.add_scatter(x=at, y=ideal, name="ideal", mode="lines", line={"color": GREY, "dash": "dash", "width": 2}, hoverinfo="skip")
+    figure.add_scatter(
+        x=at, y=ideal, name="ideal", mode="lines", line={"color": GREY, "dash": "dash", "width": 2}, hoverinfo="skip"
+    )
     figure.add_scatter(
         x=at,
         y=[p.speedup for p in known],
@@ -205,15 +219,22 @@ def scaling(points: Sequence[ScaledPlan], chosen: int) -> go.Figure:
         textposition="bottom right",
         cliponaxis=False,
         hovertext=[
-            f"{p.devices:,} devices<br>{_hover(str(p.plan))}<br>{seconds(p.prediction.step_time_s)} a step" for p in known if p.prediction
+            f"{p.devices:,} devices<br>{_hover(str(p.plan))}<br>{seconds(p.prediction.step_time_s)} a step"
+            for p in known
+            if p.prediction
         ],
         hovertemplate="%{hovertext}<extra></extra>",
     )
     figure.update_xaxes(
-        type="log", tickvals=at, ticktext=[f"{n:,}" for n in at], range=[math.log10(at[0]) - 0.06, math.log10(at[-1]) + 0.28]
+        type="log",
+        tickvals=at,
+        ticktext=[f"{n:,}" for n in at],
+        range=[math.log10(at[0]) - 0.06, math.log10(at[-1]) + 0.28],
     )
     marks = [2**n for n in range(math.ceil(math.log2(max(ideal))) + 1)]
-    figure.update_yaxes(type="log", tickvals=marks, ticktext=[f"{n} ×" for n in marks], range=[-0.12, math.log10(max(ideal)) + 0.08])
+    figure.update_yaxes(
+        type="log", tickvals=marks, ticktext=[f"{n} ×" for n in marks], range=[-0.12, math.log10(max(ideal)) + 0.08]
+    )
     figure.update_layout(showlegend=False, height=360)
     return figure
 
@@ -239,7 +260,8 @@ def batches(advice: BatchAdvice) -> go.Figure:
         textposition="bottom right",
         cliponaxis=False,
         hovertext=[
-            f"{n:,} samples: {digits(p.throughput)} samples/s<br>{_hover(str(p.plan))}" for n, p in zip(at, advice.points, strict=True)
+            f"{n:,} samples: {digits(p.throughput)} samples/s<br>{_hover(str(p.plan))}"
+            for n, p in zip(at, advice.points, strict=True)
         ],
         hovertemplate="%{hovertext}<extra></extra>",
     )

@@ -30,7 +30,9 @@ _MATTERS = 0.3  # of the memory; where all plans take less, it limits none
 _GIB = 2**30
 
 
-def write_plan_page(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None, command: str, file: Path) -> Path:
+def write_plan_page(
+    explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None, command: str, file: Path
+) -> Path:
     """Write the page about a plan.
 
     Raises:
@@ -41,12 +43,17 @@ def write_plan_page(explanation: Explanation, scaling: Sequence[ScaledPlan], adv
         ("cluster", explanation.cluster.describe()),
         ("command", command),
         ("paceline", version("paceline")),
-        ("plans", f"{found.considered:,} considered, {found.evaluated:,} predicted, {found.pruned:,} set aside by a bound"),
+        (
+            "plans",
+            f"{found.considered:,} considered, {found.evaluated:,} predicted, {found.pruned:,} set aside by a bound",
+        ),
         ("searched in", str(seconds(found.seconds))),
         ("speeds", "measured on these machines" if explanation.measured else "of the catalogue"),
     ]
     on_cores = view.best.layout.machines.device.kind == "cpu"
-    return write_page(file, "plan.html.j2", on_cores=on_cores, view=view, facts=facts, define=Terms(), colours=view.colours)
+    return write_page(
+        file, "plan.html.j2", on_cores=on_cores, view=view, facts=facts, define=Terms(), colours=view.colours
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,10 @@ class PlanView:
         devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
         if device.kind == "cpu":
             devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
-        return f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± {percent(error_of(self.best), 0)}."
+        return (
+            f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± "
+            f"{percent(error_of(self.best), 0)}."
+        )
 
     @property
     def badges(self) -> list[str]:
@@ -95,12 +105,20 @@ class PlanView:
         cards = [Card("predicted_step", seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
         rate = units.rate(prediction.throughput)
         if self.explanation.tokens > 1:
-            cards.append(Card("predicted_tokens", _thousands(prediction.throughput * self.explanation.tokens), str(rate)))
+            cards.append(
+                Card("predicted_tokens", _thousands(prediction.throughput * self.explanation.tokens), str(rate))
+            )
         else:
             cards.append(Card("predicted_throughput", rate))
         if prediction.mfu is not None:
             cards.append(Card("mfu", percent(prediction.mfu)))
-        cards.append(Card("device_memory", size(prediction.memory_bytes), f"of {size(self.explanation.capacity_bytes)} on each device"))
+        cards.append(
+            Card(
+                "device_memory",
+                size(prediction.memory_bytes),
+                f"of {size(self.explanation.capacity_bytes)} on each device",
+            )
+        )
         if cost is not None:
             cards.append(Card("cost", Shown(cost.value, units.digits(cost.value)), cost.of))
         return cards
@@ -115,9 +133,16 @@ class PlanView:
     @property
     def memory_chart(self) -> Chart:
         """Time against memory."""
-        points = [charts.Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s) for i, c in self._numbered]
+        points = [
+            charts.Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s)
+            for i, c in self._numbered
+        ]
         figure = charts.pareto(points, "GiB on the fullest device", room=self.room)
-        return Chart("pareto-memory", figure, f"Step time over memory of {len(points)} plans; the chosen one: {self._said(self.best)}.")
+        return Chart(
+            "pareto-memory",
+            figure,
+            f"Step time over memory of {len(points)} plans; the chosen one: {self._said(self.best)}.",
+        )
 
     @property
     def cost_chart(self) -> Chart:
@@ -137,8 +162,14 @@ class PlanView:
             if point.devices != self.best.layout.machines.devices and point.prediction is not None:
                 name = units.count(point.devices, "device")
                 points.append(charts.Point(name, f"{name}: {point.plan}", at(point), point.prediction.step_time_s))
-        figure = charts.pareto(points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1)
-        return Chart("pareto-cost", figure, f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well.")
+        figure = charts.pareto(
+            points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1
+        )
+        return Chart(
+            "pareto-cost",
+            figure,
+            f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well.",
+        )
 
     @cached_property
     def pipeline(self) -> tuple[Candidate, Chart] | None:
@@ -150,9 +181,16 @@ class PlanView:
         note = ""
         if drawn < piped.plan.microbatches:
             every = f"{piped.plan.microbatches:,}"
-            note = f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the ends weigh less."
-        label = f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
-        return piped, Chart("pipeline", charts.pipeline(timeline(replace(piped.layout, microbatches=drawn))), label, note)
+            note = (
+                f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the "
+                "ends weigh less."
+            )
+        label = (
+            f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
+        )
+        return piped, Chart(
+            "pipeline", charts.pipeline(timeline(replace(piped.layout, microbatches=drawn))), label, note
+        )
 
     @property
     def spans(self) -> list[tuple[str, str]]:
@@ -168,7 +206,9 @@ class PlanView:
         factor, unit = (1e3, "ms") if slowest < 1 else (1.0, "s")
         times = [{part.name: part.value for part in shares_of_time(c)} for c in shown]
         parts = {part: [of_plan.get(part, 0.0) * factor for of_plan in times] for part in self.parts}
-        figure = charts.stacked([str(c.plan) for c in shown], parts, charts.TIME_COLOURS, PART_NAMES, f"{unit} per step")
+        figure = charts.stacked(
+            [str(c.plan) for c in shown], parts, charts.TIME_COLOURS, PART_NAMES, f"{unit} per step"
+        )
         return Chart("time", figure, " ".join(f"{c.plan}: {seconds(c.prediction.step_time_s)}." for c in shown))
 
     @property
@@ -194,7 +234,9 @@ class PlanView:
     @cached_property
     def holders(self) -> dict[str, str]:
         """The users of memory in any of the shown plans, with their colours."""
-        names = dict.fromkeys(name for c in self.found.best[:_BARS] for name, size in c.prediction.memory.items() if size > 0)
+        names = dict.fromkeys(
+            name for c in self.found.best[:_BARS] for name, size in c.prediction.memory.items() if size > 0
+        )
         return charts.holder_colours(list(names))
 
     @property
@@ -267,7 +309,8 @@ class PlanView:
     def changes(self) -> list[PlanRow]:
         """Changes that would help, the most effective first."""
         return [
-            PlanRow(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+")) for row in self.explanation.helps
+            PlanRow(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
+            for row in self.explanation.helps
         ]
 
 

@@ -62,7 +62,13 @@ class Rates:
     def loss_chart(self, number: int, rate: str) -> Chart | None:
         """Loss against time; None without any losses."""
         series = [
-            charts.Line(rule.name, rule.seconds, rule.losses, charts.SERIES[i % len(charts.SERIES)], dashed=i >= len(charts.SERIES))
+            charts.Line(
+                rule.name,
+                rule.seconds,
+                rule.losses,
+                charts.SERIES[i % len(charts.SERIES)],
+                dashed=i >= len(charts.SERIES),
+            )
             for i, rule in enumerate(self.at[rate])
             if rule.losses
         ]
@@ -83,7 +89,11 @@ class Rates:
             Panel("time to target, s", [rule.time_to_target_s for rule in rules]),
             Panel("final loss", [rule.final_loss for rule in rules]),
         ]
-        return Chart(f"bars-{number}", panelled([rule.name for rule in rules], panels), f"The figures of each rule at {rate}, as bars.")
+        return Chart(
+            f"bars-{number}",
+            panelled([rule.name for rule in rules], panels),
+            f"The figures of each rule at {rate}, as bars.",
+        )
 
 
 def write_rules_page(found: Rates, file: Path) -> Path:

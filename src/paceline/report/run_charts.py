@@ -21,7 +21,10 @@ _MARKED = {  # events that a curve shows; after a restart there is a resume
     "rewind": "rewind",
     "resume": "resume",
 }
-_MEMORY = {"memory_bytes": ("Memory of each rank", "memory_now"), "gpu_memory_bytes": ("GPU memory of each rank", "gpu_memory")}
+_MEMORY = {
+    "memory_bytes": ("Memory of each rank", "memory_now"),
+    "gpu_memory_bytes": ("GPU memory of each rank", "gpu_memory"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ def run_charts(record: RunRecord) -> list[DrawnChart]:
         except Exception as error:
             if name in PANELS.built_in:
                 raise
-            raise RunError(f'the panel "{name}" of an installed package ({info.panel}) failed: {type(error).__name__}: {error}') from error
+            raise RunError(
+                f'the panel "{name}" of an installed package ({info.panel}) failed: {type(error).__name__}: {error}'
+            ) from error
     return found
 
 
@@ -84,7 +89,10 @@ def losses(record: RunRecord) -> Iterator[DrawnChart]:
     for over, place in places.items():
         training = charts.Line("training", list(place.values()), values)
         held_out = charts.Line(
-            "validation", [place[e["step"]] for e in evaluated], [e["metrics"]["loss"] for e in evaluated], charts.VERMILLION
+            "validation",
+            [place[e["step"]] for e in evaluated],
+            [e["metrics"]["loss"] for e in evaluated],
+            charts.VERMILLION,
         )
         figure = charts.lines(
             [training],
@@ -117,7 +125,9 @@ def metrics(record: RunRecord) -> Iterator[DrawnChart]:
         line = charts.Line(name, [step for step, _ in measured], [value for _, value in measured], charts.GREEN)
         label = f"{name} on validation samples; newest {digits(measured[-1][1])}."
         yield DrawnChart(
-            f"Validation: {name}", ["held_out"], Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label)
+            f"Validation: {name}",
+            ["held_out"],
+            Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label),
         )
 
 
@@ -128,15 +138,27 @@ def speeds(record: RunRecord) -> list[DrawnChart]:
 
 def _throughput(record: RunRecord) -> DrawnChart:
     steps = timed(record.ranks[0])
-    line = charts.Line("throughput", [record.clock_of[s["step"]] for s in steps], [s["samples"] / s["step_s"] for s in steps])
+    line = charts.Line(
+        "throughput", [record.clock_of[s["step"]] for s in steps], [s["samples"] / s["step_s"] for s in steps]
+    )
     figure = charts.lines([line], "seconds", "samples per second", middle=statistics.median)
-    return DrawnChart("Throughput over time", ["throughput"], Chart("throughput", figure, "Throughput over time, in samples per second."))
+    return DrawnChart(
+        "Throughput over time",
+        ["throughput"],
+        Chart("throughput", figure, "Throughput over time, in samples per second."),
+    )
 
 
 def _parts(record: RunRecord) -> DrawnChart:
     steps = timed(record.ranks[0])
-    figure = charts.parts_over_steps([s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS})
-    return DrawnChart("Where rank 0’s time went", list(PARTS), Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."))
+    figure = charts.parts_over_steps(
+        [s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS}
+    )
+    return DrawnChart(
+        "Where rank 0’s time went",
+        list(PARTS),
+        Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."),
+    )
 
 
 def memory(record: RunRecord) -> Iterator[DrawnChart]:
@@ -147,6 +169,8 @@ def memory(record: RunRecord) -> Iterator[DrawnChart]:
             read = [(s["step"], s["use"][key] / 1e6) for s in steps if key in s.get("use", {})]
             if read:
                 colour = charts.SERIES[rank % len(charts.SERIES)]
-                series.append(charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour))
+                series.append(
+                    charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour)
+                )
         if series:
             yield DrawnChart(title, [term], Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB."))

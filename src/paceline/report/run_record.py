@@ -49,8 +49,17 @@ class RunRecord:
             ranks[rank] = [newest[step] for step in sorted(newest)]
         events = _whole_lines(run.path, "events.jsonl", _is_event, gaps)
         if not events:
-            gaps.append("events.jsonl has no event: how the run began, what was measured and why it ended is not known.")
-        return cls(ranks, events, _environment(run.path / "environment.json", gaps), str(run.plan), run.cluster.describe(), gaps)
+            gaps.append(
+                "events.jsonl has no event: how the run began, what was measured and why it ended is not known."
+            )
+        return cls(
+            ranks,
+            events,
+            _environment(run.path / "environment.json", gaps),
+            str(run.plan),
+            run.cluster.describe(),
+            gaps,
+        )
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -78,7 +87,10 @@ class RunRecord:
 
 
 def timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps that speeds are made of: after the warm-up, and with times (on CUDA an attempt's last step has none)."""
+    """The steps that speeds are made of.
+
+    After the warm-up, and with times (on CUDA an attempt's last step has none).
+    """
     return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 
 
@@ -131,7 +143,11 @@ def _parsed(line: bytes) -> Any:
 
 
 def _is_step(line: Any) -> bool:
-    if not isinstance(line, dict) or not all(_is_number(line.get(name)) for name in _NUMBERS) or not isinstance(line["step"], int):
+    if (
+        not isinstance(line, dict)
+        or not all(_is_number(line.get(name)) for name in _NUMBERS)
+        or not isinstance(line["step"], int)
+    ):
         return False
     use = line.get("use", {})
     if not isinstance(use, dict) or not all(map(_is_number, use.values())):
@@ -143,7 +159,9 @@ def _is_event(line: Any) -> bool:
     if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
         return False
     metrics = line.get("metrics")
-    return line["event"] != "evaluation" or ("step" in line and isinstance(metrics, dict) and all(map(_is_number, metrics.values())))
+    return line["event"] != "evaluation" or (
+        "step" in line and isinstance(metrics, dict) and all(map(_is_number, metrics.values()))
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -18,7 +18,16 @@ from paceline.report.sync_view import SyncView
 from paceline.training.record.progress import event_sentence
 from paceline.training.record.run import WARM_UP_STEPS, Run
 
-TROUBLE = ("nonfinite", "restart", "checkpoint_damaged", "checkpoint_failed", "lines_lost", "rewind", "resume", "slow_rank")
+TROUBLE = (
+    "nonfinite",
+    "restart",
+    "checkpoint_damaged",
+    "checkpoint_failed",
+    "lines_lost",
+    "rewind",
+    "resume",
+    "slow_rank",
+)
 TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up
 WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
 EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well
@@ -35,8 +44,10 @@ class RunView:
         self.run, self.record = run, RunRecord.read(run)
         if not self.record.ranks.get(0):
             raise RunError(
-                f"{run.path} holds no finished step of rank 0, so there is nothing to show. One step is enough for the loss; throughput "
-                f"and the breakdown need {WARM_UP_STEPS + 1}, as the first {WARM_UP_STEPS} are warm-up. " + " ".join(self.record.gaps)
+                f"{run.path} holds no finished step of rank 0, so there is nothing to show. One step is enough "
+                "for the loss; throughput "
+                f"and the breakdown need {WARM_UP_STEPS + 1}, as the first {WARM_UP_STEPS} are warm-up. "
+                + " ".join(self.record.gaps)
             )
         self.steps, self.events = self.record.ranks[0], self.record.events
         self.timed = timed(self.steps)
@@ -72,7 +83,11 @@ class RunView:
     def cards(self) -> list[Card]:
         """The figures of the headline."""
         ranks, too_few = len(self.record.ranks), f"needs {WARM_UP_STEPS + 1} steps"
-        cards = [Card("throughput", units.rate(self.throughput) if self.timed else too_few, f"on {units.count(ranks, 'rank')}")]
+        cards = [
+            Card(
+                "throughput", units.rate(self.throughput) if self.timed else too_few, f"on {units.count(ranks, 'rank')}"
+            )
+        ]
         reached = self.end is not None and str(self.end.get("reason")).startswith(TARGETS)
         until = "from the first step" if self.end is not None else "until the newest step"
         cards.append(Card("time_to_target" if reached else "training_time", units.seconds(self._elapsed_s), until))
@@ -89,11 +104,17 @@ class RunView:
     @property
     def throughput(self) -> float:
         """Samples per second, warm-up excluded; as `Run.throughput` has it."""
-        return float(statistics.median(s["samples"] for s in self.timed) / statistics.median(s["step_s"] for s in self.timed))
+        return float(
+            statistics.median(s["samples"] for s in self.timed) / statistics.median(s["step_s"] for s in self.timed)
+        )
 
     @property
     def _elapsed_s(self) -> float:
-        return float(self.end["elapsed_s"]) if self.end is not None and "elapsed_s" in self.end else self.record.clock_s[-1]
+        return (
+            float(self.end["elapsed_s"])
+            if self.end is not None and "elapsed_s" in self.end
+            else self.record.clock_s[-1]
+        )
 
     # Where the time goes
 
@@ -104,7 +125,11 @@ class RunView:
         Only ranks that have such steps.
         """
         steps_of = {rank: timed(steps) for rank, steps in self.record.ranks.items()}
-        return {rank: {p: statistics.fmean(s[f"{p}_s"] for s in steps) for p in PARTS} for rank, steps in steps_of.items() if steps}
+        return {
+            rank: {p: statistics.fmean(s[f"{p}_s"] for s in steps) for p in PARTS}
+            for rank, steps in steps_of.items()
+            if steps
+        }
 
     @property
     def sentences(self) -> list[str]:
@@ -133,7 +158,10 @@ class RunView:
         others = statistics.fmean(wait for rank, wait in waits.items() if rank != slow)
         if waits[slow] > others / 3:
             return [
-                f"The ranks wait for each other in turn, up to {units.seconds(max(waits.values()))} a step: no rank is always the slow one."
+                (
+                    f"The ranks wait for each other in turn, up to {units.seconds(max(waits.values()))} a step: no "
+                    "rank is always the slow one."
+                )
             ]
         waiting = f"{units.seconds(others)} of each step, {units.percent(others / step_s)}"
         return [f"The others wait for rank {slow}: {waiting}. A faster rank {slow} makes all of them faster."]
@@ -143,7 +171,11 @@ class RunView:
         """The mean step of each rank; none without steps after the warm-up."""
         bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.mean_parts_s.items()]
         return (
-            Chart("breakdown", charts.breakdown(bars), " ".join(["Mean step of each rank, part by part.", *self.sentences]))
+            Chart(
+                "breakdown",
+                charts.breakdown(bars),
+                " ".join(["Mean step of each rank, part by part.", *self.sentences]),
+            )
             if bars
             else None
         )
@@ -156,7 +188,8 @@ class RunView:
         notes = list(self.record.gaps)
         if not self.timed:
             notes.append(
-                f"Throughput, step time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed steps, as the first "
+                f"Throughput, step time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed "
+                "steps, as the first "
                 f"{WARM_UP_STEPS} are warm-up, and this run has {len(self.steps)}."
             )
         if not any("use" in s for steps in self.record.ranks.values() for s in steps):
@@ -175,7 +208,13 @@ class RunView:
             told = [("", f"{len(told) - EVENTS:,} earlier events are in events.jsonl", False), *told[-EVENTS:]]
         saved = [e for e in self.events if e["event"] == "checkpoint_saved"]
         if saved:
-            told.append(("", f"{units.count(len(saved), 'checkpoint')} saved, the newest at step {saved[-1].get('step')}", False))
+            told.append(
+                (
+                    "",
+                    f"{units.count(len(saved), 'checkpoint')} saved, the newest at step {saved[-1].get('step')}",
+                    False,
+                )
+            )
         return told
 
 

@@ -19,7 +19,10 @@ DOMINATES = 0.5  # of a step, from where communication is what a user should loo
 
 
 class SyncView:
-    """The replicas of a run as the template shows them. `comm_share`: of a step, that communication takes; None where no step is timed."""
+    """The replicas of a run as the template shows them.
+
+    `comm_share`: of a step, that communication takes; None where no step is timed.
+    """
 
     def __init__(self, record: RunRecord, plan: Plan, comm_share: float | None) -> None:
         self.record, self.plan, self.comm_share = record, plan, comm_share
@@ -54,8 +57,10 @@ class SyncView:
             yield f"{share}, also under this rule."
             return
         yield (
-            f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that agrees less often (local:8, diloco:30); "
-            "paceline bench with one --plan for each measures whether that is faster here, and what it does to the loss."
+            f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that agrees less "
+            "often (local:8, diloco:30); "
+            "paceline bench with one --plan for each measures whether that is faster here, and what it does "
+            "to the loss."
         )
 
     @property
@@ -66,7 +71,9 @@ class SyncView:
             found.append(BenchRow("wire", [units.size(sent)]))
         if (saved := _largest(self.saved)) is not None and self.errors:
             found.append(BenchRow("saved", [units.size(saved)]))
-            found.append(BenchRow("compression_error", [units.number(statistics.median(error for _, error in self.errors))]))
+            found.append(
+                BenchRow("compression_error", [units.number(statistics.median(error for _, error in self.errors))])
+            )
         return found
 
     @property
@@ -86,7 +93,9 @@ class SyncView:
         return [*self._wire_chart(), *self._error_chart()]
 
     def _wire_chart(self) -> Iterator[DrawnChart]:
-        rank = max((rank for rank, sent in self.sent.items() if sent), key=lambda rank: _mean(self.sent[rank]), default=None)
+        rank = max(
+            (rank for rank, sent in self.sent.items() if sent), key=lambda rank: _mean(self.sent[rank]), default=None
+        )
         if rank is None or not _mean(self.sent[rank]):
             return
         steps = [step for step, _, _ in self.sent[rank]]
@@ -97,18 +106,25 @@ class SyncView:
             series.append(charts.Line("without compression", steps, whole, charts.GREY, dashed=True))
         title = f"Bytes on the wire, rank {rank}"
         figure = charts.lines(series, "steps", "KiB per step", log_if_wide=True)
-        yield DrawnChart(title, ["wire", "saved"] if self.errors else ["wire"], Chart("wire", figure, f"{title}, in KiB per step."))
+        yield DrawnChart(
+            title, ["wire", "saved"] if self.errors else ["wire"], Chart("wire", figure, f"{title}, in KiB per step.")
+        )
 
     def _error_chart(self) -> Iterator[DrawnChart]:
         if self.errors:
-            line = charts.Line("error", [step for step, _ in self.errors], [error for _, error in self.errors], charts.PURPLE)
+            line = charts.Line(
+                "error", [step for step, _ in self.errors], [error for _, error in self.errors], charts.PURPLE
+            )
             figure = charts.lines([line], "steps", "relative error")
             yield DrawnChart(
-                "Error of compression", ["compression_error"], Chart("error", figure, "Relative error of compression over the steps.")
+                "Error of compression",
+                ["compression_error"],
+                Chart("error", figure, "Relative error of compression over the steps."),
             )
 
 
-Growth = list[tuple[int, int, float]]  # step of a reading, steps since the one before, what a counter grew by per step meanwhile
+# step of a reading, steps since the one before, what a counter grew by per step meanwhile
+Growth = list[tuple[int, int, float]]
 
 
 def per_step(steps: list[dict[str, Any]], counter: str) -> Growth:

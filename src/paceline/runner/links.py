@@ -67,7 +67,9 @@ def ranks_of(cluster: Cluster) -> int:
     return max(2, sum(min(devices, _MOST_RANKS) for devices in cluster.devices_per_host))
 
 
-def measure_links(cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable[[str], None] = lambda _: None) -> LinkResults:
+def measure_links(
+    cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable[[str], None] = lambda _: None
+) -> LinkResults:
     """Start the ranks for each transport in turn and measure. `say` is told the transport that comes.
 
     Raises:

@@ -2,7 +2,8 @@
 
 It tells if the plan can split a job's model and batches, once for the same work.
 
-Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since a refusal.
+Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since
+a refusal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from paceline.planner.history import cache_folder, digests, made_cache_folder
 from paceline.plans.plan import Plan
 
 _FOLDER = "preflight"
-_WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "batch_norm", "precision", "partition", "clip_norm")
+_WORK = (
+    "model",
+    "data",
+    "loss",
+    "optimizer",
+    "global_batch",
+    "drop_last",
+    "batch_norm",
+    "precision",
+    "partition",
+    "clip_norm",
+)
 
 
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
@@ -36,7 +48,8 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
         world: the number of ranks that were started already; another plan that is proposed needs exactly these.
 
     Raises:
-        PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest plan that works.
+        PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest
+            plan that works.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
     if not plan.splits and not loss_is_tried(job, plan):
@@ -85,7 +98,12 @@ def _kept(job: Job, plan: Plan) -> Path:
     Named by the work, the plan and all code that is known to bear on it.
     """
     values = job.model_dump(mode="json", include=set(_WORK))
-    key = {"job": values, "files": list(digests(values)), "plan": str(plan) if plan.splits else "whole", "source": _newest_source()}
+    key = {
+        "job": values,
+        "files": list(digests(values)),
+        "plan": str(plan) if plan.splits else "whole",
+        "source": _newest_source(),
+    }
     key |= {package: _version(package) for package in ("paceline", "torch", "transformers")}
     return cache_folder() / _FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 

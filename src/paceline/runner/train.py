@@ -55,26 +55,30 @@ def train(
 ) -> Run:
     """Train a job until its stop rule ends it, and return the record.
 
-    Alone, the ranks of the plan are started on this machine, or on hosts emulated on it, and watched. Called by every rank of a torchrun,
-    those ranks are used.
+    Alone, the ranks of the plan are started on this machine, or on hosts emulated on it, and watched. Called by every
+    rank of a torchrun, those ranks are used.
 
     Args:
         job: a `Job`, or the YAML file of one.
         cluster: where to train; None is this machine.
-        plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them for a few seconds
-            where the run is long enough for that, or at an earlier start; under torchrun, one replica per rank, and a run that is resumed
-            keeps its own.
+        plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them
+            for a few seconds where the run is long enough for that, or at an earlier start; under torchrun, one replica
+            per rank, and a run that is resumed keeps its own.
         run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
-        resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is none.
+        resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is
+            none.
         port: of the rendezvous, on 127.0.0.1 or the first emulated host; None takes a free one.
         restarts: how often a run that failed is started again from its newest checkpoint.
         console: where progress is shown; None is stderr.
 
     Raises:
-        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and what to do.
+        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and
+            what to do.
     """
     if is_our_rank():
-        raise LaunchError('train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.')
+        raise LaunchError(
+            'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.'
+        )
     if not is_rank():
         warm_up()  # it imports while this process reads and checks
     job = job if isinstance(job, Job) else Job.load(job)
@@ -97,10 +101,15 @@ def train(
             warm_up(COMPILER)
         refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
-            lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console)))
+            lock = held.enter_context(
+                _new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console))
+            )
         record = _record(job, cluster, choice.plan, lock.run, before)
         console.print(f"plan {choice.plan} · run {record.path}", highlight=False, markup=False)
-        for note in [*warnings_about(choice.plan, job, cluster), *(_notes_on_resuming(job, run, before) if resume else [])]:
+        for note in [
+            *warnings_about(choice.plan, job, cluster),
+            *(_notes_on_resuming(job, run, before) if resume else []),
+        ]:
             _note(console, f"note: {note}")
         try:
             _launch_ranks(record, lock, console, port, restarts)
@@ -154,12 +163,16 @@ def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None
         )
 
 
-def choose_plan(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> Plan:
+def choose_plan(
+    job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None
+) -> Plan:
     """The plan of `choice_of`."""
     return choice_of(job, cluster, plan, before, say).plan
 
 
-def choice_of(job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None) -> AutoChoice:
+def choice_of(
+    job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None
+) -> AutoChoice:
     """The plan as asked; for `auto` that of the resumed run, else a new choice.
 
     Raises:
@@ -195,7 +208,9 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
         Run.must_be_new(path)
         private_folder(path)
     except OSError as error:
-        raise RunError(f"the run cannot be kept in {path}: {error.strerror}. Name a directory that can be written with --run.") from error
+        raise RunError(
+            f"the run cannot be kept in {path}: {error.strerror}. Name a directory that can be written with --run."
+        ) from error
     return RunLock(path, say, on_lost)
 
 

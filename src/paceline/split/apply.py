@@ -43,11 +43,14 @@ class Split:
         parts: the part that this rank holds of each of its parameters.
         aliases: the further names of tied parameters (`tied_names`).
         modules: the modules that this rank computes: the model, or its pipeline stages.
-        parameters: the optimizer's parameters by their names in the undivided model: plain tensors, of FSDP2's shards too.
+        parameters: the optimizer's parameters by their names in the undivided model: plain tensors, of FSDP2's shards
+            too.
         report: the divisions that were made, one line of text each.
     """
 
-    def __init__(self, deferred: DeferredModel, plan: Plan, mesh: Mesh, example: Batch, call: Call, *, precision: str) -> None:
+    def __init__(
+        self, deferred: DeferredModel, plan: Plan, mesh: Mesh, example: Batch, call: Call, *, precision: str
+    ) -> None:
         self.plan, self.mesh, self.example = plan, mesh, example
         self.report: list[str] = [deferred.note] if deferred.note else []
         self.context: Context | None = None
@@ -112,7 +115,10 @@ class Split:
             return set()
         refuse_writes(observed)
         found = inseparable(find_blocks(model), trace, observed)
-        self.report += [f"fsdp: {name} is gathered together with the remainder of the model: {reason}" for name, reason in found.items()]
+        self.report += [
+            f"fsdp: {name} is gathered together with the remainder of the model: {reason}"
+            for name, reason in found.items()
+        ]
         return set(found)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
@@ -123,7 +129,13 @@ class Split:
             instead = " ".join(f"{key}={'off' if key == 'compile' else 1}" for key in others)
             raise PlanError(
                 "\n".join(
-                    [f"plan {plan}: cp of this model cannot be combined with {', '.join(others)}: {instead}, or cp=1", *context.lines]
+                    [
+                        (
+                            f"plan {plan}: cp of this model cannot be combined with {', '.join(others)}: "
+                            f"{instead}, or cp=1"
+                        ),
+                        *context.lines,
+                    ]
                 )
             )
 
@@ -137,10 +149,17 @@ class Split:
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile))
         if plan.fsdp > 1:
-            names = {name for module in self.modules for name, m in module.named_modules() if m in blocks} - self._together
+            names = {
+                name for module in self.modules for name, m in module.named_modules() if m in blocks
+            } - self._together
             self.fully = shard_fully(
                 self.modules,
-                [block for module in self.modules for name, block in module.named_modules() if name in names and block in blocks],
+                [
+                    block
+                    for module in self.modules
+                    for name, block in module.named_modules()
+                    if name in names and block in blocks
+                ],
                 self._named(model),
                 self.parts,
                 self.mesh.devices("fsdp"),
@@ -223,11 +242,13 @@ class Split:
     def gradient_square(self) -> Tensor:
         """Contribution of this rank to the squared L2 norm of the gradient, a tensor (1,).
 
-        A shard that several ranks hold is divided by their number, and so is everything by `dp`, since replicas agree on gradients. The
-        contributions of all ranks sum to the squared norm.
+        A shard that several ranks hold is divided by their number, and so is everything by `dp`, since replicas agree
+        on gradients. The contributions of all ranks sum to the squared norm.
         """
         square = torch.zeros(1, dtype=torch.float64, device=self.mesh.world.device)
-        present = [(p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None]
+        present = [
+            (p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None
+        ]
         if present:
             norms = torch.stack([n.double() for n in torch._foreach_norm([g for g, _ in present])])
             holders = torch.tensor([n for _, n in present], dtype=torch.float64, device=norms.device)
@@ -261,7 +282,9 @@ class Split:
 
     def _holders(self, part: Part) -> int:
         """Number of ranks of the replica that hold the same shard."""
-        return part.stages * math.prod(self.mesh.sizes[axis] for axis in REPLICA if axis != "pp" and axis not in part.sharded)
+        return part.stages * math.prod(
+            self.mesh.sizes[axis] for axis in REPLICA if axis != "pp" and axis not in part.sharded
+        )
 
 
 def _held(parameter: nn.Parameter) -> nn.Parameter:

@@ -14,9 +14,12 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch.compile keep its code in a private cache folder, mode 0700. TORCHINDUCTOR_CACHE_DIR can name another folder.
+    """Have torch.compile keep its code in a private cache folder, mode 0700.
 
-    Its own default is a folder with a known name where temporary files are: whoever makes it first decides what code runs.
+    TORCHINDUCTOR_CACHE_DIR can name another folder.
+
+    Its own default is a folder with a known name where temporary files are: whoever makes it first decides what code
+    runs.
 
     Raises:
         PlanError: the folder belongs to another user.
@@ -29,7 +32,8 @@ def keep_compiled_code_private() -> None:
     except OSError as error:
         if named or error.errno == errno.EPERM:
             raise PlanError(
-                f"compile= would run code from {named or error.filename}: {error.strerror}. Set {_VARIABLE} to a folder of your own, or "
+                f"compile= would run code from {named or error.filename}: {error.strerror}. Set {_VARIABLE} to "
+                "a folder of your own, or "
                 "leave compile out."
             ) from error
         return _guard_the_default(error)  # a user without a home
@@ -44,6 +48,7 @@ def _guard_the_default(error: OSError) -> None:
         private_folder(Path(default_cache_dir()))
     except OSError as second:
         raise PlanError(
-            f"compile= has no folder for its code: {error.strerror} ({error.filename}), and {second.strerror} ({second.filename}). Set "
+            f"compile= has no folder for its code: {error.strerror} ({error.filename}), and {second.strerror} "
+            f"({second.filename}). Set "
             f"{_VARIABLE} to a folder of your own, or leave compile out."
         ) from second

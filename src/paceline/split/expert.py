@@ -1,7 +1,8 @@
 """Expert parallelism: experts divided over ranks, tokens sent to them and back.
 
-Ranks read different samples; one all-to-all takes tokens to the ranks of their experts, a second one takes the results back. A small
-all-to-all before them exchanges the token counts, so nothing is padded or dropped. Lepikhin et al., 2020, arXiv:2006.16668 (GShard).
+Ranks read different samples; one all-to-all takes tokens to the ranks of their experts, a second one takes the results
+back. A small all-to-all before them exchanges the token counts, so nothing is padded or dropped. Lepikhin et al., 2020,
+arXiv:2006.16668 (GShard).
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ class ExpertReport:
 def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
     """Keep this rank's shard of every mixture's experts, and route tokens to all experts.
 
-    A mixture's experts are a module with `num_experts`, parameters whose dim 0 counts the experts (at least one of three
-    dimensions), and the call `experts(hidden (tokens, h), top_k_index (tokens, k), top_k_weights (tokens, k)) -> (tokens, h)`,
-    which returns the weighted sum of the outputs of each token's experts: the zoo's `moe`, and Mixtral, Qwen2-MoE, OLMoE,
-    DeepSeek-V3, gpt-oss and others of transformers. The module computes its own experts as before, by whichever implementation its
-    configuration chooses.
+    A mixture's experts are a module with `num_experts`, parameters whose dim 0 counts the experts (at least one of
+    three dimensions), and the call `experts(hidden (tokens, h), top_k_index (tokens, k), top_k_weights (tokens, k)) ->
+    (tokens, h)`, which returns the weighted sum of the outputs of each token's experts: the zoo's `moe`, and Mixtral,
+    Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and others of transformers. The module computes its own experts as before, by
+    whichever implementation its configuration chooses.
 
-    Ranks along ep read different samples. All of them must run the same number of forward and backward passes in the same order; a rank
-    without samples runs them with an empty batch, or on a loss of weight 0. Gradients of experts are complete after the backward pass;
-    all other parameters are marked as partial sums over ep.
+    Ranks along ep read different samples. All of them must run the same number of forward and backward passes in the
+    same order; a rank without samples runs them with an empty batch, or on a loss of weight 0. Gradients of experts are
+    complete after the backward pass; all other parameters are marked as partial sums over ep.
 
-    A load-balancing loss that the model computes itself (transformers' `output_router_logits`) covers the tokens of one rank and
-    one forward pass, so that its gradient depends on the plan. The zoo's `moe` does not do this.
+    A load-balancing loss that the model computes itself (transformers' `output_router_logits`) covers the tokens of one
+    rank and one forward pass, so that its gradient depends on the plan. The zoo's `moe` does not do this.
 
     Args:
         model: on any device, meta too.
@@ -99,11 +100,14 @@ def undivided(model: nn.Module, ep_size: int) -> str | None:
     found = {name: module.num_experts for name, module in mixtures(model)}
     where = next((name for name, number in found.items() if number % ep_size), "")
     reason = undivided_experts(tuple(dict.fromkeys(found.values())), ep_size, where)
-    apart = sorted({type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)})
+    apart = sorted(
+        {type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)}
+    )
     if found or not apart:
         return reason
     return (
-        f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the parameters of all in one tensor, and "
+        f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the "
+        "parameters of all in one tensor, and "
         "are called with tokens, expert indices and weights, as in transformers' Mixtral."
     )
 
@@ -116,7 +120,12 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _is_experts(module: nn.Module) -> bool:
     count = getattr(module, "num_experts", None)
     own = list(module.parameters(recurse=False))
-    if not isinstance(count, int) or count < 2 or not any(p.dim() == 3 for p in own) or any(p.shape[:1] != (count,) for p in own):
+    if (
+        not isinstance(count, int)
+        or count < 2
+        or not any(p.dim() == 3 for p in own)
+        or any(p.shape[:1] != (count,) for p in own)
+    ):
         return False
     wanted = inspect.signature(module.forward).parameters.values()
     positional = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -131,14 +140,17 @@ def _notes(model: nn.Module) -> Iterator[str]:
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         yield (
-            "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient depends on the plan; "
+            "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient "
+            "depends on the plan; "
             "output_router_logits: false leaves it out"
         )
 
 
 # token counts are known only after routing, so this is not compiled
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _dispatched(forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any) -> Tensor:
+def _dispatched(
+    forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any
+) -> Tensor:
     """Output of `forward` over all experts, each rank computing its own experts.
 
     Every rank's experts get the tokens of all ranks.
@@ -155,7 +167,13 @@ def _dispatched(forward: Any, signature: inspect.Signature, experts: int, ep: Gr
 
 
 def sent_to_experts(
-    forward: Any, hidden: Tensor, order: Tensor, of_experts: Tensor, from_ranks: Tensor, top_k_weights: Tensor, ep: Group
+    forward: Any,
+    hidden: Tensor,
+    order: Tensor,
+    of_experts: Tensor,
+    from_ranks: Tensor,
+    top_k_weights: Tensor,
+    ep: Group,
 ) -> Tensor:
     """Send tokens, ordered by expert, to the ranks of their experts, and combine the results.
 
@@ -179,8 +197,8 @@ def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dt
     own = torch.arange(from_ranks.shape[1], device=rows.device).repeat(from_ranks.shape[0])
     index = own.repeat_interleave(from_ranks.flatten(), output_size=count)
     if not count:
-        # One row of zeros, so that the parameters take part in the backward pass (with a gradient of 0, as in one process for an expert
-        # without tokens), and so does this rank's side of the collectives.
+        # One row of zeros, so that the parameters take part in the backward pass (with a gradient of 0, as in one
+        # process for an expert without tokens), and so does this rank's side of the collectives.
         rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own[:1]
     made: Tensor = forward(rows, index.unsqueeze(1), torch.ones(len(rows), 1, dtype=dtype, device=rows.device))
     return made[:count]

@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): each rank keeps a slice of every parameter, gradient and optimizer state.
 
-`zero` chooses the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). Between steps every rank keeps 1 / ranks of the state at
-all stages, parameters included; the stages differ in the memory within a step and in the bytes sent:
+`zero` chooses the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). Between steps every rank keeps 1 / ranks
+of the state at all stages, parameters included; the stages differ in the memory within a step and in the bytes sent:
 
 ====  ==================================  =================================  ============================
 zero  parameters                          gradients                          sent per step
@@ -16,8 +16,9 @@ zero  parameters                          gradients                          sen
 1     gathered once a step                whole until the last microbatch    1 of each
 ====  ==================================  =================================  ============================
 
-In a pipeline, PyTorch's `PipelineStage` reduces gradients once a step and keeps parameters gathered meanwhile, whatever `zero` says: with
-zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules need the weights once more.
+In a pipeline, PyTorch's `PipelineStage` reduces gradients once a step and keeps parameters gathered meanwhile, whatever
+`zero` says: with zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules need the
+weights once more.
 """
 
 from __future__ import annotations
@@ -45,7 +46,16 @@ class FullySharded:
         notes: sentences for the user.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], devices: DeviceMesh, *, zero: int, pipelined: bool, casts: bool, offload: bool) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        devices: DeviceMesh,
+        *,
+        zero: int,
+        pipelined: bool,
+        casts: bool,
+        offload: bool,
+    ) -> None:
         self.casts, self.offload = casts, offload
         self.notes: list[str] = []
         self._stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
@@ -99,15 +109,15 @@ def shard_fully(
 
     Each block is gathered and reduced as one unit, and the remainder of a stage as another. All reductions are sums.
 
-    Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with the
-    remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their gradients as partial
-    sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one process; but a *block* must be
-    run by all ranks or by none, since its collectives need all.
+    Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with
+    the remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their
+    gradients as partial sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one
+    process; but a *block* must be run by all ranks or by none, since its collectives need all.
 
-    With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards kept, in float32,
-    and a stage's output is float32 again, so that losses are computed in it. Other than under autocast, norms, softmax and residual
-    sums are bfloat16, too; and half the bytes are gathered. Batch norms do not support that, so a model that has some stays with autocast
-    (`FullySharded.casts` is False).
+    With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards
+    kept, in float32, and a stage's output is float32 again, so that losses are computed in it. Other than under
+    autocast, norms, softmax and residual sums are bfloat16, too; and half the bytes are gathered. Batch norms do not
+    support that, so a model that has some stays with autocast (`FullySharded.casts` is False).
 
     Args:
         stages: the model, or a rank's pipeline stages; on the meta device or real.
@@ -115,8 +125,8 @@ def shard_fully(
         named: every parameter of the stages by its key in `parts`.
         devices: the one-dimensional mesh along fsdp.
         zero: 1, 2 or 3 (above).
-        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Has no effect, and adds a note, where the
-            rank computes on the CPU.
+        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Has no effect, and
+            adds a note, where the rank computes on the CPU.
         pipelined: True if PyTorch's pipeline schedules run the stages.
 
     Raises:
@@ -143,11 +153,15 @@ def shard_fully(
         fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=outer, **options)
         _sum_only(stage)
     sharded = FullySharded(stages, devices, zero=zero, pipelined=pipelined, casts=casts, offload=offloads)
-    sharded.notes += _notes(zero=zero, offload=offload, offloads=offloads, pipelined=pipelined, autocast=precision == "bf16" and not casts)
+    sharded.notes += _notes(
+        zero=zero, offload=offload, offloads=offloads, pipelined=pipelined, autocast=precision == "bf16" and not casts
+    )
     return sharded
 
 
-def _note_slices(named: Mapping[str, nn.Parameter], parts: Parts, devices: DeviceMesh, scalars: set[nn.Parameter]) -> None:
+def _note_slices(
+    named: Mapping[str, nn.Parameter], parts: Parts, devices: DeviceMesh, scalars: set[nn.Parameter]
+) -> None:
     """Note this rank's slice of each parameter: FSDP2 slices dimension 0 as `torch.chunk` does.
 
     All slices have the same size, rounded up, but for a smaller one and empty ones at the end.
@@ -200,7 +214,9 @@ def _reached(modules: Iterable[nn.Module], without: nn.Module) -> set[nn.Module]
     return found
 
 
-def _refuse_mixed_types(stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
+def _refuse_mixed_types(
+    stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]
+) -> None:
     """Refuse units with trainable parameters of several types.
 
     FSDP2 reduces a unit in one collective and would fail in the first step only.
@@ -215,7 +231,8 @@ def _refuse_mixed_types(stages: Sequence[nn.Module], pieces: Sequence[nn.Module]
         if len(first) > 1:
             found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
             raise PlanError(
-                f"fsdp reduces the gradients of a block in one collective and so needs one type of trainable parameters in it: {found}. "
+                "fsdp reduces the gradients of a block in one collective and so needs one type of trainable "
+                f"parameters in it: {found}. "
                 "Give the model one type (model.float()), or freeze those of the other type."
             )
 
@@ -227,19 +244,26 @@ def _sum_only(stage: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     assert isinstance(stage, FSDPModule)
-    # A parameter may be used on some ranks only, such as an expert; without this their collectives would differ in size.
+    # A parameter may be used on some ranks only, such as an expert; without this their collectives would differ in
+    # size.
     stage.set_reduce_scatter_unused_params(True)
 
 
 def _notes(*, zero: int, offload: bool, offloads: bool, pipelined: bool, autocast: bool) -> list[str]:
     notes = []
     if offload and not offloads:
-        notes.append("offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they are")
+        notes.append(
+            "offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they are"
+        )
     if autocast:
-        notes.append("precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and autocast casts")
+        notes.append(
+            "precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and "
+            "autocast casts"
+        )
     if pipelined and zero != 1:
         notes.append(
-            f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between steps they are slices"
+            f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between "
+            "steps they are slices"
         )
     return notes
 
@@ -255,8 +279,9 @@ def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
 class _Used:
     """Flags that tell which parameters got a gradient on any rank in this step.
 
-    FSDP2 gives zeros to all others, on which an optimizer would act. The flags are read from FSDP2's parameter groups, as PyTorch's own
-    `PipelineStage` does: the gathered parameters have no public name, and zero-bubble schedules set gradients past every hook.
+    FSDP2 gives zeros to all others, on which an optimizer would act. The flags are read from FSDP2's parameter groups,
+    as PyTorch's own `PipelineStage` does: the gathered parameters have no public name, and zero-bubble schedules set
+    gradients past every hook.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -276,7 +301,9 @@ class _Used:
         def note_and_reduce(*unused: Any) -> None:
             for one in group.fsdp_params:
                 if one in self.flags and not self.flags[one] and hasattr(one, "_unsharded_param"):
-                    self.flags[one] = one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None
+                    self.flags[one] = (
+                        one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None
+                    )
             reduce(*unused)
 
         return note_and_reduce

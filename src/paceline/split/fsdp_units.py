@@ -15,7 +15,10 @@ from paceline.split.pipeline.record_forward import Call, trace_forward
 
 
 def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[ForwardTrace | None, Observed]:
-    """Trace and observations of a forward pass on shapes. The trace is None if the model cannot be followed without its weights."""
+    """Trace and observations of a forward pass on shapes.
+
+    The trace is None if the model cannot be followed without its weights.
+    """
     observed = Observed()
     names = {name for name, _ in model.named_modules()}
     try:
@@ -33,7 +36,8 @@ def refuse_writes(observed: Observed) -> None:
     for name, operation in observed.written.items():
         how = "an nn.Embedding with max_norm" if operation.startswith("aten.embedding_renorm_") else operation
         raise PlanError(
-            f"fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a pass and then forgets: change "
+            f"fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a "
+            "pass and then forgets: change "
             "it after the optimizer's step instead, or fsdp=1."
         )
 
@@ -52,8 +56,12 @@ def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Obs
             found[block] = "its forward is called past its hooks"
     if trace is not None:
         for module_call in trace.module_calls:
-            if module_call.name in blocks and any(start < module_call.enter < stop for start, stop in observed.functions):
-                found.setdefault(module_call.name, "it is called within a torch.autograd.Function, whose backward pass is its own")
+            if module_call.name in blocks and any(
+                start < module_call.enter < stop for start, stop in observed.functions
+            ):
+                found.setdefault(
+                    module_call.name, "it is called within a torch.autograd.Function, whose backward pass is its own"
+                )
         for block, reason in _in_operations(blocks, trace):
             found.setdefault(block, reason)
     return found

@@ -38,8 +38,9 @@ class Box(NamedTuple):
 class ShardLayout:
     """A rank's shard of a tensor of shape `full`.
 
-    `kept[d]` are the intervals of dimension d that the rank holds, in their order in its shard: one interval for a simple shard, three for
-    a shard of a fused query-key-value matrix. Splits compose: each divides the remainder of the one before.
+    `kept[d]` are the intervals of dimension d that the rank holds, in their order in its shard: one interval for a
+    simple shard, three for a shard of a fused query-key-value matrix. Splits compose: each divides the remainder of the
+    one before.
     """
 
     full: tuple[int, ...]

@@ -17,7 +17,10 @@ _STEP_BYTES = 4
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a rank holds between backward pass and optimizer step. Activations and module buffers are not counted."""
+    """Bytes that a rank holds between backward pass and optimizer step.
+
+    Activations and module buffers are not counted.
+    """
 
     parameters: int
     gradients: int
@@ -47,8 +50,8 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
 def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec) -> StateBytes:
     """Bytes of training state that this rank will hold, from the layouts of its parts.
 
-    Exact but for FSDP2's padding: where a dimension does not divide evenly, the later ranks allocate parameters and gradients as long as
-    those of the first.
+    Exact but for FSDP2's padding: where a dimension does not divide evenly, the later ranks allocate parameters and
+    gradients as long as those of the first.
 
     Args:
         parts: the parts of the parameters that this rank holds.

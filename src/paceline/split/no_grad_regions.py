@@ -27,7 +27,8 @@ def inline_no_grad(program: ExportedProgram) -> None:
         body: fx.GraphModule = getattr(program.graph_module, str(region.target))
         if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in body.graph.nodes):
             raise PlanError(
-                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within torch.no_grad: use "
+                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within "
+                "torch.no_grad: use "
                 ".detach() instead of torch.no_grad there, or train without pp (fsdp divides any model)."
             )
         results = _copied(graph, node, body.graph, operands, detach=not enabled)
@@ -53,7 +54,9 @@ def _copied(graph: fx.Graph, before: fx.Node, body: fx.Graph, operands: list[Any
             known[inner] = operand
             if detach and isinstance(operand, fx.Node):
                 known[inner] = graph.call_function(torch.ops.aten.detach.default, (operand,))
-                known[inner].meta = operand.meta | {k: first.meta[k] for k in ("nn_module_stack", "stack_trace") if k in first.meta}
+                known[inner].meta = operand.meta | {
+                    k: first.meta[k] for k in ("nn_module_stack", "stack_trace") if k in first.meta
+                }
         for inner in body.nodes:
             if inner.op not in ("placeholder", "output"):
                 known[inner] = graph.node_copy(inner, lambda n: known[n])

@@ -17,8 +17,10 @@ class Part:
     Attributes:
         name: its name in the undivided model. No split renames a module or parameter.
         layout: this rank's shard of the full parameter.
-        sharded: the mesh axes along which the ranks hold different shards. Along all others of a replica they hold the same one.
-        summed: the axes along which gradients are partial sums (DTensor's `Partial`) until `Split.after_backward` reduces them.
+        sharded: the mesh axes along which the ranks hold different shards. Along all others of a replica they hold the
+            same one.
+        summed: the axes along which gradients are partial sums (DTensor's `Partial`) until `Split.after_backward`
+            reduces them.
         stages: number of pipeline stages that hold it (a tied parameter may be in two); 1 without a pipeline.
         writes: True if this pipeline rank saves it, where several stages hold it.
     """
@@ -51,7 +53,15 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def shard_parameter(
-    module: nn.Module, name: str, part: Part, *, axis: str, dim: int, index: int, of: int, sections: tuple[int, ...] | None = None
+    module: nn.Module,
+    name: str,
+    part: Part,
+    *,
+    axis: str,
+    dim: int,
+    index: int,
+    of: int,
+    sections: tuple[int, ...] | None = None,
 ) -> None:
     """Replace parameter `name` of `module` by part `index` of `of` along `dim`, and note it.
 

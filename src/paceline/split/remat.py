@@ -34,20 +34,22 @@ _KEPT_NAMES = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-_KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, name)} | {torch.ops.paceline.ring_attention.default}
+_KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, name)} | {
+    torch.ops.paceline.ring_attention.default
+}
 
 
 def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"]) -> Undo:
     """Recompute the activations of blocks in the backward pass; returns a function that undoes this.
 
-    `block` keeps a block's inputs only, and costs one more forward pass of it (Chen et al., 2016, arXiv:1604.06174). `selective` also
-    keeps the results of matrix multiplications with weights, of convolutions and of fused attention, and recomputes the cheap remainder,
-    including attention scores that are written out, whose size grows with the square of the length (Korthikanti et al., 2022,
-    arXiv:2205.05198).
+    `block` keeps a block's inputs only, and costs one more forward pass of it (Chen et al., 2016, arXiv:1604.06174).
+    `selective` also keeps the results of matrix multiplications with weights, of convolutions and of fused attention,
+    and recomputes the cheap remainder, including attention scores that are written out, whose size grows with the
+    square of the length (Korthikanti et al., 2022, arXiv:2205.05198).
 
-    The results stay the same: dropout draws the same masks again, statistics of batch norms are updated once. A key-value cache that a
-    block is given is left out while gradients are recorded, since a second pass would append to it again. Only `forward` of each instance
-    is replaced, so hooks (FSDP2's too) run once, outside of it.
+    The results stay the same: dropout draws the same masks again, statistics of batch norms are updated once. A
+    key-value cache that a block is given is left out while gradients are recorded, since a second pass would append to
+    it again. Only `forward` of each instance is replaced, so hooks (FSDP2's too) run once, outside of it.
     """
     return _replace_forwards(blocks, partial(_rematerialised, how=how))
 
@@ -79,7 +81,9 @@ def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
         args, keywords = _without_cache(args, keywords)
         # the compiler supports only its own selection, and updates statistics outside of the recomputation
         if torch.compiler.is_compiling():
-            selection: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selects else {}
+            selection: dict[str, Any] = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selects else {}
+            )
             return checkpoint(forward, *args, use_reentrant=False, **selection, **keywords)
         again = _Again(forward, norms) if norms else forward
         selection = {"context_fn": _keep_and_replay} if selects else {}
@@ -93,7 +97,10 @@ def _policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> Checkpo
 
 
 def _is_kept(operator: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """True if an operator's result is kept. Attention with dropout is not: it draws a mask, and later masks depend on that."""
+    """True if an operator's result is kept.
+
+    Attention with dropout is not: it draws a mask, and later masks depend on that.
+    """
     if operator not in _KEPT:
         return False
     names = [argument.name for argument in operator._schema.arguments]
@@ -108,8 +115,8 @@ def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 class _Keep(TorchDispatchMode):
     """Dispatch mode that records the results to keep.
 
-    Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place (an activation, a sum
-    over ranks); and they can be replayed more than once, as zero-bubble schedules do.
+    Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place
+    (an activation, a sum over ranks); and they can be replayed more than once, as zero-bubble schedules do.
     """
 
     def __init__(self, results: list[Any]) -> None:
@@ -197,7 +204,8 @@ def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
         except InductorError as error:
             what = str(error).strip().partition("\n")[0]
             raise PlanError(
-                f"compile={mode}: torch cannot compile a {type(block).__name__} here: {what}. It needs a C++ compiler and Python's headers "
+                f"compile={mode}: torch cannot compile a {type(block).__name__} here: {what}. It needs a C++ "
+                "compiler and Python's headers "
                 "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
             ) from error
 

@@ -24,18 +24,22 @@ if TYPE_CHECKING:
     from paceline.sync.compress import CodecChooser
 
 BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
-BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20  # their links are slower: sending begins earlier, and a message is still long against its latency
+# their links are slower: sending begins earlier, and a message is still long against its latency
+BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20
 
 
 class AllReduce(SyncRule):
     """Sum the gradients of all replicas after every backward pass.
 
-    Gradients are moved into flat buckets as the backward pass makes them, so a rank never holds them twice. A parameter that
-    no replica used keeps `grad=None`, as in a single process. With gradient accumulation only the last backward pass communicates.
+    Gradients are moved into flat buckets as the backward pass makes them, so a rank never holds them twice. A parameter
+    that no replica used keeps `grad=None`, as in a single process. With gradient accumulation only the last backward
+    pass communicates.
 
     Args:
-        algorithm: how a sum is made (see `paceline.comm.allreduce.algorithms`): flat, ring, tree, hierarchical, or auto.
-        compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes go as they are.
+        algorithm: how a sum is made (see `paceline.comm.allreduce.algorithms`): flat, ring, tree, hierarchical, or
+            auto.
+        compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes
+            go as they are.
     """
 
     def __init__(self, algorithm: str = "auto", compress: str = "none") -> None:
@@ -56,10 +60,16 @@ class AllReduce(SyncRule):
         on_gpu, whole = dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
         self.overlap = whole and (dp.spans_hosts or (on_gpu and self.compress == "none"))
-        first = BucketStream(dp.copy() if self.overlap and not on_gpu else dp, self.algorithm_name, own_thread=self.overlap and not on_gpu)
+        first = BucketStream(
+            dp.copy() if self.overlap and not on_gpu else dp,
+            self.algorithm_name,
+            own_thread=self.overlap and not on_gpu,
+        )
         self.streams = [first]
         if self.overlap and not on_gpu:
-            self.streams.append(BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links))
+            self.streams.append(
+                BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links)
+            )
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
@@ -73,7 +83,9 @@ class AllReduce(SyncRule):
             self._compress_by(self.compress)
         if whole:
             self.hooks = [
-                p.register_post_accumulate_grad_hook(partial(self._collect, b, i)) for b in self.buckets for i, p in enumerate(b.parameters)
+                p.register_post_accumulate_grad_hook(partial(self._collect, b, i))
+                for b in self.buckets
+                for i, p in enumerate(b.parameters)
             ]
         self.gradients = [b.gradients for b in self.buckets if b.gradient_size]
 
@@ -112,7 +124,9 @@ class AllReduce(SyncRule):
         state: dict[str, Any] = {}
         for stream in self.streams:
             if stream.compressor is not None:
-                state |= {f"lane{stream.number}/{key}": tensor for key, tensor in stream.compressor.state_dict().items()}
+                state |= {
+                    f"lane{stream.number}/{key}": tensor for key, tensor in stream.compressor.state_dict().items()
+                }
         if self.choice is not None and self.choice.decided:
             state |= {"auto": self.choice.codec, "replicas": self.replica.dp.size}
         return state
@@ -145,7 +159,9 @@ class AllReduce(SyncRule):
         It has no other ranks to measure and no numbers to code.
         """
         if self.compress != "none":
-            self.replica.log(f"compress={self.compress}: not part of a dry run; bytes sent along dp are counted without it")
+            self.replica.log(
+                f"compress={self.compress}: not part of a dry run; bytes sent along dp are counted without it"
+            )
         self.algorithm_name, self.compress = "flat", "none"
 
     def _compress_by(self, codec: str) -> None:
@@ -172,7 +188,8 @@ class AllReduce(SyncRule):
             return
         if bucket.pending is not None:
             raise SyncError(
-                "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint does that); "
+                "a parameter got a second gradient after its bucket had been sent (a re-entrant activation "
+                "checkpoint does that); "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         bucket.take(i, parameter)
@@ -234,7 +251,8 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
         groups.append([])  # half precision would round the scalars: they get a bucket of their own
     return [
-        Bucket.of(group, memories[i % len(memories)], replica.scalar_count if group is groups[-1] else 0) for i, group in enumerate(groups)
+        Bucket.of(group, memories[i % len(memories)], replica.scalar_count if group is groups[-1] else 0)
+        for i, group in enumerate(groups)
     ]
 
 

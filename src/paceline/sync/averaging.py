@@ -1,4 +1,7 @@
-"""Averaging: the simplest exact rule. Read it first; `allreduce` computes the same, in buckets and while the backward pass runs."""
+"""Averaging: the simplest exact rule.
+
+Read it first; `allreduce` computes the same, in buckets and while the backward pass runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ class Averaging(SyncRule):
     def after_backward(self, step: int, scalars: Tensor) -> Agreement:
         dp, only, before = self.replica.dp, self.replica.backward.only, self.replica.dp.sent_bytes
         trained = [p for p in self.replica.trainable if only is None or p in only]
-        # All ranks make the same calls, also for a parameter that only some replicas used. One that none used keeps no gradient.
+        # All ranks make the same calls, also for a parameter that only some replicas used. One that none used keeps no
+        # gradient.
         used = scalars.new_tensor([float(p.grad is not None) for p in trained])
         dp.all_reduce(used)
         for parameter in [p for p, count in zip(trained, used.tolist(), strict=True) if count]:

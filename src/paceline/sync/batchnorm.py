@@ -22,8 +22,9 @@ Forward = Callable[..., Any]
 def synchronise(model: nn.Module, dp: Group) -> nn.Module:
     """Make every batch-norm layer of `model` use the statistics of all replicas; returns the model.
 
-    The layers stay the objects that they are, with their hooks, names and tensors. Their class becomes a subclass of its own, in whose
-    forward `torch.nn.functional.batch_norm` is computed over the replicas. So a layer that extends BatchNorm keeps what it does besides.
+    The layers stay the objects that they are, with their hooks, names and tensors. Their class becomes a subclass of
+    its own, in whose forward `torch.nn.functional.batch_norm` is computed over the replicas. So a layer that extends
+    BatchNorm keeps what it does besides.
 
     Raises:
         PlanError: a layer whose statistics cannot be taken over the replicas; names it.
@@ -73,7 +74,8 @@ class _Global(_Layer):
     """Mixin for batch-norm layers that uses the statistics of all replicas in training.
 
     Attributes:
-        dp: the replicas. On the class, so that a copy of the model (an average of its weights) does not copy connections.
+        dp: the replicas. On the class, so that a copy of the model (an average of its weights) does not copy
+            connections.
         plain: the class of the layer before.
     """
 
@@ -88,19 +90,25 @@ class _Global(_Layer):
 
 def _global_class(cls: type, dp: Group) -> type:
     """`cls` with the statistics of all replicas, under the same name."""
-    return type(cls.__name__, (_Global, cls), {"dp": dp, "plain": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return type(
+        cls.__name__,
+        (_Global, cls),
+        {"dp": dp, "plain": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__},
+    )
 
 
 def _refuse(name: str, layer: _BatchNorm) -> None:
     cls = type(layer)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         raise PlanError(
-            f'batch_norm: sync: "{name}" is a {cls.__name__} that has not seen its first batch, so its size is not known. '
+            f'batch_norm: sync: "{name}" is a {cls.__name__} that has not seen its first batch, so its size '
+            "is not known. "
             "Give the number of channels, or run one batch through the model before."
         )
     if isinstance(layer, SyncBatchNorm) and cls.forward is not SyncBatchNorm.forward:
         raise PlanError(
-            f'batch_norm: sync: "{name}" is a {cls.__name__}, which extends torch\'s SyncBatchNorm, and that computes on GPUs only. '
+            f'batch_norm: sync: "{name}" is a {cls.__name__}, which extends torch\'s SyncBatchNorm, and that '
+            "computes on GPUs only. "
             "Use the class that extends BatchNorm in the model; batch_norm: sync makes its statistics global."
         )
 
@@ -118,7 +126,8 @@ def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
         layer = getattr(getattr(forward, "__self__", None), "__class__", None)
         raise PlanError(
             f"batch_norm: sync: {getattr(layer, '__name__', 'a layer')} extends BatchNorm and computes without "
-            "torch.nn.functional.batch_norm, so its statistics stay those of a replica. Call that function in its forward, "
+            "torch.nn.functional.batch_norm, so its statistics stay those of a replica. Call that function in "
+            "its forward, "
             "or use batch_norm: local."
         )
     return output
@@ -156,10 +165,11 @@ def _batch_norm(
 ) -> Tensor:
     """`torch.nn.functional.batch_norm`, in training with the mean and variance of all replicas.
 
-    On the CPU with two differentiable all-reduces (counts with sums, then squared deviations), so the variance does not lose digits to
-    cancellation and autograd derives the exact backward pass; on GPUs with torch's fused kernels.
+    On the CPU with two differentiable all-reduces (counts with sums, then squared deviations), so the variance does not
+    lose digits to cancellation and autograd derives the exact backward pass; on GPUs with torch's fused kernels.
     """
-    traced = input.is_meta or isinstance(input, torch._subclasses.FakeTensor)  # in shapes only, so there is nothing to agree on
+    # in shapes only, so there is nothing to agree on
+    traced = input.is_meta or isinstance(input, torch._subclasses.FakeTensor)
     single = input.numel() == input.shape[1]  # one value is enough where other replicas have more; torch refuses it
     if not training or dp.size == 1 or (traced and not single):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -194,7 +204,10 @@ def _broadcastable(vector: Tensor, x: Tensor) -> Tensor:
 
 
 class _SumOverReplicas(torch.autograd.Function):
-    """The sum over the replicas. Each replica's loss depends on the sum, so the gradient is the sum of their gradients."""
+    """The sum over the replicas.
+
+    Each replica's loss depends on the sum, so the gradient is the sum of their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dp: Group) -> Tensor:

@@ -33,7 +33,9 @@ class BucketStream:
         traffic: bytes sent by this stream.
     """
 
-    def __init__(self, group: Group, name: str, *, own_thread: bool, number: int = 0, links: GroupLinks | None = None) -> None:
+    def __init__(
+        self, group: Group, name: str, *, own_thread: bool, number: int = 0, links: GroupLinks | None = None
+    ) -> None:
         self.group, self.number, self.traffic = group, number, Traffic()
         self.algorithm: Algorithm = algorithm_for(group, name, links)
         self.compressor: Compressor | None = None

@@ -1,7 +1,7 @@
 """DiLoCo: replicas train alone for many steps, then an outer optimizer applies their mean change.
 
-After Douillard et al., 2023 (arXiv:2311.08105).
-Streamed as in Douillard et al., 2025 (arXiv:2501.18512): the model is sent in fragments, each in steps of its own, while training goes on.
+After Douillard et al., 2023 (arXiv:2311.08105). Streamed as in Douillard et al., 2025 (arXiv:2501.18512): the model is
+sent in fragments, each in steps of its own, while training goes on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class DiLoCo(LocalRule):
     whose number does not depend on how fast the network is, so that a run can be repeated.
 
     Args:
-        period: steps from one exchange of a parameter to the next. Limits and defaults of all arguments are in `plans/sync_info.py`.
-        fragments: number of runs of neighbouring parameters that the model is divided into; each has steps of its own within the period.
+        period: steps from one exchange of a parameter to the next. Limits and defaults of all arguments are in
+            `plans/sync_info.py`.
+        fragments: number of runs of neighbouring parameters that the model is divided into; each has steps of its own
+            within the period.
         overlap: steps from sending a fragment to applying its result; less than the period.
         lr, momentum: of the outer optimizer.
         compress: codec of the pseudo-gradients (see `paceline.sync.compress`), or none.
@@ -44,13 +46,15 @@ class DiLoCo(LocalRule):
 
     def __init__(self, period: int, *, fragments: int, overlap: int, lr: float, momentum: float, compress: str) -> None:
         self.period, self.overlap, self.lr, self.momentum, self.compress = period, overlap, lr, momentum, compress
-        self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]  # of each fragment, its step in a period
+        # of each fragment, its step in a period
+        self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]
         self.thread: CommThread | None = None
         self.compressor: Compressor | None = None
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        runs = cut(self.parameters, len(self.sent_in))  # where there are fewer than fragments, the last steps have nothing to send
+        # where there are fewer than fragments, the last steps have nothing to send
+        runs = cut(self.parameters, len(self.sent_in))
         self.fragments = [Fragment(k, run, self.algorithm) for k, run in enumerate(runs)]
         if self.overlap:
             self.thread = CommThread()
@@ -97,7 +101,9 @@ class DiLoCo(LocalRule):
         for fragment in self.fragments:
             fragment.load_state_dict(tensors)
         if self.compressor is not None and tensors:
-            kept = {key.removeprefix("compress/"): value for key, value in tensors.items() if key.startswith("compress/")}
+            kept = {
+                key.removeprefix("compress/"): value for key, value in tensors.items() if key.startswith("compress/")
+            }
             self.compressor.load_state_dict(kept)
 
     def detach(self) -> None:
@@ -156,7 +162,9 @@ class Fragment:
             numel, dtype = sum(p.numel() for p in same_dtype), same_dtype[0].dtype
             wide = torch.float32 if dtype in _HALF else dtype
             self.pseudo_gradients.append(FlatParameters.of(same_dtype, memory.empty(numel, wide)))
-            self.snapshot.append(FlatParameters.of(same_dtype, torch.zeros(numel, dtype=wide, device=same_dtype[0].device)))
+            self.snapshot.append(
+                FlatParameters.of(same_dtype, torch.zeros(numel, dtype=wide, device=same_dtype[0].device))
+            )
         self.momentum = [torch.zeros_like(flat.values) for flat in self.snapshot]
         self.outer = [FlatParameters.of(flat.parameters, torch.zeros_like(flat.values)) for flat in self.snapshot]
         for outer in self.outer:
@@ -177,7 +185,10 @@ class Fragment:
             self.in_flight = None
 
     def step(self, lr: float, momentum: float, replicas: int) -> None:
-        """Nesterov's SGD on the outer parameters, as in Sutskever et al. (2013), in the form that `torch.optim.SGD` has."""
+        """Nesterov's SGD on the outer parameters, as in Sutskever et al.
+
+        (2013), in the form that `torch.optim.SGD` has.
+        """
         for delta, outer, velocity in zip(self.pseudo_gradients, self.outer, self.momentum, strict=True):
             gradient = delta.values.div_(replicas)
             velocity.mul_(momentum).add_(gradient)
@@ -200,8 +211,13 @@ class Fragment:
         state: dict[str, Tensor] = {}
         if self.due is not None:
             state[f"{self.number}/due"] = torch.tensor(self.due)
-            kinds |= {"way": [flat.values for flat in self.pseudo_gradients], "left": [flat.values for flat in self.snapshot]}
-        return state | {f"{self.number}/{kind}/{i}": tensor for kind, tensors in kinds.items() for i, tensor in enumerate(tensors)}
+            kinds |= {
+                "way": [flat.values for flat in self.pseudo_gradients],
+                "left": [flat.values for flat in self.snapshot],
+            }
+        return state | {
+            f"{self.number}/{kind}/{i}": tensor for kind, tensors in kinds.items() for i, tensor in enumerate(tensors)
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from `state`; without any, start anew from the parameters as they are."""

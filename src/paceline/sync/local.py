@@ -12,9 +12,9 @@ from paceline.sync.rule import Replica
 class LocalSGD(LocalRule):
     """Average the parameters over the replicas after every `period` optimizer steps.
 
-    Costs one sum of the parameters per `period` steps instead of one of the gradients per step. The result is not the one of
-    synchronous SGD: hold it to convergence, not to parity. Only with a period of 1 and an optimizer that is linear in the gradient and
-    keeps nothing (SGD without momentum), on equal shares of a batch, is it the same.
+    Costs one sum of the parameters per `period` steps instead of one of the gradients per step. The result is not the
+    one of synchronous SGD: hold it to convergence, not to parity. Only with a period of 1 and an optimizer that is
+    linear in the gradient and keeps nothing (SGD without momentum), on equal shares of a batch, is it the same.
     """
 
     def __init__(self, period: int) -> None:

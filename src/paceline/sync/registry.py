@@ -30,11 +30,15 @@ def build_rule(plan: Plan) -> SyncRule:
 
 
 def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
-    """Hand a replica to the rule of its plan. Every call of another package's rule is compared over the ranks before it starts.
+    """Hand a replica to the rule of its plan.
+
+    Every call of another package's rule is compared over the ranks before it starts.
 
     Raises:
         SyncError: the replicas hold different parameters.
     """
     if SyncSpec.parse(plan.sync).name not in RULES.built_in:
-        replica = replace(replica, dp=replica.dp.checked(), inner=replica.inner.checked(), world=replica.world.checked())
+        replica = replace(
+            replica, dp=replica.dp.checked(), inner=replica.inner.checked(), world=replica.world.checked()
+        )
     rule.attach(replica)

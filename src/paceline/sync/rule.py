@@ -19,8 +19,8 @@ class Agreement(NamedTuple):
 
     Attributes:
         gradients: tensors that hold every gradient of this rank once; flat buffers where the rule has them.
-        scalars: the engine's numbers, summed over the replicas where `everywhere`. The tensor that the rule was given, or one of
-            the same length in its own buffer: the engine then writes the next step's numbers there.
+        scalars: the engine's numbers, summed over the replicas where `everywhere`. The tensor that the rule was given,
+            or one of the same length in its own buffer: the engine then writes the next step's numbers there.
         everywhere: True if gradients (for a rule that sends them) and scalars are sums over all replicas.
     """
 
@@ -36,9 +36,11 @@ class BackwardPass:
     The engine writes them, hooks of a rule read them.
 
     Attributes:
-        gradients: collected by the rule, kept in `.grad` until a later pass, or refused, since the engine did not start the pass.
+        gradients: collected by the rule, kept in `.grad` until a later pass, or refused, since the engine did not start
+            the pass.
         last: True for the last pass before `after_backward` (gradient accumulation has several).
-        only: the parameters that the passes since the last agreement were for, identical on all ranks; None: any of them.
+        only: the parameters that the passes since the last agreement were for, identical on all ranks; None: any of
+            them.
     """
 
     gradients: Literal["collected", "kept", "refused"] = "collected"
@@ -54,12 +56,14 @@ class Replica:
         model: the module whose parameters and buffers this rank holds.
         dp: the ranks that hold the same part of the other replicas.
         scalar_count: length of the tensor of scalars that travels with the gradients.
-        parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients are complete
-            only when `after_backward` is called. None: the model's own, whose gradients are complete as the backward pass makes them.
+        parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients
+            are complete only when `after_backward` is called. None: the model's own, whose gradients are complete as
+            the backward pass makes them.
         inner: the ranks that hold this replica together; this rank alone where it holds all of it.
         world: all ranks; `world.host` are those on this rank's host.
         extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
-        owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one owner.
+        owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one
+            owner.
         identical: True if the replicas have the same parameters already, so that `broadcast_state` has nothing to do.
         backward: the backward pass under way.
         traffic: what the rule sent so far; it keeps the count.
@@ -96,8 +100,10 @@ class Replica:
 def not_by_the_engine() -> SyncError:
     """The error for gradients of a plain `loss.backward()`, which would stay those of one rank."""
     return SyncError(
-        "loss.backward() makes the gradients of this rank's samples only, and the ranks would train independently. Write "
-        "engine.backward(loss) in its place (or engine.step(batch)); for gradients that train nothing, use torch.autograd.grad"
+        "loss.backward() makes the gradients of this rank's samples only, and the ranks would train "
+        "independently. Write "
+        "engine.backward(loss) in its place (or engine.step(batch)); for gradients that train nothing, use "
+        "torch.autograd.grad"
     )
 
 
@@ -119,7 +125,8 @@ class SyncRule(Protocol):
 
         Args:
             step: the optimizer step under way, from 1.
-            scalars: 1-D, float64 at first; the engine's numbers (loss, votes, times), which need no collective of their own.
+            scalars: 1-D, float64 at first; the engine's numbers (loss, votes, times), which need no collective of their
+                own.
         """
         raise NotImplementedError
 

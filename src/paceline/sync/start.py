@@ -22,7 +22,8 @@ def broadcast_state(replica: Replica) -> None:
     Many small tensors go in one collective.
 
     Raises:
-        SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and dtype.
+        SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and
+            dtype.
     """
     if replica.dp.size == 1 or replica.identical:
         return

@@ -13,7 +13,8 @@ class Traffic:
     Attributes:
         sent_bytes: put on the wire by the rule.
         plain_bytes: what the same exchange would have sent as it is, by an all-reduce in the tensors' own dtype.
-        error_square: squared L2 norm of what compression left out of the tensors handed to it (before error feedback makes up for it).
+        error_square: squared L2 norm of what compression left out of the tensors handed to it (before error feedback
+            makes up for it).
         signal_square: squared L2 norm of the tensors handed to it.
     """
 

@@ -47,11 +47,18 @@ def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
     for shape in model_info.parameters:
         place = names.index(shape.block) if shape.block else (len(names) - 1 if place else 0)
         shapes[place].append(shape)
-    tables = [shape.name for shape in model_info.parameters if not shape.block and shape.sizes[0] in model_info.vocabulary]
-    blocks = [_estimated(_kind(place, names), name, shapes[place], tokens, tables[:-1]) for place, name in enumerate(names)]
+    tables = [
+        shape.name for shape in model_info.parameters if not shape.block and shape.sizes[0] in model_info.vocabulary
+    ]
+    blocks = [
+        _estimated(_kind(place, names), name, shapes[place], tokens, tables[:-1]) for place, name in enumerate(names)
+    ]
     first: dict[BlockTrace, BlockTrace] = {}
     alike = [first.setdefault(replace(block, name=""), block) for block in blocks]
-    note = f"{why}: FLOPs are estimated as 2 · parameters · tokens, activations by the widths of matrices; measured blocks go before"
+    note = (
+        f"{why}: FLOPs are estimated as 2 · parameters · tokens, activations by the widths of matrices; measured "
+        "blocks go before"
+    )
     return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,))
 
 
@@ -137,7 +144,13 @@ class _Builder:
         """Elements saved for the backward pass, by what divides them."""
         found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
         for storage, numbers in self.kept[part].items():
-            found["fixed" if storage not in self.seen.of_samples else "inside" if storage in self.split.storages else "outside"] += numbers
+            found[
+                "fixed"
+                if storage not in self.seen.of_samples
+                else "inside"
+                if storage in self.split.storages
+                else "outside"
+            ] += numbers
         return found
 
     def _chosen(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:

@@ -17,14 +17,15 @@ _Found = list[tuple[str, nn.Module]]
 def find_blocks(model: nn.Module) -> list[str]:
     """Names of a model's repeated blocks, in registration order; none lies inside another.
 
-    A block is one of at least two modules of a class that are in lists (`ModuleList`, `Sequential`, children such as `layer1`, `layer2`)
-    and hold at least two weight matrices each: the layers of a transformer, the residual layers in the stages of a ResNet. A list whose
-    items only hold lists of blocks is a list of stages, and the blocks in them are taken. Experts of a mixture are parts of their block;
-    they are recognised by the word "expert" in the name of their list.
+    A block is one of at least two modules of a class that are in lists (`ModuleList`, `Sequential`, children such as
+    `layer1`, `layer2`) and hold at least two weight matrices each: the layers of a transformer, the residual layers in
+    the stages of a ResNet. A list whose items only hold lists of blocks is a list of stages, and the blocks in them are
+    taken. Experts of a mixture are parts of their block; they are recognised by the word "expert" in the name of their
+    list.
 
-    A model without such blocks falls back to its single layers with a weight matrix, as in `Sequential(Linear, Tanh, Linear)`, if
-    those in lists hold at least half of its parameters. They make cuts of a pipeline possible; activations and norms stay between
-    them.
+    A model without such blocks falls back to its single layers with a weight matrix, as in
+    `Sequential(Linear, Tanh, Linear)`, if those in lists hold at least half of its parameters. They make cuts of a
+    pipeline possible; activations and norms stay between them.
 
     No forward pass is run and no weight is read, so it works on the meta device. Returns [] if nothing repeats.
     """
@@ -46,7 +47,10 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost list items with at least `matrices` weight matrices. If blocks are wanted, those inside of stages, not the stages."""
+    """Outermost list items with at least `matrices` weight matrices.
+
+    If blocks are wanted, those inside of stages, not the stages.
+    """
     listed = _listed(module)
     # yields a module that is registered twice once
     for name, child in module.named_children():
@@ -68,21 +72,28 @@ def _listed(module: nn.Module) -> set[str]:
 def _is_stage(item: nn.Module) -> bool:
     """True if a list item is not a block but a stage.
 
-    A stage has one list of blocks, and besides it at most modules that lead from stage to stage. A transformer's block has norms or
-    gates of its own; the list in a residual layer holds single layers, that in a block of T5 holds different ones.
+    A stage has one list of blocks, and besides it at most modules that lead from stage to stage. A transformer's block
+    has norms or gates of its own; the list in a residual layer holds single layers, that in a block of T5 holds
+    different ones.
     """
     if _is_list_of_blocks(item):
         return True
     children = _with_parameters(item)
     lists = [name for name, child in children.items() if not _EXPERTS.search(name) and _is_list_of_blocks(child)]
-    own = any(True for _ in item.parameters(recurse=False)) or any(not any(True for _ in child.children()) for child in children.values())
+    own = any(True for _ in item.parameters(recurse=False)) or any(
+        not any(True for _ in child.children()) for child in children.values()
+    )
     return len(lists) == 1 and not own
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
     items = _with_parameters(module)
     all_listed = len(_listed(module)) == len(items) > 0
-    return all_listed and len({type(item) for item in items.values()}) == 1 and all(_matrices(item) > 1 for item in items.values())
+    return (
+        all_listed
+        and len({type(item) for item in items.values()}) == 1
+        and all(_matrices(item) > 1 for item in items.values())
+    )
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:

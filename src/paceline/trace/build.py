@@ -1,8 +1,8 @@
 """Construction of a job's trace: its model's work on one sample, block by block.
 
-The model runs forward once on tensors that have shapes and no values. A model whose code needs values runs forward on a few
-invented samples, if it is small; of one that is large as well, only the parameters are known, and the remainder is estimated from
-them.
+The model runs forward once on tensors that have shapes and no values. A model whose code needs values runs forward on a
+few invented samples, if it is small; of one that is large as well, only the parameters are known, and the remainder is
+estimated from them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
     The cache key is the model, the shape of the data, the kind of precision, and the weights that `tp` divides.
 
     Args:
-        precision: `bf16` traces the casts of autocast as well, and counts in two-byte elements: four-byte results count twice. The others
-            count alike, in elements of their own size. None: as `fp32`.
+        precision: `bf16` traces the casts of autocast as well, and counts in two-byte elements: four-byte results count
+            twice. The others count alike, in elements of their own size. None: as `fp32`.
         tp: the degree of tensor parallelism that the blocks' division is for; None: the smallest that works.
 
     Raises:
@@ -55,7 +55,10 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
 
 
 class TracedModel:
-    """Traces of one job's model, by precision and degree of tensor parallelism. Each pass is made once, and equal traces are one."""
+    """Traces of one job's model, by precision and degree of tensor parallelism.
+
+    Each pass is made once, and equal traces are one.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -89,7 +92,9 @@ class TracedModel:
         loss = self._job.loss.build()
         with torch.random.fork_rng(devices=[]):
             model = without_memory(self._job.model)
-            return TensorDegrees(model, batch_of(self._job, SAMPLES), lambda model, batch: call(model, batch, loss=loss))
+            return TensorDegrees(
+                model, batch_of(self._job, SAMPLES), lambda model, batch: call(model, batch, loss=loss)
+            )
 
 
 def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
@@ -114,7 +119,10 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
         return forward.seen
     if not _needs_values(forward.error, forward):
         raise JobError(_described(forward.error, forward)) from forward.error
-    why = f"{forward.module_of(forward.error)} cannot be followed without the values of tensors ({type(forward.error).__name__})"
+    why = (
+        f"{forward.module_of(forward.error)} cannot be followed without the values of tensors "
+        f"({type(forward.error).__name__})"
+    )
     return estimated(found, tokens, why)
 
 
@@ -150,7 +158,9 @@ def _of_the_cpu(model: nn.Module) -> nn.Module:
             for name, tensor in own.items():
                 if tensor is not None and id(tensor) not in made:
                     empty = torch.empty_like(tensor, device="cpu")
-                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if own is module._parameters else empty
+                    made[id(tensor)] = (
+                        torch.nn.Parameter(empty, tensor.requires_grad) if own is module._parameters else empty
+                    )
                 if tensor is not None:
                     own[name] = made[id(tensor)]  # type: ignore[assignment]
     return model

@@ -20,10 +20,21 @@ def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
     """
     blocks = tuple(f"layers.{layer}" for layer in range(d.layers))
     layer, outside = _layer(d), dict(_outside(d))
-    inside = (ParameterShape(f"{block}.{name}", sizes, True, block, "experts" in name) for block in blocks for name, sizes in layer)
+    inside = (
+        ParameterShape(f"{block}.{name}", sizes, True, block, "experts" in name)
+        for block in blocks
+        for name, sizes in layer
+    )
     first, last = (_shapes(outside, names) for names in (("tokens", "positions"), ("norm", "head")))
     return ModelInfo(
-        modules=("tokens", *(("positions",) if d.positions else ()), "layers", *_modules(blocks, layer), "norm", "head"),
+        modules=(
+            "tokens",
+            *(("positions",) if d.positions else ()),
+            "layers",
+            *_modules(blocks, layer),
+            "norm",
+            "head",
+        ),
         blocks=blocks,
         parameters=(*first, *inside, *last),
         tied=(("tokens.weight", "head.weight"),) if d.tied else (),
@@ -42,7 +53,9 @@ def _layer(d: Dimensions) -> _Sizes:
     linear = (("attention.query_key_value", d.hidden + 2 * narrow, d.hidden), ("attention.out", d.hidden, d.hidden))
     up = (("mlp.gate", "mlp.up") if d.gated else ("mlp.up",), d.feed_forward, d.hidden)
     feed_forward = (*((name, *up[1:]) for name in up[0]), ("mlp.down", d.hidden, d.feed_forward))
-    experts = tuple((name.replace("mlp", "mlp.experts"), (d.experts, out, into)) for name, out, into in feed_forward if d.experts)
+    experts = tuple(
+        (name.replace("mlp", "mlp.experts"), (d.experts, out, into)) for name, out, into in feed_forward if d.experts
+    )
     whole = linear if d.experts else (*linear, *feed_forward)
     router = (("mlp.router.weight", (d.experts, d.hidden)),) if d.experts else ()
     return (
@@ -70,7 +83,11 @@ def _norm(name: str, d: Dimensions) -> _Sizes:
 
 def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[ParameterShape]:
     """Shapes of some modules' parameters outside of all layers."""
-    return (ParameterShape(name, sizes, True, "", False) for name, sizes in outside.items() if name.partition(".")[0] in modules)
+    return (
+        ParameterShape(name, sizes, True, "", False)
+        for name, sizes in outside.items()
+        if name.partition(".")[0] in modules
+    )
 
 
 def _modules(blocks: tuple[str, ...], layer: _Sizes) -> Iterator[str]:

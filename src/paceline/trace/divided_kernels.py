@@ -48,7 +48,9 @@ def divided_kernels(seen: Seen, weights: DividedWeights, *, keeps_logits: bool) 
             found.inside.add(index)
             if kernel.products:
                 found.how[index] = "batch"
-        found.reductions[kernel.part] += weight in weights.rows or weight in weights.gathered or _looks_up(seen, kernel) in weights.tables
+        found.reductions[kernel.part] += (
+            weight in weights.rows or weight in weights.gathered or _looks_up(seen, kernel) in weights.tables
+        )
         if index in found.inside or (found.how.get(index) == "n" and weight not in joined):
             found.storages.update(kernel.writes)
     return found

@@ -121,18 +121,28 @@ def _numbers(forward: Pass, tree: Any) -> float:
 
 
 def _route_evenly(forward: Pass) -> None:
-    """Route the tokens to all experts in turn, since the real routing is unknown. Experts of transformers are set to compute one by one."""
+    """Route the tokens to all experts in turn, since the real routing is unknown.
+
+    Experts of transformers are set to compute one by one.
+    """
     if hasattr(forward.model, "set_experts_implementation"):
         # the kernel of the faster implementation needs values
         forward.model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in forward.model.modules():
         total, inputs = getattr(module, "num_experts", None), inspect.signature(module.forward).parameters
         own = list(module.parameters(recurse=False))
-        if isinstance(total, int) and total > 1 and len(inputs) == 3 and any(p.dim() == 3 and len(p) == total for p in own):
+        if (
+            isinstance(total, int)
+            and total > 1
+            and len(inputs) == 3
+            and any(p.dim() == 3 and len(p) == total for p in own)
+        ):
             module.forward = partial(_in_turn, forward, module.forward, total)
 
 
-def _in_turn(watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _in_turn(
+    watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
     """Run the experts on even indices.
 
     The indices are real, so that the experts' code can read them, outside of the mode of tensors without values.

@@ -46,8 +46,8 @@ class Gemm:
 class BlockTrace:
     """A part of the model that stays together, such as a layer of a transformer.
 
-    There are also parts before, between and after the repeated blocks. Activations are counted in elements per sample, not in bytes:
-    `precision` tells the size of one; masks of a byte are counted as fractions.
+    There are also parts before, between and after the repeated blocks. Activations are counted in elements per sample,
+    not in bytes: `precision` tells the size of one; masks of a byte are counted as fractions.
 
     Attributes:
         kind: equal for blocks that cost the same, such as `layer`, `embedding`, `head`.
@@ -55,18 +55,20 @@ class BlockTrace:
         gemms: its matrix products.
         inside: elements that the other kernels read and write, forward, where tp divides them.
         outside: the same where only sequence parallelism does: norms, residuals.
-        scores: elements of the attention scores that the other kernels read and write; a fused attention kernel has none.
+        scores: elements of the attention scores that the other kernels read and write; a fused attention kernel has
+            none.
         kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided in the same way.
-        fixed: elements that other kernels read and write once for a microbatch, however many samples it has: weights that autocast casts,
-            positions, masks.
+        fixed: elements that other kernels read and write once for a microbatch, however many samples it has: weights
+            that autocast casts, positions, masks.
         kept_fixed: those of `fixed` saved for the backward pass.
-        selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as `kept_` ones: results
-            of products with weights and of fused attention; both 0 if unknown.
+        selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as
+            `kept_` ones: results of products with weights and of fused attention; both 0 if unknown.
         kernels: kernels launched in the forward pass, products included.
         matrices, vectors, experts: parameters that tp divides, that it does not, and of experts (ep divides them).
         boundary: elements per sample that are passed to the next block: pp sends them and remat=block keeps them.
         reductions: all-reduces of `boundary` over tp in the forward pass; the backward pass has as many.
-        keys: elements of keys and values per sample, which context parallelism passes around; 0 if there are none, or unknown.
+        keys: elements of keys and values per sample, which context parallelism passes around; 0 if there are none, or
+            unknown.
         routed: elements per sample that are sent to experts and back, one way.
         trained: True if it has a backward pass.
     """
@@ -100,7 +102,9 @@ class BlockTrace:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.name, self.gemms, self.inside, self.outside, self.kernels, self.matrices, self.vectors))
+        return hash(
+            (self.kind, self.name, self.gemms, self.inside, self.outside, self.kernels, self.matrices, self.vectors)
+        )
 
     @property
     def parameters(self) -> int:

@@ -61,13 +61,15 @@ class ModelInfo:
         parameters: each tied one once.
         tied: groups of names that share one parameter.
         heads: the distinct numbers of attention heads in it.
-        key_value_heads: the distinct numbers of heads of keys and values, if fewer (Ainslie et al., 2023, arXiv:2305.13245).
+        key_value_heads: the distinct numbers of heads of keys and values, if fewer (Ainslie et al., 2023,
+            arXiv:2305.13245).
         vocabulary: the distinct sizes of its token embeddings.
         experts: the distinct numbers of experts of its mixtures that hold them in one tensor.
         batch_norms: the names of the modules that keep running statistics of batches.
         takes_positions: True if `forward` takes `position_ids`.
         normalises_batches: True if it has batch norms, with running statistics or without.
-        compares_samples: True if its own loss compares the samples of a batch (CLIP and similar models take `return_loss`).
+        compares_samples: True if its own loss compares the samples of a batch (CLIP and similar models take
+            `return_loss`).
     """
 
     modules: tuple[str, ...]
@@ -85,7 +87,10 @@ class ModelInfo:
 
     @property
     def takes_parts_of_sequences(self) -> bool:
-        """True if ranks of `cp` may each hold a part of the tokens. The model's signature decides; only then `cp` is proposed."""
+        """True if ranks of `cp` may each hold a part of the tokens.
+
+        The model's signature decides; only then `cp` is proposed.
+        """
         return bool(self.heads and self.vocabulary and self.takes_positions)
 
     @property
@@ -113,7 +118,8 @@ class ModelInfo:
 def model_info(spec: ModelSpec) -> ModelInfo:
     """Model info of the model that a job names, built once per process.
 
-    It is built on the meta device if its code allows that. A model named by its dimensions is not built, and needs no torch.
+    It is built on the meta device if its code allows that. A model named by its dimensions is not built, and needs no
+    torch.
 
     Raises:
         JobError: the model cannot be built.
@@ -178,7 +184,9 @@ def without_memory(spec: ModelSpec) -> nn.Module:
             raise
         except Exception as error:
             name = spec.zoo or spec.factory or spec.hf
-            raise JobError(f"the model {name} could not be built to check the plan: {type(error).__name__}: {error}") from error
+            raise JobError(
+                f"the model {name} could not be built to check the plan: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...]) -> ParameterShape:
@@ -205,12 +213,17 @@ def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _token_embeddings(model: nn.Module) -> list[int]:
-    """Sizes of the input embeddings. Hugging Face models name theirs; in others, embeddings as large as one of the outputs."""
+    """Sizes of the input embeddings.
+
+    Hugging Face models name theirs; in others, embeddings as large as one of the outputs.
+    """
     from torch import nn
 
     named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]
     outputs = {module.out_features for module in model.modules() if isinstance(module, nn.Linear)}
-    alike = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings in outputs]
+    alike = [
+        module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings in outputs
+    ]
     return [embedding.num_embeddings for embedding in named or alike]
 
 
@@ -228,7 +241,12 @@ def _expert_counts(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         count = getattr(module, "num_experts", None)
-        if isinstance(count, int) and count > 1 and any(p.dim() == 3 for p in own) and all(p.shape[:1] == (count,) for p in own):
+        if (
+            isinstance(count, int)
+            and count > 1
+            and any(p.dim() == 3 for p in own)
+            and all(p.shape[:1] == (count,) for p in own)
+        ):
             yield count
 
 

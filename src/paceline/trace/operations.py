@@ -1,6 +1,7 @@
 """Operations of a forward pass: every kernel with its reads and writes, every saved tensor.
 
-The tensors may be on the meta device, which has shapes alone. Tensors are identified by their storages, so views are one and the same.
+The tensors may be on the meta device, which has shapes alone. Tensors are identified by their storages, so views are
+one and the same.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Watcher:
         written = sum(map(self.numbers, results))
         self.seen.kernels.append(Kernel(name, self.part, reads, writes, numbers, fixed, products, written))
 
-    def note_attention(self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], *, causal: bool, dropout: bool) -> None:
+    def note_attention(
+        self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], *, causal: bool, dropout: bool
+    ) -> None:
         """Record attention as one kernel: its products, and the traffic of unfused scores."""
         query, key, value, *_ = given
         *lead, rows, width = query.shape
@@ -183,7 +186,9 @@ class _Attention(TorchFunctionMode):
         super().__init__()
         self.watcher = watcher
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is not _ATTENTION:
             return func(*args, **(kwargs or {}))
         return _fused(self.watcher, *args, **(kwargs or {}))
@@ -233,7 +238,14 @@ class _Fused(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, watcher: Watcher, causal: bool, dropout: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        watcher: Watcher,
+        causal: bool,
+        dropout: bool,
     ) -> Tensor:
         *lead, rows, _ = query.shape
         # heads behind the tokens in memory, as kernels leave them
@@ -259,7 +271,9 @@ def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     """Move real arguments, such as token indices, to meta if others are there."""
     if len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) < 2:
         return args, kwargs
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+        lambda t: t if t.is_meta else t.to("meta"), (args, kwargs)
+    )
     return moved
 
 

@@ -44,7 +44,11 @@ def with_values(batch: Batch) -> Batch:
 
 def tokens_of(batch: Batch) -> int:
     """Length of the batch's sequences; 1 if the model reads none."""
-    first = next((part for name, part in batch.items() if name == "input_ids"), None) if isinstance(batch, Mapping) else batch[0]
+    first = (
+        next((part for name, part in batch.items() if name == "input_ids"), None)
+        if isinstance(batch, Mapping)
+        else batch[0]
+    )
     return first.shape[1] if first is not None and first.dim() == 2 and not first.is_floating_point() else 1
 
 
@@ -72,7 +76,9 @@ def _collated_sample(job: Job) -> Any:
         batch = data.collate_fn(data.__getitems__([0]))
         return {k: v[0] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(part[0] for part in batch)
     except Exception as error:
-        raise DataError(f"data.collate: {job.data.collate} raised {type(error).__name__} on the first sample: {error}") from error
+        raise DataError(
+            f"data.collate: {job.data.collate} raised {type(error).__name__} on the first sample: {error}"
+        ) from error
 
 
 def _made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

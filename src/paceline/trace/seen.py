@@ -52,7 +52,9 @@ class Kernel:
 
 @dataclass
 class Seen:
-    """Observations of a whole forward pass. Parts are the repeated blocks, and what lies before, between and after them.
+    """Observations of a whole forward pass.
+
+    Parts are the repeated blocks, and what lies before, between and after them.
 
     Attributes:
         samples: samples in the batch.

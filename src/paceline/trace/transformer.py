@@ -21,8 +21,8 @@ MASK = 0.5
 def transformer(d: Dimensions) -> ModelTrace:
     """Embedding, layers and head of a transformer, as blocks.
 
-    Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times `hidden`
-    bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
+    Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times
+    `hidden` bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
     """
     layer = _layer(d)
     tied = d.vocab * d.hidden if d.tied else 0
@@ -65,7 +65,10 @@ def _layer(d: Dimensions) -> BlockTrace:
 
 
 def _vectors(d: Dimensions, narrow: int) -> int:
-    """Number of norms' and biases' parameters. Gated models are assumed to have no biases and norms without a shift (as Llama's)."""
+    """Number of norms' and biases' parameters.
+
+    Gated models are assumed to have no biases and norms without a shift (as Llama's).
+    """
     if d.gated:
         return 2 * d.hidden + d.hidden * d.experts
     return 4 * d.hidden + 3 * d.hidden + 2 * narrow + d.feed_forward + d.hidden * d.experts

@@ -35,7 +35,12 @@ class Checkpoints(Callback):
         self.run, self.engine, self.data, self.stop, self.group, self.events = run, engine, data, stop, group, events
         job = run.job
         self.writer = Checkpointer(
-            run.checkpoints, rank=group.rank, world=group.size, keep=job.checkpoint.keep, deadline_s=job.deadline_s, report=events
+            run.checkpoints,
+            rank=group.rank,
+            world=group.size,
+            keep=job.checkpoint.keep,
+            deadline_s=job.deadline_s,
+            report=events,
         )
         self.saving = CheckpointSchedule(self.writer, job.checkpoint, engine.signals, events)
         engine.before_update = lambda: self.saving.before_update(engine.step_count + 1)
@@ -88,7 +93,9 @@ class Checkpoints(Callback):
         """
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
-            raise NonFiniteError(f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm.")
+            raise NonFiniteError(
+                f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm."
+            )
         self.saving.settle()
         # Every rank's part of the checkpoint is written before any rank reads it.
         self.group.barrier()

@@ -23,7 +23,9 @@ class Evaluations(Callback):
         told: called with the metrics of every evaluation.
     """
 
-    def __init__(self, job: Job, engine: Engine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int) -> None:
+    def __init__(
+        self, job: Job, engine: Engine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
+    ) -> None:
         self.job, self.engine, self.data, self.stop, self.events = job, engine, data, stop, events
         self.metrics = build_metrics(job.metrics, engine.loss)
         self.epoch_steps, self.at = epoch_steps, -1

@@ -51,7 +51,8 @@ def train_in(run: Run, group: Group) -> None:
     model = built(job, run.plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     engine = build_engine(job, run.plan, model, data, group)
-    seed_all(job.seed * 1_000_003 + 1 + engine.data_group.rank)  # from here on every data-parallel rank draws numbers of its own
+    # from here on every data-parallel rank draws numbers of its own
+    seed_all(job.seed * 1_000_003 + 1 + engine.data_group.rank)
     Loop(run, engine, data, group).run()
     engine.close()
 
@@ -200,7 +201,15 @@ class Loop:
             self.events("experts", {"step": self.engine.step_count, **add_counts(found)})
         reasons = self.group.gather_json(reason)
         named = next((r for r in reasons if r != "interrupted"), reason)
-        self.events("end", {"reason": named, "step": self.engine.step_count, "elapsed_s": round(elapsed_s, 3), "interrupted": interrupted})
+        self.events(
+            "end",
+            {
+                "reason": named,
+                "step": self.engine.step_count,
+                "elapsed_s": round(elapsed_s, 3),
+                "interrupted": interrupted,
+            },
+        )
         self.engine.on_phase("done", self.engine.step_count)
 
     def _rewound(self, result: StepResult) -> bool:

@@ -15,7 +15,8 @@ from paceline.errors import CheckpointError
 from paceline.job.job import CheckpointSpec
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
-_WORTH_IT, _WORTH_IT_S = 0.01, 2.0  # of the time between two checkpoints: after a longer wait for one, the next is begun earlier
+# of the time between two checkpoints: after a longer wait for one, the next is begun earlier
+_WORTH_IT, _WORTH_IT_S = 0.01, 2.0
 _PACE = 10.0  # writing beside the training takes so many times as long as alone
 
 
@@ -31,7 +32,11 @@ class CheckpointSchedule:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, rule: CheckpointSpec, signals: StepSignals, report: Callable[[str, dict[str, Any]], None]
+        self,
+        checkpointer: Checkpointer,
+        rule: CheckpointSpec,
+        signals: StepSignals,
+        report: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self.checkpointer, self.rule, self.signals, self.report = checkpointer, rule, signals, report
         self.at = -1
@@ -82,7 +87,11 @@ class CheckpointSchedule:
         """Wait until the weights may change, and `step` may be completed."""
         self.checkpointer.release()
         every = self.rule.every_steps
-        if every is None or step - max(self._whole, self.checkpointer.completed) <= every or not self.checkpointer.under_way:
+        if (
+            every is None
+            or step - max(self._whole, self.checkpointer.completed) <= every
+            or not self.checkpointer.under_way
+        ):
             return
         waited_s = self.checkpointer.complete()
         step_s = max(time.monotonic() - self._begun - waited_s, 1e-6) / max(step - self.at, 1)
@@ -121,7 +130,8 @@ class CheckpointSchedule:
             if self._failures >= most:
                 allowed = f"{most} in a row have failed" if most > 1 else "It failed"
                 raise CheckpointError(
-                    f"{error} {allowed} (checkpoint.max_failures), so the run ends; continue with --resume when there is room."
+                    f"{error} {allowed} (checkpoint.max_failures), so the run ends; continue with --resume "
+                    "when there is room."
                 ) from error
             details = {"reason": str(error), "failures": self._failures, "max_failures": most}
             self.report("checkpoint_failed", details)

@@ -50,7 +50,9 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             elif not engine.local_steps or not held.coordinate.place.get("dp"):
                 shared[full_name] = local(value)
                 if part is not None or engine.local_steps:
-                    parts[full_name] = _state_part(full_name, shared[full_name], part or held.part(name), local_steps=engine.local_steps)
+                    parts[full_name] = _state_part(
+                        full_name, shared[full_name], part or held.part(name), local_steps=engine.local_steps
+                    )
     return Snapshot(
         shared=shared,
         own={**{f"buffer/{name}": b.detach() for name, b in held.buffers.items()}, **_random_tensors(), **rule_tensors},
@@ -58,7 +60,9 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
             "items_per_sample": engine.compute.weighing.items_per_sample,
-            "optimizer": {"groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]},
+            "optimizer": {
+                "groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+            },
             **rule_values,
             "loop": values,
         },
@@ -123,7 +127,9 @@ def _agreed_parameters(engine: Engine, held: _RankState) -> tuple[dict[str, Tens
         for name, parameter in held.parameters.items():
             own = local(parameter).detach()
             shared[f"model/{name}"] = own.clone() if engine.local_steps else own
-    return shared, {} if held.parts is None else {f"model/{name}": part for name, part in held.parts.items() if name in held.parameters}
+    return shared, {} if held.parts is None else {
+        f"model/{name}": part for name, part in held.parts.items() if name in held.parameters
+    }
 
 
 @dataclass
@@ -146,7 +152,9 @@ class _RankState:
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         persistent = {id(tensor) for tensor in (*model.state_dict(keep_vars=True).values(), *engine.extra.values())}
         buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
-        coordinate = MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
+        coordinate = (
+            MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
+        )
         aliases = engine.split.aliases if engine.split is not None else tied_names(model)
         return cls(engine.named_parameters(), buffers, engine.parts, coordinate, aliases)
 
@@ -174,8 +182,10 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
     if not part.sharded or value.numel() == 1:
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
-        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a divided parameter, only "
-        "what is divided in the same way and single numbers can be saved. Use an optimizer that works elementwise, or a plan that does not "
+        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of "
+        "a divided parameter, only "
+        "what is divided in the same way and single numbers can be saved. Use an optimizer that works "
+        "elementwise, or a plan that does not "
         f"divide the parameter along {', '.join(sorted(part.sharded))}"
     )
 
@@ -185,7 +195,9 @@ def _check_same_model(engine: Engine, held: _RankState, loaded: Loaded) -> None:
     if held.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
     saved = {name: entry.shape for name, entry in loaded.shared.entries.items() if name.startswith("model/")}
-    saved |= {name: own.shape for shard in loaded.shards for name, own in shard.own.items() if name.startswith("buffer/")}
+    saved |= {
+        name: own.shape for shard in loaded.shards for name, own in shard.own.items() if name.startswith("buffer/")
+    }
     wrong = [f"{_bare(n)} is missing" for n in wanted if n not in saved]
     wrong += [f"{_bare(n)} is unknown to the model" for n in saved if n not in wanted]
     wrong += [
@@ -227,7 +239,8 @@ def _optimizer_state(
             continue  # of another pipeline stage
         if name not in numbers:
             raise CheckpointError(
-                f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer does not hold"
+                f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer "
+                "does not hold"
             )
         if alone is None:
             own = _read_state(full_name, local(held.parameters[name]), held.part(name), loaded)
@@ -263,8 +276,10 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
         return own
     if part.sharded and math.prod(entry.shape) != 1:
         raise CheckpointError(
-            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a parameter of shape "
-            f"{part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to divide the state is not known. "
+            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a "
+            "parameter of shape "
+            f"{part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to "
+            "divide the state is not known. "
             "Resume under a plan that does not divide the parameter"
         )
     return loaded.shared[full_name]

@@ -1,7 +1,7 @@
 """TensorBoard events, written where they arise.
 
-torch's `SummaryWriter` leaves the writing to a thread, whose own traceback a full disk puts on the screen before ours. A few numbers a
-second need no thread.
+torch's `SummaryWriter` leaves the writing to a thread, whose own traceback a full disk puts on the screen before ours.
+A few numbers a second need no thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class TensorBoard:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Numbers of a step, by tag. Raises RunError where the disk is full or gone."""
-        self._write(step=step, summary=self._summary(value=[{"tag": tag, "simple_value": value} for tag, value in values.items()]))
+        self._write(
+            step=step,
+            summary=self._summary(value=[{"tag": tag, "simple_value": value} for tag, value in values.items()]),
+        )
 
     def close(self) -> None:
         """Close the file."""

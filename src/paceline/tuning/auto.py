@@ -56,7 +56,8 @@ class AutoChoice:
     Attributes:
         plan: the fastest that was found, or the one to begin with.
         lines: the table of trials and the result, for people.
-        gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was better.
+        gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was
+            better.
         seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
         from_cache: True if an earlier start had measured it.
         forecast: the plan's prediction; None if there is none, or if knobs were added that no prediction knows.
@@ -95,7 +96,9 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
         # told once on a screen; a report has them all
         lines.all += [HEADING, *(row.line() for row in known.tried)]
         lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
-        return AutoChoice(Plan.parse(known.best), lines.all, known.gain, from_cache=True, forecast=known.forecast_of(known.best))
+        return AutoChoice(
+            Plan.parse(known.best), lines.all, known.gain, from_cache=True, forecast=known.forecast_of(known.best)
+        )
     return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
 
 
@@ -143,7 +146,10 @@ class _Search:
     before_s: float = 0.0
 
     def choose(self, known: TuningResult | None, too_few: str | None) -> AutoChoice:
-        """Predict, or take a cached prediction; then measure unless there is a reason against it. `too_few` steps are such a reason."""
+        """Predict, or take a cached prediction; then measure unless there is a reason against it.
+
+        `too_few` steps are such a reason.
+        """
         wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
         self.before_s = known.before_s if known else 0.0
         calibration = _kept_calibration(self.job, self.cluster)
@@ -192,10 +198,18 @@ class _Search:
         if best is None:
             self.lines.add(f"plan auto: {self.default}; nothing is measured: {why}")
             return AutoChoice(self.default, self.lines.all)
-        others = ", ".join(f"{f.plan} {shown_s(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
+        others = ", ".join(
+            f"{f.plan} {shown_s(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best
+        )
         than = f" ({others})" if others else ""
         self.lines.add(f"plan auto: {best.plan}, predicted {shown_s(best.step_s)} a step{than}; not measured: {why}")
-        found = TuningResult(str(self.default), best.plan, forecasts=forecasts, before_s=self.before_s + run_s * self.runs, complete=False)
+        found = TuningResult(
+            str(self.default),
+            best.plan,
+            forecasts=forecasts,
+            before_s=self.before_s + run_s * self.runs,
+            complete=False,
+        )
         kept.write(self.file, found)
         return AutoChoice(Plan.parse(best.plan), self.lines.all, forecast=best)
 
@@ -219,7 +233,9 @@ class _Search:
             where = kept.write(self.file, found)
             self._remember(found)
         self.lines.add(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
-        return AutoChoice(Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best))
+        return AutoChoice(
+            Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best)
+        )
 
     def _remember(self, found: TuningResult) -> None:
         """Record the pairs of predicted and measured times."""
@@ -231,7 +247,9 @@ class _Search:
 
 def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> Pair:
     plan = Plan.parse(forecast.plan)
-    return Pair.of(job, cluster, plan, predicted_s=forecast.raw_s, measured_s=measured_s, calibrated=forecast.calibrated)
+    return Pair.of(
+        job, cluster, plan, predicted_s=forecast.raw_s, measured_s=measured_s, calibrated=forecast.calibrated
+    )
 
 
 def _kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:

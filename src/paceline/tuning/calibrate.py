@@ -54,12 +54,13 @@ def calibrate(
 ) -> Calibration:
     """Calibration of the job on this machine, new or cached.
 
-    `say` is told which, and why it was measured again. Emulated hosts share this machine's cores, so its measurements hold for
-    them. Their links are known by rate; the overhead of TCP is measured once, between two such hosts.
+    `say` is told which, and why it was measured again. Emulated hosts share this machine's cores, so its measurements
+    hold for them. Their links are known by rate; the overhead of TCP is measured once, between two such hosts.
 
     Args:
         precisions: besides the job's own.
-        axes: axes along which plans may divide the work; fewer take less time. A calibration that lacks some is measured again.
+        axes: axes along which plans may divide the work; fewer take less time. A calibration that lacks some is
+            measured again.
         again: measure even if a cached calibration is valid.
 
     Raises:
@@ -76,7 +77,9 @@ def calibrate(
     return extended
 
 
-def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], axes: Sequence[Axis], again: bool) -> Calibration:
+def _on_this_machine(
+    job: Job, host: Host, say: Say, precisions: Sequence[str], axes: Sequence[Axis], again: bool
+) -> Calibration:
     wanted = tuple(dict.fromkeys((job.precision, *precisions)))
     key, reference_s = key_of(job, host), reference_time_s()
     if not again:
@@ -91,7 +94,10 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
             wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
             axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.points)]
     ranks = max(1, min(host.physical_cores, _MOST_RANKS))
-    say(f"calibrating: the parts of the model, {'updates and messages' if ranks > 1 else 'and updates'}, once for this machine")
+    say(
+        f"calibrating: the parts of the model, {'updates and messages' if ranks > 1 else 'and updates'}, once "
+        "for this machine"
+    )
     started = time.monotonic()
     busy = psutil.cpu_percent(_LOOK_S) / 100
     measured = _measure(job, host, ranks, wanted, [axis for axis in axes if axis == "none" or ranks > 1])
@@ -106,7 +112,9 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         seconds=time.monotonic() - started,
         **vars(measured),
     )
-    kept_where = keep(made) if busy <= _MOST_OTHER_WORK else f"not kept, as other work took {percent(busy, 0)} of the cores"
+    kept_where = (
+        keep(made) if busy <= _MOST_OTHER_WORK else f"not kept, as other work took {percent(busy, 0)} of the cores"
+    )
     say(f"calibrated in {made.seconds:.1f} s, {kept_where}")
     return made
 
@@ -124,11 +132,17 @@ def _this_host(cluster: Cluster | None) -> Host:
     if cluster is None:
         return host
     if cluster.kind != "cpu":
-        raise ClusterError("a calibration measures CPUs; what GPUs do is predicted from the catalogue and measured by the run itself")
+        raise ClusterError(
+            "a calibration measures CPUs; what GPUs do is predicted from the catalogue and measured by the run itself"
+        )
     if cluster.emulate is None and len(cluster.hosts) > 1:
-        raise ClusterError(f"{cluster.name} has {len(cluster.hosts)} hosts, and only this machine can be calibrated from here")
+        raise ClusterError(
+            f"{cluster.name} has {len(cluster.hosts)} hosts, and only this machine can be calibrated from here"
+        )
     if cluster.hosts[0].cpu != host.cpu:
-        raise ClusterError(f"{cluster.name} has another CPU ({cluster.hosts[0].cpu}) than this machine ({host.cpu}): calibrate there")
+        raise ClusterError(
+            f"{cluster.name} has another CPU ({cluster.hosts[0].cpu}) than this machine ({host.cpu}): calibrate there"
+        )
     return host.model_copy(update={"gpus": ()})
 
 
@@ -173,7 +187,10 @@ def _calibrated(request: _Request) -> Measurements:
 
 
 def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list[str]:
-    """Reasons why the model cannot be divided along the axis at all. The batch is not checked, as the ranks take one that divides."""
+    """Reasons why the model cannot be divided along the axis at all.
+
+    The batch is not checked, as the ranks take one that divides.
+    """
     if axis == "none":
         return []
     plan = Plan(**{axis: ranks}, microbatches=2 if axis == "pp" else 1)  # type: ignore[arg-type]

@@ -85,7 +85,12 @@ class RankCalibration:
         self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
         baseline = self._memory()
         # First, while the process has no more in it than one of a run.
-        points = [point for axis in self.axes for precision in self._precisions(axis) for point in self._points(axis, precision)]
+        points = [
+            point
+            for axis in self.axes
+            for precision in self._precisions(axis)
+            for point in self._points(axis, precision)
+        ]
         timings, optimizer_s, parameters = self._timings()
         return Measurements(
             parameters=parameters,
@@ -140,7 +145,14 @@ class RankCalibration:
         peak = _kib("VmHWM") - held
         torch.set_num_threads(self.threads)
         return PassTiming(
-            ranks, threads, precision, remat, samples, self._mean(forward_s, ranks), self._mean(backward_s, ranks), max(0, peak)
+            ranks,
+            threads,
+            precision,
+            remat,
+            samples,
+            self._mean(forward_s, ranks),
+            self._mean(backward_s, ranks),
+            max(0, peak),
         )
 
     def _better(self, passes: _Passes, once: PassTiming) -> PassTiming:
@@ -348,7 +360,11 @@ def _better(one: PassTiming, other: PassTiming) -> PassTiming:
 
 def _quiet(job: Job, global_batch: int) -> Job:
     """Copy of the job with another batch, without an end, evaluations or checkpoints."""
-    ends = {"stop": StopSpec(steps=10**9), "evaluate": EvaluateSpec(every_epochs=10**6), "checkpoint": CheckpointSpec(every_seconds=1e9)}
+    ends = {
+        "stop": StopSpec(steps=10**9),
+        "evaluate": EvaluateSpec(every_epochs=10**6),
+        "checkpoint": CheckpointSpec(every_seconds=1e9),
+    }
     return job.model_copy(update={**ends, "global_batch": global_batch})
 
 

@@ -1,4 +1,7 @@
-"""An engine under one of several plans that are timed in the same processes. The model and the data are real; nothing is learned."""
+"""An engine under one of several plans that are timed in the same processes.
+
+The model and the data are real; nothing is learned.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class TrialCandidate:
         cores: cores that a rank may run on.
     """
 
-    def __init__(self, job: Job, plan: Plan, data: DataSets, group: Group | None, *, threads: int, cores: set[int]) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, data: DataSets, group: Group | None, *, threads: int, cores: set[int]
+    ) -> None:
         self.plan, self.threads, self.cores = plan, threads, cores
         self.steps_a_turn = self.steps_per_epoch = 1
         self.warm_s, self.settles = 0.0, False
@@ -113,10 +118,13 @@ class TrialCandidate:
 def part_of(world: Group, plan: Plan) -> Group | None:
     """Group of the first ranks, as many as the plan has; None on the others.
 
-    Every rank calls this. On CPUs it is a new group even if it has all ranks: shared memory for gradients lives as long as its group.
+    Every rank calls this. On CPUs it is a new group even if it has all ranks: shared memory for gradients lives as long
+    as its group.
     """
     size = plan.ranks
-    assert not plan.splits or size in (1, world.size), "a model can be divided over all ranks of torch's default group only"
+    assert not plan.splits or size in (1, world.size), (
+        "a model can be divided over all ranks of torch's default group only"
+    )
     if size == world.size and (size == 1 or world.device.type == "cuda"):
         return world
     timeout = timedelta(seconds=world.deadline_s)

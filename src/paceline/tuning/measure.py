@@ -31,7 +31,8 @@ _APART = 0.97
 def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
     """Measure the plan of `found`, then the other forecasts, then the knobs of the best.
 
-    A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, if there is time for it.
+    A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, if there
+    is time for it.
 
     Args:
         tell: gets all rows so far, whenever there may be new ones.
@@ -77,7 +78,9 @@ def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: 
     failures = 0
     while True:
         try:
-            run_on_plan(_try, _Request(job, cluster, newest), job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note)
+            run_on_plan(
+                _try, _Request(job, cluster, newest), job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note
+            )
             return newest
         except LaunchError as error:
             if newest.under_way in (None, BEGINNING):
@@ -111,8 +114,14 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
     """Add rows for all that was not tried because others failed."""
     known = {row.knob for row in found.tried}
-    left = [(f.plan, f.step_s) for f in found.forecasts] + [(str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))]
-    found.tried += [Trial(what, "not tried: others failed", predicted_s=predicted_s) for what, predicted_s in left if what not in known]
+    left = [(f.plan, f.step_s) for f in found.forecasts] + [
+        (str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))
+    ]
+    found.tried += [
+        Trial(what, "not tried: others failed", predicted_s=predicted_s)
+        for what, predicted_s in left
+        if what not in known
+    ]
 
 
 def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:

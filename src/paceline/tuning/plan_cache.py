@@ -17,7 +17,18 @@ from paceline.planner.knobs import longest_run_s
 from paceline.plans.plan import Plan
 from paceline.tuning.result import TuningResult
 
-_WORK = ("model", "data", "loss", "optimizer", "global_batch", "drop_last", "clip_norm", "batch_norm", "precision", "partition")
+_WORK = (
+    "model",
+    "data",
+    "loss",
+    "optimizer",
+    "global_batch",
+    "drop_last",
+    "clip_norm",
+    "batch_norm",
+    "precision",
+    "partition",
+)
 
 
 def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:

@@ -29,7 +29,8 @@ class TuningResult:
         under_way: the knob that is being tried.
         gain: step time of the best plan over that of the default, by the measured ratios of kept changes.
         complete: True if every plan and knob that can help was tried for as long as it takes.
-        forecasts: the plans with a predicted step time, the default's first if it is among them; the others are to be measured.
+        forecasts: the plans with a predicted step time, the default's first if it is among them; the others are to be
+            measured.
         share: largest fraction of the run that measuring may take.
         knobs: True if they are tried as well.
         before_s: longest possible duration of the job's earlier runs, in which nothing was measured.

@@ -20,8 +20,9 @@ END = "/end"
 class SegmentTimer:
     """Timer that cuts a pass where the named modules are called.
 
-    There is a segment before the first of them, one for each, and one after the last. Backward, a segment ends when the gradient of its
-    module's first input tensor is complete. A module without such a tensor is counted with the segment before.
+    There is a segment before the first of them, one for each, and one after the last. Backward, a segment ends when the
+    gradient of its module's first input tensor is complete. A module without such a tensor is counted with the segment
+    before.
 
     Attributes:
         names: segments in the order of their calls, known after a pass.
@@ -44,7 +45,8 @@ class SegmentTimer:
         wholes = [sum(f) + sum(b) for f, b in zip(self._forward, self._backward, strict=True)]
         scale = statistics.median(wholes)
         forward, backward = (
-            [statistics.median(values) for values in zip(*passes, strict=True)] for passes in (self._forward, self._backward)
+            [statistics.median(values) for values in zip(*passes, strict=True)]
+            for passes in (self._forward, self._backward)
         )
         factor = scale / (sum(forward) + sum(backward))
         return tuple(factor * s for s in forward), tuple(factor * s for s in backward)
@@ -54,7 +56,10 @@ class SegmentTimer:
         """Time one forward and backward pass."""
         self._entered: dict[str, float] = {}
         self._complete: dict[str, float] = {}
-        handles = [self.model.get_submodule(n).register_forward_pre_hook(partial(self._enter, n), with_kwargs=True) for n in self.modules]
+        handles = [
+            self.model.get_submodule(n).register_forward_pre_hook(partial(self._enter, n), with_kwargs=True)
+            for n in self.modules
+        ]
         handles += [self.model.get_submodule(name).register_forward_hook(self._leave) for name in self.modules]
         self._started = time.perf_counter()
         try:

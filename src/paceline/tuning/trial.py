@@ -1,8 +1,8 @@
 """Trial of plans and knobs: the real model on real data, plans in turn.
 
-The processes of a trial are discarded afterwards, so nothing is restored. Every rank sees the same times and decides by itself, but
-equally. A failure ends the trial's processes: no rank is left waiting for one that raised. The launcher then starts again without that
-plan or knob.
+The processes of a trial are discarded afterwards, so nothing is restored. Every rank sees the same times and decides by
+itself, but equally. A failure ends the trial's processes: no rank is left waiting for one that raised. The launcher
+then starts again without that plan or knob.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _DIVIDING_S = 1.0
 class RankTrial:
     """One rank of a trial. `report` gets the result so far whenever there is more; rank 0's is the one that counts."""
 
-    def __init__(self, job: Job, cluster: Cluster, found: TuningResult, group: Group, report: Callable[[TuningResult], None]) -> None:
+    def __init__(
+        self, job: Job, cluster: Cluster, found: TuningResult, group: Group, report: Callable[[TuningResult], None]
+    ) -> None:
         self.job, self.cluster, self.findings, self.group, self.report = job, cluster, found, group, report
         self.default = Plan.parse(found.default)
         self.board = StatusBoard.of_this_rank()
@@ -89,7 +91,9 @@ class RankTrial:
     def _untried(self, knob: Knob) -> Trial | None:
         turn = self.best.steps_a_turn + self.best.settles
         comparison_s = (2 * LEAST_ROUNDS * turn + WARM_UP_STEPS) * self.best_s + (_DIVIDING_S if knob.whole else 0.0)
-        why = why_not_now(knob, run_s=self.findings.run_s, left_s=self.findings.budget_s - self._spent_s(), comparison_s=comparison_s)
+        why = why_not_now(
+            knob, run_s=self.findings.run_s, left_s=self.findings.budget_s - self._spent_s(), comparison_s=comparison_s
+        )
         if why is None:
             return None
         self.findings.complete &= knob.untried is not None
@@ -133,7 +137,9 @@ class RankTrial:
         """A warmed-up engine under the plan."""
         group, host = part_of(self.group, plan), self.cluster.hosts[0]
         cores = set(cores_of(self.group.rank, plan.ranks, host)) if plan.pin and group is not None else self.cores
-        candidate = TrialCandidate(self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores)
+        candidate = TrialCandidate(
+            self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores
+        )
         candidate.is_warm(self._greatest(candidate.warm_up()))
         return candidate
 

@@ -1,4 +1,7 @@
-"""Predictions stand on the catalogue: a device taken for another, or a figure of another kind, and every plan for it is wrong."""
+"""Predictions stand on the catalogue.
+
+A device taken for another, or a figure of another kind, and every plan for it is wrong.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from paceline.errors import ClusterError
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "hardware.md"
 HEAD = (
-    "| name | fp64 | fp32 | tf32 | bf16 | fp16 | fp8 | memory, GiB | its GB/s | in a host, GB/s | between hosts, Gbit/s | sources |\n"
+    "| name | fp64 | fp32 | tf32 | bf16 | fp16 | fp8 | memory, GiB | its GB/s | in a host, GB/s | between "
+    "hosts, Gbit/s | sources |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -22,12 +26,26 @@ HEAD = (
 def row(device: Accelerator) -> str:
     """As docs/hardware.md has it."""
     peaks = [
-        f"{device.peak_flops[p] / 1e12:.4g}" if p in device.peak_flops else "" for p in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+        f"{device.peak_flops[p] / 1e12:.4g}" if p in device.peak_flops else ""
+        for p in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
     ]
-    inside = f"{device.inside.bandwidth / 1e9:g}, {device.inside.name}, {device.inside.latency_s * 1e6:g} µs, {device.per_host} devices"
+    inside = (
+        f"{device.inside.bandwidth / 1e9:g}, {device.inside.name}, {device.inside.latency_s * 1e6:g} µs, "
+        f"{device.per_host} devices"
+    )
     between = f"{device.network.bandwidth * 8 / 1e9:g}, {device.network.latency_s * 1e6:g} µs"
-    sources = "; ".join(text if key == "all" else f"{key}: {text.removeprefix(f'{key}: ')}" for key, text in device.sources.items())
-    cells = (device.name, *peaks, f"{device.memory_bytes / 2**30:g}", f"{device.memory_bandwidth / 1e9:g}", inside, between, sources)
+    sources = "; ".join(
+        text if key == "all" else f"{key}: {text.removeprefix(f'{key}: ')}" for key, text in device.sources.items()
+    )
+    cells = (
+        device.name,
+        *peaks,
+        f"{device.memory_bytes / 2**30:g}",
+        f"{device.memory_bandwidth / 1e9:g}",
+        inside,
+        between,
+        sources,
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -82,7 +100,9 @@ def test_every_entry_is_found_by_its_own_name_in_any_case(name: str) -> None:
     assert accelerator(name.lower()).name == name
 
 
-@pytest.mark.parametrize("name", ["H1000", "A1000", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "abacus", "", "NVIDIA RTX 6000 Ada Generation"])
+@pytest.mark.parametrize(
+    "name", ["H1000", "A1000", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "abacus", "", "NVIDIA RTX 6000 Ada Generation"]
+)
 def test_a_device_that_is_not_there_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(ClusterError, match="leave --cluster out on that machine"):
         accelerator(name)
@@ -118,7 +138,12 @@ def test_the_catalogue_agrees_with_the_figures_that_others_plan_with() -> None:
     compared = 0
     for cells in csv.DictReader(table.open()):
         figures = json.loads(cells["json"])
-        if cells["source"] != "llm-analysis" or cells["system"] in ("mi100-32gb", "mi210-64gb", "mi250-128gb", "mi250x-128gb"):
+        if cells["source"] != "llm-analysis" or cells["system"] in (
+            "mi100-32gb",
+            "mi210-64gb",
+            "mi250-128gb",
+            "mi250x-128gb",
+        ):
             continue
         device = accelerator(cells["system"])
         assert device.memory_bandwidth == pytest.approx(figures["hbm_bandwidth_in_GB_per_sec"] * 1e9, rel=0.02)

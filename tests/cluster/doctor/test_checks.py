@@ -1,4 +1,7 @@
-"""What `paceline doctor` says of a machine. Wrong here: a healthy machine that is called ill, or advice that nobody needs."""
+"""What `paceline doctor` says of a machine.
+
+Wrong here: a healthy machine that is called ill, or advice that nobody needs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def files(root: Path, **texts: str) -> Path:
 def test_the_machine_that_runs_the_tests_can_train() -> None:
     findings = [*check_machine(HERE, None), *check_system()]
     assert [f for f in findings if f.level == "problem"] == []
-    assert {"processor", "cores", "memory", "network", "CPU energy", "shared memory", "loopback"} <= {f.topic for f in findings}
+    assert {"processor", "cores", "memory", "network", "CPU energy", "shared memory", "loopback"} <= {
+        f.topic for f in findings
+    }
     assert all(f.advice is None for f in findings if f.level == "ok")
 
 
@@ -78,7 +83,10 @@ def test_a_gpu_without_a_driver_is_noted(tmp_path: Path, monkeypatch: pytest.Mon
     bus = "sys__bus__pci__devices__0000:01:00.0__"
     root = files(tmp_path, **{f"{bus}vendor": "0x10de", f"{bus}class": "0x030200"})
     finding = one(check_machine(FOUR, None, root), "GPU")
-    assert (finding.level, finding.advice) == ("note", "install the NVIDIA driver (in a container: start it with --gpus all)")
+    assert (finding.level, finding.advice) == (
+        "note",
+        "install the NVIDIA driver (in a container: start it with --gpus all)",
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert one(check_machine(FOUR, None, root), "GPU").level == "ok", "it is hidden on purpose"
 
@@ -113,8 +121,12 @@ def test_other_work_on_the_machine_is_found_by_name_and_own_is_not() -> None:
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, text=True) as own:
         assert own.stdout is not None
         own.stdout.readline()
-        look = "from paceline.cluster.doctor.checks import check_load, other_load; print(other_load(0.5), check_load(1))"
-        seen_by_another = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60).stdout
+        look = (
+            "from paceline.cluster.doctor.checks import check_load, other_load; print(other_load(0.5), check_load(1))"
+        )
+        seen_by_another = subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
         _, _, seen_here = other_load(0.5)
         own.kill()
     assert f"(pid {own.pid})" in seen_by_another
@@ -127,13 +139,19 @@ def test_other_work_on_the_machine_is_found_by_name_and_own_is_not() -> None:
     [
         ({}, "ok", "on one host ranks meet on loopback; between hosts gloo, NCCL and tcp send tensors in plaintext"),
         ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, "ok", "on one host ranks meet on loopback"),
-        ({"MASTER_ADDR": "10.0.0.1"}, "note", "between hosts, at 10.0.0.1: gloo, NCCL and tcp send tensors in plaintext"),
+        (
+            {"MASTER_ADDR": "10.0.0.1"},
+            "note",
+            "between hosts, at 10.0.0.1: gloo, NCCL and tcp send tensors in plaintext",
+        ),
         ({"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0"}, "note", "between hosts over eth0"),
         ({"GLOO_SOCKET_IFNAME": "wg0", "NCCL_SOCKET_IFNAME": "=wg0"}, "ok", "over wg0, which is WireGuard: encrypted"),
         ({"GLOO_SOCKET_IFNAME": "wg0", "NCCL_SOCKET_IFNAME": "eth0"}, "note", "between hosts over wg0, eth0"),
     ],
 )
-def test_what_others_could_read_is_said_before_ranks_span_hosts(variables: dict[str, str], level: str, text: str, tmp_path: Path) -> None:
+def test_what_others_could_read_is_said_before_ranks_span_hosts(
+    variables: dict[str, str], level: str, text: str, tmp_path: Path
+) -> None:
     for name, kind in (("wg0", "DEVTYPE=wireguard\n"), ("eth0", "")):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
         (tmp_path / "sys/class/net" / name / "uevent").write_text(f"{kind}INTERFACE={name}\n")

@@ -1,4 +1,7 @@
-"""Energy from copies of the kernel's files. Wrong here: joules counted twice, negative ones, or a run that ends for want of them."""
+"""Energy from copies of the kernel's files.
+
+Wrong here: joules counted twice, negative ones, or a run that ends for want of them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -85,7 +88,9 @@ def as_nobody() -> Iterator[None]:
 
 def test_a_gpu_counts_in_millijoules() -> None:
     readings = iter([5_000, 12_500])
-    nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(readings), NVMLError=pynvml.NVMLError)
+    nvml = SimpleNamespace(
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(readings), NVMLError=pynvml.NVMLError
+    )
     energy = gpu_energy(nvml, "gpu")
     assert energy.joules() == 7.5
 

@@ -1,4 +1,7 @@
-"""Measuring this machine. Wrong here: a figure of the caches instead of the memory, or a broken torch that breaks who asks."""
+"""Measuring this machine.
+
+Wrong here: a figure of the caches instead of the memory, or a broken torch that breaks who asks.
+"""
 
 from pathlib import Path
 
@@ -46,7 +49,9 @@ def test_this_machine_is_measured_in_every_way_that_it_can_compute() -> None:
     dtypes = ["fp32", "bf16"] if HOST.cpu_bf16 else ["fp32"]
     threads = sorted({HOST.physical_cores, 1}, reverse=True)
     assert [(s.what, s.dtype, s.threads) for s in speeds] == [
-        (what, dtype, number) for number in threads for what, dtype in [*(("matmul", d) for d in dtypes), ("copy", "fp32")]
+        (what, dtype, number)
+        for number in threads
+        for what, dtype in [*(("matmul", d) for d in dtypes), ("copy", "fp32")]
     ]
     assert all(1e8 < (s.value or 0) < 1e15 for s in speeds)
     assert {s.why_not for s in speeds} == {None}
@@ -66,14 +71,21 @@ def test_what_cannot_be_measured_says_why_and_the_rest_goes_on() -> None:
     ]
 
 
-def test_a_torch_that_cannot_be_imported_is_an_error_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_be_imported_is_an_error_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Probe(HOST) as probe, pytest.raises(ClusterError, match=r"import torch ended with exit code 1: .*libcudart\.so\.12"):
+    with (
+        Probe(HOST) as probe,
+        pytest.raises(ClusterError, match=r"import torch ended with exit code 1: .*libcudart\.so\.12"),
+    ):
         probe.torch()
 
 
-def test_a_torch_that_crashes_or_hangs_ends_its_own_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_crashes_or_hangs_ends_its_own_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 4)")
     with Probe(HOST) as probe, pytest.raises(ClusterError, match="import torch ended with exit code -4"):

@@ -14,7 +14,14 @@ from paceline.cluster.doctor.software import check_software, check_variables
 
 CORES = Host(name="host", cores=4, memory_bytes=2**34)
 GPUS = CORES.model_copy(update={"gpus": tuple(Device(index=i, name="H200", memory_bytes=2**37) for i in range(2))})
-CPU_BUILD: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "devices": 0, "capability": "AVX512", "gloo": True, "nccl": False}
+CPU_BUILD: dict[str, Any] = {
+    "version": "2.13.0+cpu",
+    "cuda": None,
+    "devices": 0,
+    "capability": "AVX512",
+    "gloo": True,
+    "nccl": False,
+}
 CUDA_BUILD = CPU_BUILD | {"version": "2.13.0+cu130", "cuda": "13.0", "devices": 2, "nccl": True}
 
 
@@ -40,7 +47,9 @@ def test_gpus_that_torch_cannot_use_are_a_problem(torch: dict[str, Any], text: s
     assert "CUDA_VISIBLE_DEVICES= to train on the CPU" in str(finding.advice)
 
 
-@pytest.mark.parametrize("torch", [CPU_BUILD | {"version": "2.9.1"}, CPU_BUILD | {"gloo": False}, "import torch ended with exit code 1"])
+@pytest.mark.parametrize(
+    "torch", [CPU_BUILD | {"version": "2.9.1"}, CPU_BUILD | {"gloo": False}, "import torch ended with exit code 1"]
+)
 def test_a_torch_that_cannot_train_is_a_problem(torch: dict[str, Any] | str) -> None:
     assert levels(check_software(CORES, torch), "torch") == ["problem"]
 
@@ -53,7 +62,9 @@ def test_a_missing_compiler_costs_torch_compile_only(monkeypatch: pytest.MonkeyP
 
 
 def test_missing_extras_are_named_with_what_they_bring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("pyarrow", "transformers", "plotly") else object())
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name in ("pyarrow", "transformers", "plotly") else object()
+    )
     notes = {f.topic: f for f in check_software(CORES, CPU_BUILD) if f.level == "note" and f.topic != "torch.compile"}
     assert notes.keys() == {"extra data", "extra hf", "reports"}
     assert (notes["extra hf"].text, notes["extra hf"].advice) == (

@@ -1,4 +1,7 @@
-"""A container's limits, and groups of our own, in copies of the kernel's files. Wrong here: runs that are throttled or killed."""
+"""A container's limits, and groups of our own, in copies of the kernel's files.
+
+Wrong here: runs that are throttled or killed.
+"""
 
 from pathlib import Path
 
@@ -61,7 +64,8 @@ def test_version_2_beside_version_1_is_read_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files", [{}, {"proc/self/cgroup": "0::/../elsewhere"}, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}]
+    "files",
+    [{}, {"proc/self/cgroup": "0::/../elsewhere"}, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}],
 )
 def test_a_machine_without_limits_has_none(tmp_path: Path, files: dict[str, str]) -> None:
     root = machine(tmp_path, files)
@@ -79,7 +83,10 @@ def test_a_group_of_version_1_gets_a_quota_beside_the_own_group(tmp_path: Path) 
 
 def test_a_group_of_version_2_lies_where_the_controller_is_handed_on(tmp_path: Path) -> None:
     files = {f"sys/fs/cgroup/{group}cgroup.procs": "" for group in ("", "pod/", "pod/train/")}
-    files |= {"sys/fs/cgroup/pod/train/cgroup.subtree_control": "", "sys/fs/cgroup/pod/cgroup.subtree_control": "memory cpu"}
+    files |= {
+        "sys/fs/cgroup/pod/train/cgroup.subtree_control": "",
+        "sys/fs/cgroup/pod/cgroup.subtree_control": "memory cpu",
+    }
     root = machine(tmp_path, V2 | files)
     place = place_of_group("ours", root)
     assert place == root / "sys/fs/cgroup/pod/ours"

@@ -8,12 +8,16 @@ from paceline.cluster.cluster import Cluster, Emulate
 from paceline.cluster.discover import discover
 from paceline.errors import ClusterError
 
-MACHINE = discover().hosts[0].model_copy(update={"cores": 4, "memory_bytes": 8 * 2**30, "affinity": ((0,), (1,), (2,), (3,))})
+MACHINE = (
+    discover().hosts[0].model_copy(update={"cores": 4, "memory_bytes": 8 * 2**30, "affinity": ((0,), (1,), (2,), (3,))})
+)
 
 
 @pytest.fixture(autouse=True)
 def _machine_of_4_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cluster.emulate.emulated.discover", lambda: Cluster(name="this machine", hosts=(MACHINE,)))
+    monkeypatch.setattr(
+        "paceline.cluster.emulate.emulated.discover", lambda: Cluster(name="this machine", hosts=(MACHINE,))
+    )
 
 
 def read(folder: Path, text: str) -> Cluster:
@@ -42,7 +46,9 @@ def test_one_value_stands_for_all_hosts() -> None:
     assert (Emulate(hosts=2).rates_bps, Emulate(hosts=2).cores) == ((None, None), (None, None))
 
 
-def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = Cluster(emulate=Emulate(hosts=2, rate=("25mbit", "1gbit"), cpu=4))
     monkeypatch.setattr("paceline.cluster.emulate.emulated.discover", pytest.fail)
     assert read(tmp_path, cluster.to_yaml()) == cluster
@@ -57,14 +63,23 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(tmp_path:
         ("emulate:\n  hosts: 0", 'line 2: "hosts" of `emulate`: Input should be greater than or equal to 1, not 0'),
         ("emulate:\n  hosts: 2\n  rate: 100Mbps", "line 3: rate: '100Mbps' is not a rate such as 25mbit or 1gbit"),
         ("emulate:\n  hosts: 2\n  rate: [1gbit, 5]", "line 3: rate: '5' is not a rate"),
-        ("\nemulate:\n  hosts: 2\n  cpu: [1, 1, 1]", "line 2: cpu lists 3 values, but there are 2 hosts: give one for each"),
+        (
+            "\nemulate:\n  hosts: 2\n  cpu: [1, 1, 1]",
+            "line 2: cpu lists 3 values, but there are 2 hosts: give one for each",
+        ),
         ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: cpu: 0 is not a number of cores"),
         ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: cpu: nan is not a number of cores"),
         ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: cpu: True is not a number of cores"),
-        ("emulate:\n  hosts: 2\n  cpu: 9", "line 1: cpu: host-0 is to have 9 cores, but this machine leaves only 4 to use"),
+        (
+            "emulate:\n  hosts: 2\n  cpu: 9",
+            "line 1: cpu: host-0 is to have 9 cores, but this machine leaves only 4 to use",
+        ),
         ("emulate: {hosts: 2, delay_ms: 0}", 'line 1: "delay_ms" of `emulate`: Input should be greater than 0, not 0'),
         ("emulate: 4", 'line 1: "emulate" of the cluster'),
-        ("hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}", "emulate stands for 2 hosts, but 1 are listed"),
+        (
+            "hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}",
+            "emulate stands for 2 hosts, but 1 are listed",
+        ),
         ("name: lab", "line 1: a cluster has at least one host: list `hosts`, or emulate some"),
     ],
 )

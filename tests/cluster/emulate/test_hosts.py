@@ -37,7 +37,9 @@ def connection(emulation: Emulation, source: int, target: int) -> Iterator[tuple
     """A TCP connection from one host to another: both ends, which wait for 10 s at most."""
     at = emulation.hosts[target]
     with inside(at.namespace, lambda: socket.create_server((at.address, 0))) as server:
-        start = inside(emulation.hosts[source].namespace, lambda: socket.create_connection(server.getsockname(), timeout=10))
+        start = inside(
+            emulation.hosts[source].namespace, lambda: socket.create_connection(server.getsockname(), timeout=10)
+        )
         end, _ = server.accept()
         end.settimeout(10)
         with start, end:
@@ -56,7 +58,9 @@ def run_inside(host: EmulatedHost, code: str) -> str:
     imports = "from paceline.cluster.emulate.hosts import enter_host\nfrom paceline.rank_environment import HostEntry\n"
     script = f"{imports}enter_host(HostEntry.from_env())\n{code}"
     environment = os.environ | host.entry.to_env()
-    return subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float = 30) -> None:
@@ -96,7 +100,9 @@ def test_every_link_has_its_rate_both_ways() -> None:
 
 def queues(namespace: str) -> Any:
     """As `tc` describes them."""
-    return json.loads(subprocess.run(["tc", "-n", namespace, "-j", "qdisc", "show"], check=True, capture_output=True).stdout)
+    return json.loads(
+        subprocess.run(["tc", "-n", namespace, "-j", "qdisc", "show"], check=True, capture_output=True).stdout
+    )
 
 
 @pytest.mark.parametrize("delay_ms", [None, 1])
@@ -113,7 +119,10 @@ def test_a_link_that_is_cut_drops_silently_and_connections_go_on_once_it_is_mend
 
 
 def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_in_order() -> None:
-    with Emulation(Emulate(hosts=3, rate="1gbit", delay_ms=30)) as emulation, connection(emulation, 2, 0) as (start, end):
+    with (
+        Emulation(Emulate(hosts=3, rate="1gbit", delay_ms=30)) as emulation,
+        connection(emulation, 2, 0) as (start, end),
+    ):
         started = time.monotonic()
         start.sendall(b"?")
         assert receive(end, 1) == b"?"
@@ -132,7 +141,8 @@ def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_
 
 def test_where_packets_cannot_be_delayed_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "paceline.cluster.emulate.hosts.build", lambda bridge, *_, **__: subprocess.run(["ip", "netns", "add", bridge], check=True)
+        "paceline.cluster.emulate.hosts.build",
+        lambda bridge, *_, **__: subprocess.run(["ip", "netns", "add", bridge], check=True),
     )
     with (
         pytest.raises(ClusterError, match=r"cannot be delayed: .*No such device.*Leave `delay_ms` out"),
@@ -220,7 +230,9 @@ def visit(namespace: str) -> subprocess.Popen[bytes]:
 @contextmanager
 def launcher() -> Iterator[tuple[subprocess.Popen[str], Record]]:
     """Another process that keeps emulated hosts."""
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             name = process.stdout.readline().strip()
@@ -237,7 +249,9 @@ def test_a_launcher_that_is_killed_leaves_nothing_once_its_keeper_has_seen_it() 
     wait_until(lambda: not record.keeper.alive)
 
 
-def test_what_a_dead_launcher_and_its_dead_keeper_left_is_removed_at_the_next_start_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_dead_launcher_and_its_dead_keeper_left_is_removed_at_the_next_start_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with launcher() as (process, record):
         visitor = visit(record.namespaces[1])
         os.kill(record.keeper.pid, signal.SIGKILL)
@@ -246,7 +260,10 @@ def test_what_a_dead_launcher_and_its_dead_keeper_left_is_removed_at_the_next_st
     assert len(left_of(record.name)) == 6
     with Emulation(Emulate(hosts=1)):
         assert left_of(record.name) == []
-    assert f"removed the emulated hosts {record.name}-*, which process {process.pid} left behind" in capsys.readouterr().err
+    assert (
+        f"removed the emulated hosts {record.name}-*, which process {process.pid} left behind"
+        in capsys.readouterr().err
+    )
     assert visitor.wait(10) == -signal.SIGTERM
 
 
@@ -271,16 +288,24 @@ def test_without_root_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_iproute2_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match=r"ip and tc and bridge, of the package iproute2"), Emulation(Emulate(hosts=2)):
+    with (
+        pytest.raises(ClusterError, match=r"ip and tc and bridge, of the package iproute2"),
+        Emulation(Emulate(hosts=2)),
+    ):
         pass
 
 
-def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for command in ("ip", "tc", "bridge"):
         (tmp_path / command).write_text("#!/bin/sh\necho 'Operation not permitted' >&2\nexit 1\n")
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ClusterError, match=r"`ip netns add .*` failed: Operation not permitted.*--privileged"), Emulation(Emulate(hosts=2)):
+    with (
+        pytest.raises(ClusterError, match=r"`ip netns add .*` failed: Operation not permitted.*--privileged"),
+        Emulation(Emulate(hosts=2)),
+    ):
         pass
 
 

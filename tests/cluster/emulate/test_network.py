@@ -23,7 +23,10 @@ def test_a_bucket_holds_a_frame_and_two_ms_and_a_queue_what_tcp_sends_at_once_an
 @pytest.mark.needs_iproute2
 def test_the_kernel_takes_the_slowest_and_the_fastest_rate_that_a_cluster_file_may_name() -> None:
     with Emulation(Emulate(hosts=2, rate=("10kbit", "400gbit"))) as emulation:
-        shown = [subprocess.run(["tc", "-n", h.namespace, "-j", "qdisc", "show"], check=True, capture_output=True) for h in emulation.hosts]
+        shown = [
+            subprocess.run(["tc", "-n", h.namespace, "-j", "qdisc", "show"], check=True, capture_output=True)
+            for h in emulation.hosts
+        ]
     rates = [q["options"]["rate"] for each in shown for q in json.loads(each.stdout) if q["kind"] == "tbf"]
     assert rates == [10_000 / 8, 400e9 / 8]
 

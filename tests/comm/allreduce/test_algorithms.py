@@ -1,4 +1,7 @@
-"""Every way to add up gives the same sums; `auto` measures only between hosts, chooses alike on all ranks, and says why."""
+"""Every way to add up gives the same sums.
+
+`auto` measures only between hosts, chooses alike on all ranks, and says why.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +60,17 @@ def test_every_algorithm_gives_the_same_sums(ranks: Ranks, hosts: tuple[int, ...
         assert [result["why"] for result in results] == [result["why"] for result in by_rank[0]]
         for result in results:
             name = result["name"]
-            assert (result["sum"], result["mean"], result["max"]) == ([10.0, 9990.0], [2.5, 2497.5], [4.0, 3996.0]), name
+            assert (result["sum"], result["mean"], result["max"]) == ([10.0, 9990.0], [2.5, 2497.5], [4.0, 3996.0]), (
+                name
+            )
             assert result["scalar"] == 6.0, name
             assert result["strided"] == [[10, rank + 1] * 3] * 4, f"{name}: what lies between stays"
             assert result["counted"][1] == 4000, name
             assert (result["predicted"] is not None) == (name == "auto" and spans)
             if name == "hierarchical" and spans:
-                assert result["counted"][0] in (4 * 512, 4 * 488), "2 (h - 1) / h of the part that a rank carries, in whole cache lines"
+                assert result["counted"][0] in (4 * 512, 4 * 488), (
+                    "2 (h - 1) / h of the part that a rank carries, in whole cache lines"
+                )
 
 
 def chosen(name: str) -> tuple[str, list[str], float]:
@@ -73,7 +80,9 @@ def chosen(name: str) -> tuple[str, list[str], float]:
         started = time.monotonic()
         algorithm = algorithm_for(group, name)
         took_s = time.monotonic() - started
-        names = [algorithm.best(nbytes).name for nbytes in (4, 2**10, 2**16, 2**24)] if isinstance(algorithm, Auto) else []
+        names = (
+            [algorithm.best(nbytes).name for nbytes in (4, 2**10, 2**16, 2**24)] if isinstance(algorithm, Auto) else []
+        )
         algorithm.close()
         return algorithm.why, names, took_s
 

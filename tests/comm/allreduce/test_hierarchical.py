@@ -39,7 +39,12 @@ def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
         group.hosts = hosts
         paceline.comm.allreduce.hierarchical._BLOCK_BYTES = 2**20  # so that some tensors take several
         algorithm = Hierarchical(group)
-        wrong = [(*case, shared) for shared in ("shared", "private", "mixed") for case in CASES if not is_exact(algorithm, *case, shared)]
+        wrong = [
+            (*case, shared)
+            for shared in ("shared", "private", "mixed")
+            for case in CASES
+            if not is_exact(algorithm, *case, shared)
+        ]
         result = {"wrong": wrong, "memory": group.host.transport.name, "carriers": algorithm.parts}
         algorithm.close()
         group.host.close()
@@ -158,5 +163,7 @@ def test_a_link_carries_two_thirds_of_what_a_flat_ring_has_it_carry(hosts: Hosts
         assert [result[0] for result in pair.run(of_four_mebibytes, name, 4)] == [[4.0]] * 4
         after = [max(link.sent_bytes, link.received_bytes) for link in pair.bytes()]
         carried[name] = [(b - a) / (4 * 2**22) for a, b in zip(before, after, strict=True)]
-    assert all(0.99 < share <= 1.1 for share in carried["hierarchical"]), "2 (h - 1) / h of the tensor for h = 2, and headers"
+    assert all(0.99 < share <= 1.1 for share in carried["hierarchical"]), (
+        "2 (h - 1) / h of the tensor for h = 2, and headers"
+    )
     assert all(1.45 < share < 1.75 for share in carried["flat"]), "2 (n - 1) / n for n = 4"

@@ -35,7 +35,9 @@ def whole_numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     piece=st.integers(1, 64),
     turn=st.integers(0, 7),
 )
-def test_every_rank_gets_the_exact_result(size: int, numel: int, dtype: torch.dtype, op: str, piece: int, turn: int) -> None:
+def test_every_rank_gets_the_exact_result(
+    size: int, numel: int, dtype: torch.dtype, op: str, piece: int, turn: int
+) -> None:
     parts = torch.stack([whole_numbers(rank, numel, dtype) for rank in range(size)])
     expected = parts.sum(0, dtype=dtype) if op == "sum" else parts.amax(0)
     order = [(rank + turn) % size for rank in range(size)]
@@ -109,14 +111,24 @@ def over_a_group() -> dict[str, object]:
     """Sums over real ranks, and the titles of a trace."""
     with joined(deadline_s=30) as group:
         sums = []
-        for numel, dtype in ((0, torch.float32), (1, torch.int64), (3, torch.bfloat16), (1_000_003, torch.float32), (5, torch.float64)):
+        for numel, dtype in (
+            (0, torch.float32),
+            (1, torch.int64),
+            (3, torch.bfloat16),
+            (1_000_003, torch.float32),
+            (5, torch.float64),
+        ):
             tensor = torch.full((numel,), group.rank + 1, dtype=dtype)
             ring_all_reduce(group, tensor)
             sums.append(sorted(set(tensor.tolist())))
         before = group.sent_bytes
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             ring_all_reduce(group, torch.zeros(3_000_000))
-        titles = [event.name for event in sorted(profile.events(), key=lambda e: e.time_range.start) if event.name.startswith("ring ")]
+        titles = [
+            event.name
+            for event in sorted(profile.events(), key=lambda e: e.time_range.start)
+            if event.name.startswith("ring ")
+        ]
         return {"sums": sums, "titles": titles, "sent": group.sent_bytes - before}
 
 
@@ -127,7 +139,9 @@ def test_it_runs_over_every_transport_and_each_step_is_in_the_trace(ranks: Ranks
         assert result["sent"] == 2 * 2 * 4_000_000
         following = (rank + 1) % 3
         assert result["titles"] == [
-            f"ring {phase} step {step} of 2: {rank} → {following}, 4 MB" for phase in ("reduce-scatter", "all-gather") for step in (1, 2)
+            f"ring {phase} step {step} of 2: {rank} → {following}, 4 MB"
+            for phase in ("reduce-scatter", "all-gather")
+            for step in (1, 2)
         ]
 
 

@@ -1,4 +1,7 @@
-"""A process group of ours as PyTorch and its users call it: handles, futures, several groups and threads at once, and clear errors."""
+"""A process group of ours as PyTorch and its users call it.
+
+Handles, futures, several groups and threads at once, and clear errors.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,9 @@ def threads_with_groups_of_their_own() -> None:
         except BaseException as error:  # noqa: BLE001 - raised below
             failed.append(error)
 
-    _together([lambda g=group, n=numel: use(g, n) for group, numel in zip(groups, (1, 100, 30_000, 400_000), strict=True)])  # type: ignore[misc]
+    _together(
+        [lambda g=group, n=numel: use(g, n) for group, numel in zip(groups, (1, 100, 30_000, 400_000), strict=True)]  # type: ignore[misc]
+    )
     assert not failed, failed
 
 

@@ -1,4 +1,7 @@
-"""Collectives and messages of ours show up in torch's profilers: where they are missing, a trace shows waiting as nothing."""
+"""Collectives and messages of ours show up in torch's profilers.
+
+Where they are missing, a trace shows waiting as nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,4 +38,6 @@ def traced() -> list[tuple[str, list[list[int]]]]:
             assert pending is not None
             pending.wait()
     dist.all_reduce(matrix)  # no profiler sees it
-    return sorted((event.name, event.input_shapes) for event in trace.events() or () if event.name.startswith(("shm:", "tcp:")))
+    return sorted(
+        (event.name, event.input_shapes) for event in trace.events() or () if event.name.startswith(("shm:", "tcp:"))
+    )

@@ -63,7 +63,9 @@ def carelessly(collective: str) -> Any:
         return measure_call(careless, collective, 2**12).wrong
 
 
-@pytest.mark.parametrize(("collective", "least"), [("all_reduce", 2 * 2 * 100), ("reduce_scatter", 2 * 2 * 2), ("send_receive", 1000)])
+@pytest.mark.parametrize(
+    ("collective", "least"), [("all_reduce", 2 * 2 * 100), ("reduce_scatter", 2 * 2 * 2), ("send_receive", 1000)]
+)
 def test_wrong_results_are_counted_over_all_ranks(ranks: Ranks, collective: str, least: int) -> None:
     first, second = ranks(2, carelessly, collective)
     assert first == second

@@ -17,7 +17,14 @@ TWO_BY_TWO = Limit((0, 0, 1, 1), stream=1e6, latency_s=1e-3)
 
 @pytest.mark.parametrize(
     ("collective", "bytes_over_a_link"),
-    [("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5), ("all_to_all", 1.0), ("broadcast", 1.0), ("send_receive", 1.0)],
+    [
+        ("all_reduce", 1.0),
+        ("all_gather", 0.5),
+        ("reduce_scatter", 0.5),
+        ("all_to_all", 1.0),
+        ("broadcast", 1.0),
+        ("send_receive", 1.0),
+    ],
 )
 def test_between_hosts_each_link_has_to_carry_its_least_share(collective: str, bytes_over_a_link: float) -> None:
     assert TWO_BY_TWO.least_s(collective, 10**6) == pytest.approx(bytes_over_a_link)
@@ -73,5 +80,7 @@ def test_ranks_of_one_host_measure_copies_of_each_others_memory(ranks: Ranks) ->
 def test_between_hosts_the_stream_is_as_fast_as_the_link(hosts: Hosts) -> None:
     first, second = hosts(2, rate="40mbit").run(measured)
     assert first == second
-    assert 0.6 * 5e6 < first.stream < 1.02 * 5e6, "headers, acknowledgements the other way, and what a busy machine takes"
+    assert 0.6 * 5e6 < first.stream < 1.02 * 5e6, (
+        "headers, acknowledgements the other way, and what a busy machine takes"
+    )
     assert 0 < first.latency_s < 1

@@ -1,4 +1,7 @@
-"""The speed of collectives. Wrong here: bandwidths that nobody can hold against nccl-tests', or ranks that disagree on how often."""
+"""The speed of collectives.
+
+Wrong here: bandwidths that nobody can hold against nccl-tests', or ranks that disagree on how often.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ def test_ranks_started_for_it_measure_every_transport() -> None:
     found, other = run_on_ranks(measure_all_reduces, SIZES, places=on_this_machine(2))
     assert found == other
     transports = ["gloo"] if found.note else ["gloo", "shm"]  # a note says why there is no shared memory
-    assert [(s.size_bytes, s.transport) for s in found.speeds] == [(size, name) for size in SIZES for name in transports]
+    assert [(s.size_bytes, s.transport) for s in found.speeds] == [
+        (size, name) for size in SIZES for name in transports
+    ]
     assert all(speed.ranks == 2 and 1e-7 < speed.time_s < 60 for speed in found.speeds)
 
 

@@ -180,11 +180,19 @@ class Caller:
 
     def broadcast(self) -> Started:
         tensor = self.tensor(self.of(self.rank))
-        return dist.broadcast(tensor, group=self.group, async_op=True, group_src=self.root), [tensor], [self.of(self.root)]
+        return (
+            dist.broadcast(tensor, group=self.group, async_op=True, group_src=self.root),
+            [tensor],
+            [self.of(self.root)],
+        )
 
     def all_gather(self) -> Started:
         outputs = [self.blank() for _ in self.ranks]
-        return dist.all_gather(outputs, self.tensor(self.of(self.rank)), self.group, async_op=True), outputs, self.everybody()
+        return (
+            dist.all_gather(outputs, self.tensor(self.of(self.rank)), self.group, async_op=True),
+            outputs,
+            self.everybody(),
+        )
 
     def all_gather_into_tensor(self) -> Started:
         output = self.blank(self.size * self.case.numel)
@@ -199,7 +207,9 @@ class Caller:
 
     def scatter(self) -> Started:
         output = self.blank()
-        sources = [self.tensor(self.of(self.root, part)) for part in range(self.size)] if self.rank == self.root else None
+        sources = (
+            [self.tensor(self.of(self.root, part)) for part in range(self.size)] if self.rank == self.root else None
+        )
         work = dist.scatter(output, sources, group=self.group, async_op=True, group_src=self.root)
         return work, [output], [self.of(self.root, self.rank)]
 
@@ -210,7 +220,9 @@ class Caller:
 
     def reduce_scatter_tensor(self) -> Started:
         output, source = self.blank(), self.tensor(torch.cat([self.of(self.rank, part) for part in range(self.size)]))
-        work = dist.reduce_scatter_tensor(output.view(-1) if output.is_contiguous() else output, source, self.reduce_op, self.group, True)
+        work = dist.reduce_scatter_tensor(
+            output.view(-1) if output.is_contiguous() else output, source, self.reduce_op, self.group, True
+        )
         return work, [output], [combined(self.op, self.everybody(self.rank))]
 
     def all_to_all(self) -> Started:
@@ -235,7 +247,11 @@ class Caller:
         return dist.barrier(self.group, async_op=True), [], []
 
 
-CALLS = sorted(name for name in vars(Caller) if not name.startswith("_") and name not in ("start", "of", "tensor", "blank", "everybody"))
+CALLS = sorted(
+    name
+    for name in vars(Caller)
+    if not name.startswith("_") and name not in ("start", "of", "tensor", "blank", "everybody")
+)
 
 
 def run(cases: Sequence[Case]) -> None:
@@ -266,12 +282,23 @@ def check(case: Case, call: Started) -> None:
 
 def numels(dtype: torch.dtype) -> st.SearchStrategy[int]:
     """None, one, some, and just about where the way changes that they go."""
-    borders = [b // dtype.itemsize for b in (_SMALL_BYTES, _CACHED_BYTES, CHUNK_BYTES // 3, CHUNK_BYTES, 2 * CHUNK_BYTES)]
+    borders = [
+        b // dtype.itemsize for b in (_SMALL_BYTES, _CACHED_BYTES, CHUNK_BYTES // 3, CHUNK_BYTES, 2 * CHUNK_BYTES)
+    ]
     some = st.sampled_from([0, 1, 2, 3, 7, 64, 1000, 4099])
     return some | some | st.builds(int.__add__, st.sampled_from(borders), st.sampled_from([-1, 0, 1]))
 
 
-LAYOUTS = ("contiguous", "strided", "odd offset", "transposed", "channels-last", "arena", "arena, shifted", "arena with gaps")
+LAYOUTS = (
+    "contiguous",
+    "strided",
+    "odd offset",
+    "transposed",
+    "channels-last",
+    "arena",
+    "arena, shifted",
+    "arena with gaps",
+)
 CASES = st.sampled_from(DTYPES).flatmap(
     lambda dtype: st.builds(
         Case,
@@ -299,7 +326,9 @@ ON_RANKS = settings(
 @pytest.mark.parametrize("size", [2, 3, 4])
 @ON_RANKS
 @given(cases=st.lists(CASES, min_size=40, max_size=60))
-def test_any_calls_after_each_other_and_at_once_give_the_plain_results(ranks: Ranks, size: int, cases: list[Case]) -> None:
+def test_any_calls_after_each_other_and_at_once_give_the_plain_results(
+    ranks: Ranks, size: int, cases: list[Case]
+) -> None:
     ranks(size, run, cases, backend="shm", deadline_s=60)
 
 
@@ -331,9 +360,12 @@ def random_sums(dtype: torch.dtype) -> str:
         for tensor in (own.clone(), shared.copy_(own)):
             dist.all_reduce(tensor)
             total = sum(
-                torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype).double() for r in range(dist.get_world_size())
+                torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype).double()
+                for r in range(dist.get_world_size())
             )
-            torch.testing.assert_close(tensor.double(), total, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+            torch.testing.assert_close(
+                tensor.double(), total, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+            )
             digest.update(bytes(tensor.view(torch.uint8).numpy()))
     return digest.hexdigest()
 

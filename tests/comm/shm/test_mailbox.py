@@ -16,7 +16,17 @@ from paceline.comm.shm.rounds import MAIL_BYTES
 from ranks import RankError, Ranks
 
 _HEADER_BYTES = 16
-SIZES = [0, 1, 15, 16, 17, 1000, *(MAIL_BYTES - _HEADER_BYTES + d for d in (-17, -1, 0, 1, 15, 16)), MAIL_BYTES, 3 * MAIL_BYTES + 7]
+SIZES = [
+    0,
+    1,
+    15,
+    16,
+    17,
+    1000,
+    *(MAIL_BYTES - _HEADER_BYTES + d for d in (-17, -1, 0, 1, 15, 16)),
+    MAIL_BYTES,
+    3 * MAIL_BYTES + 7,
+]
 
 
 def content(sender: int, receiver: int, number: int, size: int) -> Tensor:
@@ -53,7 +63,9 @@ def exchange(sizes: list[int], tags: list[int], order: int) -> None:
 
 
 def _send_all(rank: int, others: list[int], messages: Any) -> list[Any]:
-    return [dist.isend(content(rank, to, number, size), to, tag=tag) for to in others for number, (size, tag) in messages]
+    return [
+        dist.isend(content(rank, to, number, size), to, tag=tag) for to in others for number, (size, tag) in messages
+    ]
 
 
 @pytest.mark.parametrize("ranks_", [2, 4])
@@ -65,7 +77,10 @@ def _send_all(rank: int, others: list[int], messages: Any) -> list[Any]:
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(messages=st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 3)), min_size=5, max_size=20), order=st.integers(0, 1000))
+@given(
+    messages=st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 3)), min_size=5, max_size=20),
+    order=st.integers(0, 1000),
+)
 def test_messages_of_all_sizes_cross_each_other_in_any_order(
     ranks: Ranks, ranks_: int, messages: list[tuple[int, int]], order: int
 ) -> None:
@@ -81,7 +96,9 @@ def ways_to_send() -> None:
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, right), dist.P2POp(dist.irecv, got, left)])
         for work in works:
             work.wait()
-        assert torch.equal(got.to(torch.complex128), torch.full((70_000,), left, dtype=torch.float64).to(dtype).to(torch.complex128))
+        assert torch.equal(
+            got.to(torch.complex128), torch.full((70_000,), left, dtype=torch.float64).to(dtype).to(torch.complex128)
+        )
     matrix = torch.arange(12.0).view(3, 4)
     if rank == 0:
         dist.send(matrix.t(), 1)
@@ -101,7 +118,10 @@ def test_rings_types_and_layouts(ranks: Ranks) -> None:
 
 
 def from_anybody() -> list[int]:
-    """Rank 0 asks for whoever comes; the others send in an order of their own, one of them with a larger message than fits."""
+    """Rank 0 asks for whoever comes.
+
+    The others send in an order of their own, one of them with a larger message than fits.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank:
         dist.send(torch.full((rank * MAIL_BYTES // 4,), float(rank)), 0, tag=rank)

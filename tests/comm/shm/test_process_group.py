@@ -44,7 +44,10 @@ def _entries(folder: str) -> list[str]:
 
 
 def _open() -> list[str]:
-    """Open descriptors of groups and tensors; the one of this process' bell stays while it has groups, for groups to come."""
+    """Open descriptors of groups and tensors.
+
+    The one of this process' bell stays while it has groups, for groups to come.
+    """
     links = []
     for fd in _entries("/proc/self/fd"):
         try:

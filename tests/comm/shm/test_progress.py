@@ -1,4 +1,7 @@
-"""A wait ends: with the result, soon after a rank it waits for is gone, or at the deadline. Meanwhile it leaves the cores to others."""
+"""A wait ends: with the result, soon after a rank it waits for is gone, or at the deadline.
+
+Meanwhile it leaves the cores to others.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,12 @@ def killed_while(call: Callable[[Group], None], asleep: bool, folder: Path) -> N
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["at some moment", "while the others sleep"])
-@pytest.mark.parametrize("call", [small, in_place, through_slots, from_its_root, in_the_background], ids=lambda f: f.__name__)
-def test_a_killed_rank_is_named_by_all_others(ranks: Ranks, call: Callable[[Group], None], asleep: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call", [small, in_place, through_slots, from_its_root, in_the_background], ids=lambda f: f.__name__
+)
+def test_a_killed_rank_is_named_by_all_others(
+    ranks: Ranks, call: Callable[[Group], None], asleep: bool, tmp_path: Path
+) -> None:
     with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):  # and the others came to an end
         ranks(3, killed_while, call, asleep, tmp_path, backend="shm")
     for rank in (0, 2):
@@ -177,7 +184,10 @@ def different(cases: list[list[str]]) -> list[list[str]]:
 
 
 DIFFERENT = [
-    (["all_reduce 4 float32 sum", "all_reduce 5 float32 sum"], ["all_reduce sum of 4 float32", "rank 1 all_reduce sum of 5 float32"]),
+    (
+        ["all_reduce 4 float32 sum", "all_reduce 5 float32 sum"],
+        ["all_reduce sum of 4 float32", "rank 1 all_reduce sum of 5 float32"],
+    ),
     (["all_reduce 4 float32 sum", "all_reduce 90000 float32 sum"], ["of 4 float32", "of 90000 float32"]),
     (["all_reduce 4 float32 sum", "all_reduce 4 int32 sum"], ["of 4 float32", "of 4 int32"]),
     (["all_reduce 4 float32 sum", "all_reduce 4 float32 max"], ["all_reduce sum", "all_reduce max"]),
@@ -257,6 +267,9 @@ works[0].wait()
 def test_a_process_that_ends_with_calls_under_way_ends_well(tmp_path: Path) -> None:
     for turn in range(2):
         command = [sys.executable, "-c", LEAVES]
-        started = [subprocess.Popen([*command, str(rank), str(tmp_path / f"store-{turn}")], stderr=subprocess.PIPE) for rank in range(2)]
+        started = [
+            subprocess.Popen([*command, str(rank), str(tmp_path / f"store-{turn}")], stderr=subprocess.PIPE)
+            for rank in range(2)
+        ]
         errors = [process.communicate(timeout=60)[1] for process in started]
         assert [process.returncode for process in started] == [0, 0], errors

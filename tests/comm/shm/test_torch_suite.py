@@ -1,4 +1,7 @@
-"""PyTorch's own suite passes on our process group wherever it passes on gloo: code that runs on gloo runs on ours unchanged."""
+"""PyTorch's own suite passes on our process group wherever it passes on gloo.
+
+Code that runs on gloo runs on ours unchanged.
+"""
 
 from __future__ import annotations
 

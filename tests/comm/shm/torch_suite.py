@@ -2,9 +2,9 @@
 
     [WORLD_SIZE=4] python tests/comm/shm/torch_suite.py [--on gloo,shm,tcp] [--json FILE] [TEST …]
 
-The suite asks in a hundred places whether its backend is "gloo". So on our ranks everything is as with gloo, but for the one class that
-torch makes a gloo group of: its place takes a stand-in, which is a process group of ours. Every test thus takes gloo's branch over our
-transport, and each rank checks that it has no other group.
+The suite asks in a hundred places whether its backend is "gloo". So on our ranks everything is as with gloo, but for
+the one class that torch makes a gloo group of: its place takes a stand-in, which is a process group of ours. Every test
+thus takes gloo's branch over our transport, and each rank checks that it has no other group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.tcp import TcpProcessGroup
 
-_GLOO_ONLY = "dist.monitored_barrier refuses every backend but gloo; here every collective names the ranks that did not come"
+_GLOO_ONLY = (
+    "dist.monitored_barrier refuses every backend but gloo; here every collective names the ranks that did not come"
+)
 CANNOT_PASS = {  # what passes on gloo only, and why
     "test_monitored_barrier_failure_order": _GLOO_ONLY,
     "test_monitored_barrier_gloo": _GLOO_ONLY,
@@ -60,16 +62,24 @@ def main() -> int:
     """Run the suite; the exit code tells whether all ended as `CANNOT_PASS` says."""
     asked = _arguments()
     common_distributed.TIMEOUT_OVERRIDE.clear()  # more than our deadline
-    _fork_server.set_forkserver_preload(["torch.testing._internal.distributed.distributed_test", "torch._dynamo", "paceline.comm.tcp"])
+    _fork_server.set_forkserver_preload(
+        ["torch.testing._internal.distributed.distributed_test", "torch._dynamo", "paceline.comm.tcp"]
+    )
     forkserver.ensure_running()
     outcomes: dict[str, dict[str, Outcome]] = {}
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
         tempfile.tempdir = folder  # where the suite leaves files
         for name in asked.tests or unittest.TestLoader().getTestCaseNames(OnGloo):
             outcomes[name] = {backend: _run(_CASES[backend], name) for backend in asked.on}
-            print(f"{name}: " + ", ".join(f"{backend} {o.how} {o.seconds:.1f} s" for backend, o in outcomes[name].items()), flush=True)
+            print(
+                f"{name}: "
+                + ", ".join(f"{backend} {o.how} {o.seconds:.1f} s" for backend, o in outcomes[name].items()),
+                flush=True,
+            )
     if asked.json:
-        asked.json.write_text(json.dumps({name: {b: asdict(o) for b, o in by.items()} for name, by in outcomes.items()}, indent=1))
+        asked.json.write_text(
+            json.dumps({name: {b: asdict(o) for b, o in by.items()} for name, by in outcomes.items()}, indent=1)
+        )
     return _conclude(outcomes)
 
 
@@ -98,7 +108,8 @@ class OnGloo(TestDistBackend, DistributedTest._DistTestBase):
 
 for _name in unittest.TestLoader().getTestCaseNames(OnGloo):
     _method = getattr(OnGloo, _name)
-    if getattr(_method, "__unittest_skip_why__", "").startswith("Only MPI supports"):  # all-to-all, which gloo has learned by now
+    # all-to-all, which gloo has learned by now
+    if getattr(_method, "__unittest_skip_why__", "").startswith("Only MPI supports"):
         _method.__unittest_skip__ = False
 
 
@@ -152,7 +163,10 @@ class OnTcp(OnOurs):
 
 
 def _profiling_event(title: str, *args: Any, **kwargs: Any) -> Any:
-    """Ours under the names of gloo's. Those of torch's C++ backends all say that they are asynchronous; ours say what they are."""
+    """Ours under the names of gloo's.
+
+    Those of torch's C++ backends all say that they are asynchronous; ours say what they are.
+    """
     name = distributed_c10d._get_default_group().getBackendName()  # type: ignore[attr-defined]  # of our classes
     events = get_profiling_event(title.replace("gloo:", f"{name}:"), *args, **kwargs)
     for event in events:
@@ -164,12 +178,17 @@ _CASES: Mapping[str, type[OnGloo]] = {"gloo": OnGloo, "shm": OnShm, "tcp": OnTcp
 
 
 def _rank(target: Callable[..., None], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForkServerProcess:
-    return _fork_server.Process(target=_with_environment, name=name, args=(dict(os.environ), tempfile.gettempdir(), target, args, kwargs))
+    return _fork_server.Process(
+        target=_with_environment, name=name, args=(dict(os.environ), tempfile.gettempdir(), target, args, kwargs)
+    )
 
 
-def _with_environment(environment: Mapping[str, str], folder: str, target: Callable[..., None], args: Any, kwargs: Any) -> None:
+def _with_environment(
+    environment: Mapping[str, str], folder: str, target: Callable[..., None], args: Any, kwargs: Any
+) -> None:
     os.environ.update(environment)
-    os.environ["BACKEND"] = "mpi"  # read from here on only to skip the tests of groups of 2 where there are less than 8 ranks
+    # read from here on only to skip the tests of groups of 2 where there are less than 8 ranks
+    os.environ["BACKEND"] = "mpi"
     tempfile.tempdir, distributed_test.INIT_METHOD = folder, environment["INIT_METHOD"]
     target(*args, **kwargs)
 
@@ -195,7 +214,9 @@ def _conclude(outcomes: Mapping[str, Mapping[str, Outcome]]) -> int:
     for backend in ("shm", "tcp"):
         worse = {name for name, by in outcomes.items() if backend in by and _is_worse(by[backend], by.get("gloo"))}
         for name in sorted(worse):
-            print(f"passes on gloo and not on {backend}: {name}: {CANNOT_PASS.get(name) or outcomes[name][backend].why}")
+            print(
+                f"passes on gloo and not on {backend}: {name}: {CANNOT_PASS.get(name) or outcomes[name][backend].why}"
+            )
         surprises |= worse ^ {name for name in CANNOT_PASS.keys() & outcomes.keys() if backend in outcomes[name]}
     return 1 if surprises else 0
 

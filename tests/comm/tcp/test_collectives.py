@@ -17,7 +17,8 @@ from paceline.comm.tcp.collectives import _PIECE_BYTES, _SMALL_BYTES
 from paceline.errors import SyncError
 from ranks import Ranks
 
-SIZES = [0, 1, 5, 1000, _SMALL_BYTES // 4 + 1, 9 * _PIECE_BYTES[1] // 4 * 2 + 3]  # elements: to all at once; round the ring; in many pieces
+# elements: to all at once; round the ring; in many pieces
+SIZES = [0, 1, 5, 1000, _SMALL_BYTES // 4 + 1, 9 * _PIECE_BYTES[1] // 4 * 2 + 3]
 Use = Callable[[dist.ProcessGroup, Tensor], list[Tensor]]
 
 
@@ -94,7 +95,9 @@ def as_gloo(use: Use) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    "use", [all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all], ids=lambda f: f.__name__
+    "use",
+    [all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all],
+    ids=lambda f: f.__name__,
 )
 def test_it_gives_what_gloo_gives(ranks: Ranks, use: Use, size: int) -> None:
     ranks(size, as_gloo, use, backend="tcp")
@@ -159,9 +162,12 @@ def different(case: str) -> str:
             dist.send(torch.zeros(5), 1) if rank == 0 else dist.recv(torch.zeros(6), 0)
             dist.barrier()
     except (SyncError, RuntimeError) as error:
-        with pytest.raises(RuntimeError, match="this group cannot be used any more, since: the ranks made different calls"):
+        with pytest.raises(
+            RuntimeError, match="this group cannot be used any more, since: the ranks made different calls"
+        ):
             dist.barrier()
-        return str(error).removeprefix("this group cannot be used any more, since: ")  # it had done its part, and heard of it later
+        # it had done its part, and heard of it later
+        return str(error).removeprefix("this group cannot be used any more, since: ")
     return "no error"
 
 

@@ -1,4 +1,7 @@
-"""Connections are lost, and nothing that they carried: ranks go on where the network comes back, and end with names where it does not."""
+"""Connections are lost, and nothing that they carried.
+
+Ranks go on where the network comes back, and end with names where it does not.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,9 @@ def test_a_link_that_is_cut_for_two_seconds_costs_two_seconds(hosts: Hosts, tmp_
     with cut_once_begun(up, tmp_path, for_s=2):
         results = up.run(through_a_cut, 6, tmp_path, deadline_s=60)
     assert results[0][1] > 1.5, "it was in the middle of the cut"
-    assert all("after 1 lost connections" in states or "after 2 lost connections" in states for _, _, states in results), results
+    assert all(
+        "after 1 lost connections" in states or "after 2 lost connections" in states for _, _, states in results
+    ), results
 
 
 @pytest.mark.slow
@@ -183,7 +188,8 @@ def test_a_link_that_is_cut_for_good_ends_the_wait_and_names_both_hosts(hosts: H
     for rank, (error, waited_s) in enumerate(results):
         own, peer = (rf"rank {r} \(host host-{r}, [\d.]+\)" for r in (rank, 1 - rank))
         pattern = (
-            rf"all_reduce: timeout after [\d.]+ s, waiting: {own} for {peer}: re-connecting for [\d.]+ s, \d+ attempts, last error: .+; "
+            rf"all_reduce: timeout after [\d.]+ s, waiting: {own} for {peer}: re-connecting for [\d.]+ s, \d+ "
+            r"attempts, last error: .+; "
         )
         assert re.match(pattern + r"\d+ bytes sent and not acknowledged", error), error
         assert waited_s < 20
@@ -208,7 +214,9 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(ranks: Ra
         ranks(3, killed_in_the_middle, tmp_path, backend="tcp")
     for rank in (0, 2):
         error = (tmp_path / f"error-{rank}").read_text()
-        assert re.search(r"rank 1 \(host .+, 127.0.0.1\) is gone \(pid \d+\): its host answers rank [02] ", error), error
+        assert re.search(r"rank 1 \(host .+, 127.0.0.1\) is gone \(pid \d+\): its host answers rank [02] ", error), (
+            error
+        )
 
 
 def strangers() -> int:
@@ -225,7 +233,11 @@ def strangers() -> int:
     with connections_that_break(0.1):
         assert work(6, 100_000)[:3] == expected
     open_ones = len(
-        [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == group._mesh._listener.port and c.status == "ESTABLISHED"]
+        [
+            c
+            for c in psutil.Process().net_connections("tcp")
+            if c.laddr.port == group._mesh._listener.port and c.status == "ESTABLISHED"
+        ]
     )
     for stranger in there:
         stranger.close()
@@ -252,7 +264,9 @@ def _listening() -> list[str]:
     return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 
-def test_it_listens_on_its_own_address_only_and_ends_with_the_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_listens_on_its_own_address_only_and_ends_with_the_group(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_ADDRESS", "127.0.0.9")
     for during, after in ranks(2, listening_ports, backend="tcp"):
         assert during == ["127.0.0.9", "127.0.0.9"]
@@ -260,7 +274,10 @@ def test_it_listens_on_its_own_address_only_and_ends_with_the_group(ranks: Ranks
 
 
 def early_leaver() -> None:
-    """The last thing that rank 0 does is to send; the bytes arrive although it leaves, and its connection is broken just then."""
+    """The last thing that rank 0 does is to send.
+
+    The bytes arrive although it leaves, and its connection is broken just then.
+    """
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     if dist.get_rank() == 0:

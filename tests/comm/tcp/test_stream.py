@@ -44,7 +44,10 @@ def connect(a: ByteStream, b: ByteStream) -> None:
 
 
 def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
-    """Read and write at both ends until all has arrived, or so many bytes have: then the connection is cut. Returns whether it is."""
+    """Read and write at both ends until all has arrived, or so many bytes have: then the connection is cut.
+
+    Returns whether it is.
+    """
     begin = sum(stream.received for stream in streams)
     until = time.monotonic() + 20
     while any(stream.outstanding for stream in streams):
@@ -66,7 +69,9 @@ def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
     part=st.sampled_from([1000, 70_000]),
     seed=st.integers(0, 1000),
 )
-def test_every_byte_arrives_once_and_in_order(sizes: list[int], cuts: list[int], lent: bool, part: int, seed: int) -> None:
+def test_every_byte_arrives_once_and_in_order(
+    sizes: list[int], cuts: list[int], lent: bool, part: int, seed: int
+) -> None:
     chance = random.Random(seed)
     tapes = Tape(part), Tape(part)
     streams = ByteStream(tapes[0]), ByteStream(tapes[1])

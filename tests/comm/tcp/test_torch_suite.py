@@ -1,4 +1,7 @@
-"""A quick part of PyTorch's own suite for backends passes over TCP; all of it: `python tests/comm/shm/torch_suite.py --on gloo,tcp`."""
+"""A quick part of PyTorch's own suite for backends passes over TCP.
+
+All of it: `python tests/comm/shm/torch_suite.py --on gloo,tcp`.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def job(**dimensions: Any) -> Job:
 
 def cluster(hosts: int) -> Cluster:
     gpus = tuple(Device(index=i, name="device", memory_bytes=80 << 30) for i in range(8))
-    return Cluster(name="gpus", hosts=tuple(Host(name=f"host {i}", cores=8, memory_bytes=1 << 40, gpus=gpus) for i in range(hosts)))
+    return Cluster(
+        name="gpus", hosts=tuple(Host(name=f"host {i}", cores=8, memory_bytes=1 << 40, gpus=gpus) for i in range(hosts))
+    )
 
 
 @pytest.mark.parametrize(("example", "parameters"), [("llama_70b", 70_553_706_496), ("gpt_1t", 1_008_038_758_400)])
@@ -92,7 +94,14 @@ def test_dimensions_are_all_that_is_known_of_a_model(also: dict[str, Any]) -> No
         ModelSpec(transformer=SMALL, **also)
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.tuples(*[st.booleans()] * 3), st.integers(0, 4))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.tuples(*[st.booleans()] * 3),
+    st.integers(0, 4),
+)
 def test_the_formula_has_the_parameters_of_the_trace(
     layers: int, heads: int, head: int, vocab: int, switches: tuple[bool, ...], experts: int
 ) -> None:
@@ -115,7 +124,9 @@ def test_the_formula_is_that_of_the_zoos_gpt() -> None:
 
 def test_plans_are_checked_against_dimensions() -> None:
     many = job(heads=8, kv_heads=4, hidden=64, layers=4)
-    assert check_plan(Plan.parse("tp=8"), many, cluster(1))[0].startswith("plan tp=8 divides the model's heads of keys and values (4) by 8")
+    assert check_plan(Plan.parse("tp=8"), many, cluster(1))[0].startswith(
+        "plan tp=8 divides the model's heads of keys and values (4) by 8"
+    )
     assert "stages" in check_plan(Plan.parse("pp=8 microbatches=8"), many, cluster(1))[0]
     assert "divides sequences of 16 tokens among 3 ranks" in check_plan(Plan.parse("cp=3"), many, cluster(1))[0]
     assert check_plan(Plan.parse("tp=2 pp=2 cp=2 microbatches=2"), many, cluster(1)) == []

@@ -122,5 +122,8 @@ def test_a_class_that_lies_in_no_file_is_refused_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(main, "__spec__", None, raising=False)
     for file in (None, "<stdin>"):
         monkeypatch.setattr(main, "__file__", file, raising=False)
-        with pytest.raises(ValueError, match="defined in an interactive session, where other ranks cannot import it; put it into a file"):
+        with pytest.raises(
+            ValueError,
+            match="defined in an interactive session, where other ranks cannot import it; put it into a file",
+        ):
             import_path_of(Net)

@@ -1,4 +1,7 @@
-"""Reading job files. A mistake that is not named where it stands costs its author an hour; a job that changes in writing, a run."""
+"""Reading job files.
+
+A mistake that is not named where it stands costs its author an hour; a job that changes in writing, a run.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,13 @@ def changed(old: str, new: str) -> str:
 def test_a_good_file_becomes_the_job_it_describes(job_file: Path) -> None:
     job_file.write_text(GOOD)
     job = Job.load(job_file)
-    assert (job.model.zoo, job.data.kind, job.optimizer.name, job.global_batch, job.stop.epochs) == ("mlp", "digits", "adamw", 64, 2)
+    assert (job.model.zoo, job.data.kind, job.optimizer.name, job.global_batch, job.stop.epochs) == (
+        "mlp",
+        "digits",
+        "adamw",
+        64,
+        2,
+    )
     assert job.optimizer.lr == 1e-3  # YAML 1.1 reads 1e-3 as text
 
 
@@ -81,17 +90,29 @@ def test_a_good_file_becomes_the_job_it_describes(job_file: Path) -> None:
             "data: {kind: text, path: x, contxt: 3}",
             'job.yaml, line 2: unknown key "contxt" in data. Did you mean "context"?',
         ),
-        ("data: digits", "data: {kind: arrays, path: x, inputs: 3}", "job.yaml, line 2: data.inputs should be text or a list, got 3"),
+        (
+            "data: digits",
+            "data: {kind: arrays, path: x, inputs: 3}",
+            "job.yaml, line 2: data.inputs should be text or a list, got 3",
+        ),
         (
             "data: digits",
             "data: {kind: images, path: x, shape: [3, a, 4]}",
             "job.yaml, line 2: data.shape[1] should be a whole number, got 'a'",
         ),
-        ("data: digits", "data: {kind: images, path: x, shape: [3]}", "job.yaml, line 2: data.shape has too few entries"),
+        (
+            "data: digits",
+            "data: {kind: images, path: x, shape: [3]}",
+            "job.yaml, line 2: data.shape has too few entries",
+        ),
         ("global_batch: 64\n", "", 'job.yaml: the job needs the key "global_batch"'),
         ("  epochs: 2", "  plateau: {over: 3}", 'job.yaml, line 10: stop.plateau needs the key "less_than"'),
         ("stop:\n  epochs: 2", "stop: {}", "job.yaml, line 9: stop: name at least one of epochs, steps, seconds"),
-        ("stop:\n  epochs: 2", "stop: soon", "job.yaml, line 9: stop should be a group of keys with values, got 'soon'"),
+        (
+            "stop:\n  epochs: 2",
+            "stop: soon",
+            "job.yaml, line 9: stop should be a group of keys with values, got 'soon'",
+        ),
         (
             "{zoo: mlp}",
             "{zoo: mlp, args: {x: [1, 2001-01-01]}}",
@@ -112,7 +133,10 @@ def test_each_mistake_is_named_with_its_line_and_its_remedy(job_file: Path, old:
     ("key", "remedy"),
     [
         ("accumulate: 4", 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'),
-        ("gradient_accumulation_steps: 4", 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'),
+        (
+            "gradient_accumulation_steps: 4",
+            'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".',
+        ),
         ("batch_size: 4", 'Did you mean "global_batch"'),
         ("epochs: 4", 'It belongs under "stop".'),
         ("steps: 4", 'It belongs under "stop".'),
@@ -137,12 +161,20 @@ def test_a_key_in_the_wrong_part_is_told_the_right_one(job_file: Path) -> None:
 
 def test_all_mistakes_are_listed_at_once_in_the_order_of_the_file(job_file: Path) -> None:
     found = complaints(job_file, "strop: 3\n" + changed("global_batch: 64", "seed: -1").replace("lr: 1e-3", "lr: 0"))
-    assert [line.split(": ")[0] for line in found] == ["job.yaml", "job.yaml, line 1", "job.yaml, line 8", "job.yaml, line 9"]
+    assert [line.split(": ")[0] for line in found] == [
+        "job.yaml",
+        "job.yaml, line 1",
+        "job.yaml, line 8",
+        "job.yaml, line 9",
+    ]
 
 
 def test_a_metric_that_is_never_measured_cannot_stop_a_run(job_file: Path) -> None:
     (found,) = complaints(job_file, changed("  epochs: 2", "  metric_above: {acuracy: 0.9}"))
-    assert found == "job.yaml: stop.metric_above waits for acuracy, which metrics does not list, so it would never be measured"
+    assert (
+        found
+        == "job.yaml: stop.metric_above waits for acuracy, which metrics does not list, so it would never be measured"
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,13 +184,22 @@ def test_a_metric_that_is_never_measured_cannot_stop_a_run(job_file: Path) -> No
         ("# nothing\n", "job.yaml is empty; a job needs at least"),
         ("- model\n", "job.yaml, line 1: a job is a group of keys with values, such as `model: mlp`, not a list"),
         ("mlp\n", "job.yaml, line 1: a job is a group of keys with values, such as `model: mlp`, not a single value"),
-        ("model: mlp\n  data: digits\n", "job.yaml, line 2, column 7: this is not valid YAML: mapping values are not allowed here"),
+        (
+            "model: mlp\n  data: digits\n",
+            "job.yaml, line 2, column 7: this is not valid YAML: mapping values are not allowed here",
+        ),
         ("model: [mlp\n", "job.yaml, line 2, column 1: this is not valid YAML: "),
-        ("model: !!python/name:os.system\n", "job.yaml, line 1, column 8: this is not valid YAML: could not determine a constructor"),
+        (
+            "model: !!python/name:os.system\n",
+            "job.yaml, line 1, column 8: this is not valid YAML: could not determine a constructor",
+        ),
         ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1: this is not valid YAML: but found another document"),
         ("a: \x01\n", "job.yaml: this is not valid YAML: unacceptable character"),
         ("a: 2001-99-99\n", "job.yaml: this is not valid YAML: month must be in 1..12"),
-        ("model: mlp\nstop: {epochs: 1, epochs: 2}\n", 'job.yaml, line 2: the key "epochs" is there already, in line 2'),
+        (
+            "model: mlp\nstop: {epochs: 1, epochs: 2}\n",
+            'job.yaml, line 2: the key "epochs" is there already, in line 2',
+        ),
         (GOOD + "data: digits\n", 'job.yaml, line 11: the key "data" is there already, in line 2'),
     ],
 )
@@ -217,7 +258,10 @@ def test_a_class_of_ones_own_stands_for_its_import_path() -> None:
 def test_what_other_ranks_cannot_import_is_refused() -> None:
     class Local: ...
 
-    for model, words in ((lambda: None, "<lambda> cannot be imported by other ranks"), (Local, "Local cannot be imported by other ranks")):
+    for model, words in (
+        (lambda: None, "<lambda> cannot be imported by other ranks"),
+        (Local, "Local cannot be imported by other ranks"),
+    ):
         with pytest.raises(JobError, match=f"^model: .*{words}"):
             Job(**yaml.safe_load(GOOD) | {"model": model})
 
@@ -233,7 +277,9 @@ def test_a_function_of_the_running_script_is_found_again_from_its_file(tmp_path:
         "    assert load_object(job.model.factory) is net\n"
         "    print(job.to_yaml())\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["model"] == {"factory": f"{script}:net"}
 
@@ -247,16 +293,23 @@ _plain = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
     ),
     max_leaves=6,
 )
 _args = st.dictionaries(
-    st.sampled_from(["a", "1e3", "yes", "<<", "=", " "]), _plain | st.sampled_from(["1e3", "1e-3", "-.5E+1", "no", "~"]), max_size=3
+    st.sampled_from(["a", "1e3", "yes", "<<", "=", " "]),
+    _plain | st.sampled_from(["1e3", "1e-3", "-.5E+1", "no", "~"]),
+    max_size=3,
 )
 _optimizers = st.one_of(
-    st.fixed_dictionaries({"name": st.just("sgd"), "lr": _positive, "momentum": st.just(0.9), "nesterov": st.booleans()}),
-    st.fixed_dictionaries({"name": st.sampled_from(["adam", "lamb"])}, optional={"betas": st.just([0.8, 0.9]), "eps": _positive}),
+    st.fixed_dictionaries(
+        {"name": st.just("sgd"), "lr": _positive, "momentum": st.just(0.9), "nesterov": st.booleans()}
+    ),
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["adam", "lamb"])}, optional={"betas": st.just([0.8, 0.9]), "eps": _positive}
+    ),
     st.sampled_from(["adamw", "lars"]),
 )
 _data = st.one_of(
@@ -265,8 +318,12 @@ _data = st.one_of(
     st.fixed_dictionaries({"kind": st.just("synthetic"), "shape": st.lists(st.integers(1, 9), max_size=3)}),
 )
 _schedules = st.one_of(
-    st.fixed_dictionaries({"name": st.just("cosine"), "final": st.floats(0, 1)}, optional={"warmup_steps": st.integers(0, 99)}),
-    st.fixed_dictionaries({"name": st.just("step"), "milestones": st.lists(st.integers(1, 99), min_size=1, max_size=3)}),
+    st.fixed_dictionaries(
+        {"name": st.just("cosine"), "final": st.floats(0, 1)}, optional={"warmup_steps": st.integers(0, 99)}
+    ),
+    st.fixed_dictionaries(
+        {"name": st.just("step"), "milestones": st.lists(st.integers(1, 99), min_size=1, max_size=3)}
+    ),
 )
 _jobs = st.fixed_dictionaries(
     {

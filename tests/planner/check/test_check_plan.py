@@ -1,4 +1,7 @@
-"""Every reason why a plan cannot run is said before a rank starts, with the value that would work; else jobs fail late."""
+"""Every reason why a plan cannot run is said before a rank starts, with the value that would work.
+
+Else jobs fail late.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,22 @@ from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
 
-LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),))
+LAPTOP = Cluster(
+    name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),)
+)
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**36, cpu_bf16=True, gpus=GPUS) for name in "ab"))
 
 
 def job(**changes: Any) -> Job:
-    common = {"model": "cifar_cnn", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 8, "stop": {"steps": 1}}
+    common = {
+        "model": "cifar_cnn",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 8,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -43,33 +55,51 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
         (
             "dp=999",
             {"global_batch": 999},
-            "needs 999 ranks, for which torch alone takes 250 GiB of memory; this machine has room for 64 and cores for 2: dp=2.",
+            (
+                "needs 999 ranks, for which torch alone takes 250 GiB of memory; this machine has room for 64 and "
+                "cores for 2: dp=2."
+            ),
         ),
         ("compile=reduce-overhead", {}, "replays CUDA graphs, and this machine has no GPU: compile=on."),
         (
             "dp=2",
             {"global_batch": 1},
-            "has 2 replicas for a global batch of 1, and each needs a sample: dp is at most 1, or the job's global_batch at least 2.",
+            (
+                "has 2 replicas for a global batch of 1, and each needs a sample: dp is at most 1, or the job's "
+                "global_batch at least 2."
+            ),
         ),
         (
             "dp=2 microbatches=5",
             {},
-            "cuts a replica's share of the global batch into 5 parts, but the smallest share is 4 samples: microbatches is at most 4.",
+            (
+                "cuts a replica's share of the global batch into 5 parts, but the smallest share is 4 samples: "
+                "microbatches is at most 4."
+            ),
         ),
         (
             "dp=2 microbatches=3",
             {"partition": {"weights": [3, 1]}},
-            "cuts a replica's share of the global batch into 3 parts, but the smallest share is 2 samples: microbatches is at most 2.",
+            (
+                "cuts a replica's share of the global batch into 3 parts, but the smallest share is 2 samples: "
+                "microbatches is at most 2."
+            ),
         ),
         (
             "dp=2",
             {"partition": {"weights": [99, 1]}},
-            "deals a global batch of 8 by the job's weights, which leave a replica no sample: a global_batch of 100 is enough.",
+            (
+                "deals a global batch of 8 by the job's weights, which leave a replica no sample: a global_batch "
+                "of 100 is enough."
+            ),
         ),
         (
             "dp=1",
             {"partition": {"weights": [1, 1]}},
-            "has 1 replica, but the job's partition has 2 weights, one per replica: dp=2, or 1 weight in the job would fit.",
+            (
+                "has 1 replica, but the job's partition has 2 weights, one per replica: dp=2, or 1 weight in the "
+                "job would fit."
+            ),
         ),
         (
             "dp=2",
@@ -79,11 +109,26 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
         (
             "microbatches=2",
             {"loss": "contrastive"},
-            "computes a share in 2 parts, but the contrastive loss compares all samples of a batch with each other: microbatches=1.",
+            (
+                "computes a share in 2 parts, but the contrastive loss compares all samples of a batch with each "
+                "other: microbatches=1."
+            ),
         ),
-        ("fused=on", {"optimizer": "lamb"}, "needs a fused step of lamb; torch has one of sgd, adam, adamw only: fused=off."),
-        ("fused=on", {"optimizer": "lars"}, "needs a fused step of lars; torch has one of sgd, adam, adamw only: fused=off."),
-        ("memory_format=channels_last", {"model": "gpt"}, "is for images, and the model (gpt) takes none: memory_format=contiguous."),
+        (
+            "fused=on",
+            {"optimizer": "lamb"},
+            "needs a fused step of lamb; torch has one of sgd, adam, adamw only: fused=off.",
+        ),
+        (
+            "fused=on",
+            {"optimizer": "lars"},
+            "needs a fused step of lars; torch has one of sgd, adam, adamw only: fused=off.",
+        ),
+        (
+            "memory_format=channels_last",
+            {"model": "gpt"},
+            "is for images, and the model (gpt) takes none: memory_format=contiguous.",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_told_what_would(plan: str, changes: dict[str, Any], reason: str) -> None:
@@ -106,11 +151,17 @@ def test_a_plan_that_does_not_fit_is_told_what_would(plan: str, changes: dict[st
             {"model": "cifar_cnn"},
             "needs 9 ranks (tp=3 · pp=3); this cluster has 8 devices: degrees that multiply to at most 8.",
         ),
-        ("transport=shm", {}, "names a transport between CPUs, but the GPUs of this cluster talk over NCCL: transport=auto."),
+        (
+            "transport=shm",
+            {},
+            "names a transport between CPUs, but the GPUs of this cluster talk over NCCL: transport=auto.",
+        ),
     ],
 )
 def test_no_two_ranks_share_a_gpu(plan: str, changes: dict[str, Any], reason: str) -> None:
-    assert reasons_against(Plan.parse(plan), job(**({"global_batch": 9} | changes)), SERVERS) == [f"plan {plan} {reason}"]
+    assert reasons_against(Plan.parse(plan), job(**({"global_batch": 9} | changes)), SERVERS) == [
+        f"plan {plan} {reason}"
+    ]
 
 
 def test_memory_is_shared_within_a_host_only() -> None:
@@ -138,7 +189,9 @@ def test_every_reason_is_named_at_once_and_then_one_plan_that_heeds_them_all() -
 )
 def test_degrees_multiply_to_the_ranks_that_were_started(plan: str, reason: str) -> None:
     """As many devices as the launcher found are its own matter: this machine may have fewer."""
-    assert reasons_against(Plan.parse(plan), job(model="gpt", global_batch=64), SERVERS, world=6) == [f"plan {plan} {reason}"]
+    assert reasons_against(Plan.parse(plan), job(model="gpt", global_batch=64), SERVERS, world=6) == [
+        f"plan {plan} {reason}"
+    ]
     assert reasons_against(Plan.parse("dp=6 tp=2"), job(model="gpt", global_batch=64), SERVERS, world=12) == []
 
 
@@ -160,13 +213,17 @@ def test_degrees_multiply_to_the_ranks_that_were_started(plan: str, reason: str)
         (
             "dp=2 fsdp=2",
             {"partition": {"weights": [1, 1]}},
-            "has 4 data-parallel ranks (dp=2 · fsdp=2), but the job's partition has 2 weights, one per data-parallel rank: "
+            "has 4 data-parallel ranks (dp=2 · fsdp=2), but the job's partition has 2 weights, one per "
+            "data-parallel rank: "
             "dp=1, or 4 weights in the job would fit.",
         ),
         (
             "fsdp=2",
             {"partition": {"weights": [99, 1]}},
-            "deals a global batch of 8 by the job's weights, which leave a data-parallel rank no sample: a global_batch of 100 is enough.",
+            (
+                "deals a global batch of 8 by the job's weights, which leave a data-parallel rank no sample: a "
+                "global_batch of 100 is enough."
+            ),
         ),
     ],
 )
@@ -200,7 +257,9 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
     plan = Plan(dp=dp, microbatches=microbatches)
     reasons = check_plan(plan, work, cluster)
     if not reasons:
-        dealt = Partition(work.partition, samples=global_batch, global_batch=global_batch, seed=0, replica=0, replicas=dp)
+        dealt = Partition(
+            work.partition, samples=global_batch, global_batch=global_batch, seed=0, replica=0, replicas=dp
+        )
         assert min(dealt.shares(0)) >= microbatches
     elif reasons[-1].startswith("Nearest plan that works: "):
         proposal = reasons[-1].removeprefix("Nearest plan that works: ").removesuffix(".")
@@ -211,11 +270,17 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
 
 def test_a_loss_that_compares_samples_is_refused_in_parts_whoever_computes_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from torch import nn\n\n\nclass Pairs(nn.Linear):\n    def forward(self, x, labels=None, return_loss=None): ...\n\n\n"
+        "from torch import nn\n\n\nclass Pairs(nn.Linear):\n    def forward(self, x, labels=None, "
+        "return_loss=None): ...\n\n\n"
         "def triplets(output, target): ...\n\n\ntriplets.whole_batch = True\n"
     )
-    own = job(model={"factory": f"{tmp_path}/own.py:Pairs", "args": {"in_features": 2, "out_features": 2}}, loss="model")
-    assert "dp=2 computes a batch in 2 parts, but the model's own loss compares" in reasons_against(Plan(dp=2), own, LAPTOP)[0]
+    own = job(
+        model={"factory": f"{tmp_path}/own.py:Pairs", "args": {"in_features": 2, "out_features": 2}}, loss="model"
+    )
+    assert (
+        "dp=2 computes a batch in 2 parts, but the model's own loss compares"
+        in reasons_against(Plan(dp=2), own, LAPTOP)[0]
+    )
     assert reasons_against(Plan(), own, LAPTOP) == []
     own = job(loss=f"{tmp_path}/own.py:triplets")
     assert reasons_against(Plan(dp=2), own, LAPTOP) == []

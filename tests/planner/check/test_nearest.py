@@ -24,7 +24,14 @@ LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_byte
 
 def job(**changes: Any) -> Job:
     tokens = {"kind": "synthetic", "vocab": 256, "shape": [24]}
-    common = {"model": "gpt", "data": tokens, "loss": "cross_entropy", "optimizer": "adamw", "global_batch": 16, "stop": {"steps": 1}}
+    common = {
+        "model": "gpt",
+        "data": tokens,
+        "loss": "cross_entropy",
+        "optimizer": "adamw",
+        "global_batch": 16,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -74,12 +81,19 @@ def test_nothing_is_proposed_where_nothing_works() -> None:
 
 
 def test_a_model_too_large_for_one_rank_is_never_proposed_whole() -> None:
-    """A plan that divides nothing is not weighed when it is asked for; but to propose one needs knowing that it has room."""
-    large = job(model={"zoo": "gpt", "args": {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 51200, "context": 1024}})
+    """A plan that divides nothing is not weighed when it is asked for.
+
+    But to propose one needs knowing that it has room.
+    """
+    large = job(
+        model={"zoo": "gpt", "args": {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 51200, "context": 1024}}
+    )
     assert str(nearest_plan(Plan.parse("tp=3"), large, SERVERS)) == "tp=4"
     assert str(nearest_plan(Plan.parse("fsdp=3 precision=fp64"), large, SERVERS)) == "fsdp=3 precision=fp64"
     assert str(nearest_plan(Plan.parse("tp=2 precision=fp64"), large, SERVERS)) == "fsdp=2 tp=2 precision=fp64"
-    huge = job(model={"zoo": "gpt", "args": {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50257, "context": 2048}})
+    huge = job(
+        model={"zoo": "gpt", "args": {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50257, "context": 2048}}
+    )
     assert nearest_plan(Plan.parse("fsdp=8"), huge, SERVERS) is None
 
 
@@ -105,7 +119,9 @@ def test_no_plan_that_works_differs_in_fewer_keys(working: list[Plan], values: d
     near = nearest_plan(plan, job(), SERVERS)
     assert near is not None
     assert not reasons_against(near, job(), SERVERS)
-    allowed = [other for other in working if all(getattr(plan, key) > 1 or getattr(other, key) == 1 for key in ("tp", "pp"))]
+    allowed = [
+        other for other in working if all(getattr(plan, key) > 1 or getattr(other, key) == 1 for key in ("tp", "pp"))
+    ]
     assert differing(plan, near) == min(differing(plan, other) for other in allowed)
 
 
@@ -129,7 +145,9 @@ def differing(one: Plan, other: Plan) -> int:
     loss=st.sampled_from(["cross_entropy", "contrastive"]),
     cluster=st.sampled_from([SERVERS, LAPTOP]),
 )
-def test_what_is_proposed_for_any_plan_passes_every_check(plan: Plan, model: str, optimizer: str, loss: str, cluster: Cluster) -> None:
+def test_what_is_proposed_for_any_plan_passes_every_check(
+    plan: Plan, model: str, optimizer: str, loss: str, cluster: Cluster
+) -> None:
     work = job(model=model, optimizer=optimizer, loss=loss, **({"data": "digits"} if model == "resnet50" else {}))
     near = nearest_plan(plan, work, cluster)
     assert near is not None

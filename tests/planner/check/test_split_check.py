@@ -1,4 +1,7 @@
-"""What cannot be divided is refused before a rank starts, with the value that would work; else jobs fail late, or train something else."""
+"""What cannot be divided is refused before a rank starts, with the value that would work.
+
+Else jobs fail late, or train something else.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ LARGE = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 51200, "context": 1
 
 def job(**changes: Any) -> Job:
     tokens = {"kind": "synthetic", "vocab": 256, "shape": [24]}
-    common = {"model": "gpt", "data": tokens, "loss": "cross_entropy", "optimizer": "adamw", "global_batch": 16, "stop": {"steps": 1}}
+    common = {
+        "model": "gpt",
+        "data": tokens,
+        "loss": "cross_entropy",
+        "optimizer": "adamw",
+        "global_batch": 16,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -70,12 +80,18 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "pp=2 schedule=interleaved microbatches=5",
             {},
-            "has 5 microbatches for 2 pipeline ranks; interleaved needs equal rounds of 2 or a few more: microbatches is one of 4, 6.",
+            (
+                "has 5 microbatches for 2 pipeline ranks; interleaved needs equal rounds of 2 or a few more: "
+                "microbatches is one of 4, 6."
+            ),
         ),
         (
             "pp=5 microbatches=5",
             {},
-            "makes 5 stages, but the model has 4 repeated blocks: pp is at most 4, or cut names the modules where stages begin.",
+            (
+                "makes 5 stages, but the model has 4 repeated blocks: pp is at most 4, or cut names the modules "
+                "where stages begin."
+            ),
         ),
         (
             "pp=3 schedule=interleaved microbatches=3",
@@ -102,7 +118,10 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "pp=2 schedule=zero-bubble cut=blocks.2 microbatches=2",
             {},
-            "cuts at blocks.2: 4 stages (schedule=zero-bubble) have 3 cuts between them, and there are 1: cut=blocks.1,blocks.2,blocks.3.",
+            (
+                "cuts at blocks.2: 4 stages (schedule=zero-bubble) have 3 cuts between them, and there are 1: "
+                "cut=blocks.1,blocks.2,blocks.3."
+            ),
         ),
         ("tp=3", {}, "divides the model's attention heads (4) by 3, which leaves a remainder: tp is one of 1, 2, 4."),
         (
@@ -110,7 +129,11 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
             {"model": f"{__file__}:few_keys"},
             "divides the model's heads of keys and values (2) by 4, which leaves a remainder: tp is one of 1, 2.",
         ),
-        ("ep=2", {}, "divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp=2 shards any model)."),
+        (
+            "ep=2",
+            {},
+            "divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp=2 shards any model).",
+        ),
         ("ep=3", {"model": "moe"}, "divides 8 experts over 3 ranks: ep is one of 1, 2, 4, 8."),
         (
             "cp=5",
@@ -121,12 +144,18 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "tp=4 cp=4 sequence=on",
             {},
-            "divides sequences of 24 tokens among 16 ranks: tp is one of 1, 2, 3, 6, or sequences of 16 or 32 tokens in the job's data.",
+            (
+                "divides sequences of 24 tokens among 16 ranks: tp is one of 1, 2, 3, 6, or sequences of 16 or 32 "
+                "tokens in the job's data."
+            ),
         ),
         (
             "tp=2 sequence=on",
             {"model": "resnet50", "data": "digits"},
-            "divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off.",
+            (
+                "divides the tokens between matrices, but the model has no blocks with attention over tokens: "
+                "sequence=off."
+            ),
         ),
         (
             "cp=2",
@@ -136,13 +165,15 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "pp=2 cp=2 schedule=gpipe",
             {"loss": "contrastive"},
-            "never has all outputs of a batch on one rank (pp, cp), and the contrastive loss compares all samples of a batch with each "
+            "never has all outputs of a batch on one rank (pp, cp), and the contrastive loss compares all "
+            "samples of a batch with each "
             "other: pp=1 cp=1.",
         ),
         (
             "fsdp=2 tp=2",
             {"optimizer": "lars"},
-            "divides layers (fsdp, tp), and lars scales each layer's step by the norm of the whole layer: sgd, adam, adamw work, "
+            "divides layers (fsdp, tp), and lars scales each layer's step by the norm of the whole layer: sgd, "
+            "adam, adamw work, "
             "or fsdp=1 tp=1.",
         ),
         (
@@ -163,7 +194,8 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "pp=2 schedule=zero-bubble microbatches=2 compile=on",
             {},
-            "computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do with compiled stages: "
+            "computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do with "
+            "compiled stages: "
             "compile=off, or schedule=interleaved.",
         ),
     ],
@@ -185,7 +217,10 @@ def test_a_model_that_numbers_its_own_tokens_may_be_divided_but_is_not_proposed_
         (
             "tp=2",
             CPUS,
-            "keeps parameters, gradients and optimizer state of 19.6 GiB in the memory of a host that has 16 GiB: more memory, or",
+            (
+                "keeps parameters, gradients and optimizer state of 19.6 GiB in the memory of a host that has 16 "
+                "GiB: more memory, or"
+            ),
         ),
         ("fsdp=2", SERVERS, None),
         (
@@ -223,9 +258,14 @@ TORCHS_OWN = {
 
 @pytest.mark.parametrize("schedule", TORCHS_OWN)
 def test_microbatches_fit_where_the_schedule_of_torch_takes_them(schedule: str) -> None:
-    """Taken, and with every receive sent: torch's own simulation of all ranks ends. It would interleave too few as well, to no use."""
+    """Taken, and with every receive sent: torch's own simulation of all ranks ends.
+
+    It would interleave too few as well, to no use.
+    """
     numbers = {(pp, n) for pp in (2, 3, 4) for n in range(pp if schedule == "interleaved" else 1, 14)}
-    assert {key for key in numbers if taken_by_torch(schedule, *key)} == {key for key in numbers if microbatches_fit(schedule, *key)}
+    assert {key for key in numbers if taken_by_torch(schedule, *key)} == {
+        key for key in numbers if microbatches_fit(schedule, *key)
+    }
     assert not microbatches_fit("interleaved", 4, 3)
 
 
@@ -270,7 +310,9 @@ def few_keys() -> torch.nn.Module:
     """Four heads that share two heads of keys and values."""
     transformers.logging.set_verbosity_error()
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 120}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    )
 
 
 class OwnPositions(torch.nn.Module):

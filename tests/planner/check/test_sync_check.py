@@ -15,7 +15,14 @@ HOST = Cluster(name="this machine", hosts=(Host(name="a", cores=4, memory_bytes=
 
 
 def job(**changes: Any) -> Job:
-    common = {"model": "mlp", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 8, "stop": {"steps": 1}}
+    common = {
+        "model": "mlp",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 8,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -37,14 +44,31 @@ def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "changes", "reason", "nearest"),
     [
-        ("dp=2 sync=local:4 compress=int8", {}, "averages parameters, whose every bit counts: compress=none", "dp=2 sync=local:4"),
-        ("dp=2 sync=diloco:4 compress=auto", {}, "which sync=diloco:4 does not take: compress=int8", "dp=2 sync=diloco:4"),
-        ("dp=2 compress=int8 precision=fp64", {}, "in fp64, which is asked for where every digit counts: compress=none", None),
+        (
+            "dp=2 sync=local:4 compress=int8",
+            {},
+            "averages parameters, whose every bit counts: compress=none",
+            "dp=2 sync=local:4",
+        ),
+        (
+            "dp=2 sync=diloco:4 compress=auto",
+            {},
+            "which sync=diloco:4 does not take: compress=int8",
+            "dp=2 sync=diloco:4",
+        ),
+        (
+            "dp=2 compress=int8 precision=fp64",
+            {},
+            "in fp64, which is asked for where every digit counts: compress=none",
+            None,
+        ),
         ("dp=2 sync=local:4", {"nonfinite": "rewind"}, "nonfinite: skip in the job, or sync=allreduce", "dp=2"),
         ("dp=2 sync=diloco:4", {"batch_norm": "sync"}, "batch_norm: local, or sync=allreduce", "dp=2"),
     ],
 )
-def test_a_rule_that_cannot_work_is_refused_with_what_would(plan: str, changes: dict[str, Any], reason: str, nearest: str | None) -> None:
+def test_a_rule_that_cannot_work_is_refused_with_what_would(
+    plan: str, changes: dict[str, Any], reason: str, nearest: str | None
+) -> None:
     reasons = check_plan(Plan.parse(plan), job(**changes), HOST)
     assert any(reason in r for r in reasons), reasons
     if nearest is not None:

@@ -1,4 +1,7 @@
-"""A plan that runs, but slower than it need be or with other losses than expected, says so; else users blame the machine."""
+"""A plan that runs, but slower than it need be or with other losses than expected, says so.
+
+Else users blame the machine.
+"""
 
 from typing import Any
 
@@ -10,14 +13,23 @@ from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
 
-LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),))
+LAPTOP = Cluster(
+    name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),)
+)
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**36, cpu_bf16=True, gpus=GPUS) for name in "ab"))
 UNEVEN = Cluster(hosts=tuple(Host(name=f"h{n}", cores=8, memory_bytes=2**36, gpus=GPUS[:n]) for n in (2, 3)))
 
 
 def job(**changes: Any) -> Job:
-    common = {"model": "cifar_cnn", "data": "digits", "loss": "cross_entropy", "optimizer": "sgd", "global_batch": 8, "stop": {"steps": 1}}
+    common = {
+        "model": "cifar_cnn",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 8,
+        "stop": {"steps": 1},
+    }
     return Job(**(common | changes))
 
 
@@ -27,14 +39,26 @@ def gpt(**changes: Any) -> Job:
 
 @pytest.mark.parametrize(
     "plan",
-    ["dp=1", "dp=2 microbatches=4 transport=shm", "memory_format=channels_last fused=on pin=on compile=on transport=gloo"],
+    [
+        "dp=1",
+        "dp=2 microbatches=4 transport=shm",
+        "memory_format=channels_last fused=on pin=on compile=on transport=gloo",
+    ],
 )
 def test_a_plan_without_need_for_warnings_has_none(plan: str) -> None:
     assert warnings_about(Plan.parse(plan), job(), LAPTOP) == []
 
 
 @pytest.mark.parametrize(
-    "plan", ["fsdp=2", "dp=2 tp=4 sequence=on", "pp=4 microbatches=8", "cp=2", "fsdp=2 zero=2 microbatches=4", "fsdp=2 offload=on"]
+    "plan",
+    [
+        "fsdp=2",
+        "dp=2 tp=4 sequence=on",
+        "pp=4 microbatches=8",
+        "cp=2",
+        "fsdp=2 zero=2 microbatches=4",
+        "fsdp=2 offload=on",
+    ],
 )
 def test_a_split_without_need_for_warnings_has_none(plan: str) -> None:
     assert check_plan(Plan.parse(plan), gpt(), SERVERS) == []
@@ -48,20 +72,40 @@ def test_a_split_without_need_for_warnings_has_none(plan: str) -> None:
             "sync=local:8",
             LAPTOP,
             {},
-            ["plan sync=local:8 has one replica, which agrees with nobody, so sync=local:8 does nothing; dp=2 or more has it work."],
+            [
+                (
+                    "plan sync=local:8 has one replica, which agrees with nobody, so sync=local:8 does nothing; "
+                    "dp=2 or more has it work."
+                )
+            ],
         ),
         (
             "dp=2 sync=diloco:8",
             LAPTOP,
             {"stop": {"steps": 6}},
-            ["plan dp=2 sync=diloco:8 agrees every 8 steps, and the job ends after 6; a period of 1 agrees four times."],
+            [
+                (
+                    "plan dp=2 sync=diloco:8 agrees every 8 steps, and the job ends after 6; a period of 1 "
+                    "agrees four times."
+                )
+            ],
         ),
-        ("dp=2 threads=2", LAPTOP, {}, ["plan dp=2 threads=2 runs 2 × 2 threads on a host with 2 cores; threads=1 fits."]),
+        (
+            "dp=2 threads=2",
+            LAPTOP,
+            {},
+            ["plan dp=2 threads=2 runs 2 × 2 threads on a host with 2 cores; threads=1 fits."],
+        ),
         (
             "precision=bf16",
             LAPTOP,
             {},
-            ["plan precision=bf16 computes in bf16, which Old CPU does only in software; precision=fp32 is likely faster there."],
+            [
+                (
+                    "plan precision=bf16 computes in bf16, which Old CPU does only in software; precision=fp32 is "
+                    "likely faster there."
+                )
+            ],
         ),
         (
             "dp=5",
@@ -75,7 +119,12 @@ def test_a_split_without_need_for_warnings_has_none(plan: str) -> None:
             {},
             ["plan dp=8 pin=on pins 4 ranks to 2 cores of a host, so that some share one; pin=off lets them move."],
         ),
-        ("dp=5 threads=2", SERVERS, {}, ["plan dp=5 threads=2 runs 4 × 2 threads on a host with 2 cores; threads=1 fits."]),
+        (
+            "dp=5 threads=2",
+            SERVERS,
+            {},
+            ["plan dp=5 threads=2 runs 4 × 2 threads on a host with 2 cores; threads=1 fits."],
+        ),
         ("dp=4", SERVERS, {}, []),
         (
             "dp=4",
@@ -104,8 +153,16 @@ def test_a_plan_that_runs_slower_than_need_be_is_warned_of(
 @pytest.mark.parametrize(
     ("plan", "cluster", "warning"),
     [
-        ("tp=4", LAPTOP, "plan tp=4: 4 ranks share 2 cores, 0.50 of a core each; degrees that multiply to 2 give each rank one."),
-        ("tp=4", UNEVEN, "plan tp=4 divides matrices across hosts, which then talk in every layer; tp=2 stays within a host."),
+        (
+            "tp=4",
+            LAPTOP,
+            "plan tp=4: 4 ranks share 2 cores, 0.50 of a core each; degrees that multiply to 2 give each rank one.",
+        ),
+        (
+            "tp=4",
+            UNEVEN,
+            "plan tp=4 divides matrices across hosts, which then talk in every layer; tp=2 stays within a host.",
+        ),
         (
             "fsdp=2 microbatches=4",
             SERVERS,
@@ -121,25 +178,31 @@ def test_a_plan_that_runs_slower_than_need_be_is_warned_of(
         (
             "pp=2 schedule=gpipe microbatches=4",
             SERVERS,
-            "plan pp=2 schedule=gpipe microbatches=4 keeps the activations of all 4 microbatches until the backward pass; "
+            "plan pp=2 schedule=gpipe microbatches=4 keeps the activations of all 4 microbatches until the "
+            "backward pass; "
             "schedule=1f1b keeps those of 2 at most, at the same speed.",
         ),
         (
             "pp=2 dp=3 microbatches=2",
             SERVERS,
-            "plan dp=3 pp=2 microbatches=2 has shares of 2 and 3 samples, which cannot be divided into 2 equal microbatches, so 1 will be "
+            "plan dp=3 pp=2 microbatches=2 has shares of 2 and 3 samples, which cannot be divided into 2 equal "
+            "microbatches, so 1 will be "
             "used; a global batch of 12 would divide.",
         ),
         (
             "cp=4",
             SERVERS,
-            "plan cp=4: 12 tokens are not a multiple of 8, so with causal attention the last of 4 ranks has the most work; "
+            "plan cp=4: 12 tokens are not a multiple of 8, so with causal attention the last of 4 ranks has "
+            "the most work; "
             "sequences of 16 tokens are divided evenly.",
         ),
         (
             "fsdp=2 offload=on",
             LAPTOP,
-            "plan fsdp=2 offload=on keeps shards in host memory, where ranks without a GPU keep them anyway; offload=off does the same.",
+            (
+                "plan fsdp=2 offload=on keeps shards in host memory, where ranks without a GPU keep them anyway; "
+                "offload=off does the same."
+            ),
         ),
     ],
 )
@@ -151,8 +214,9 @@ def test_a_split_that_runs_slower_than_need_be_is_warned_of(plan: str, cluster: 
 def test_a_vocabulary_that_does_not_divide_stays_whole_and_says_so() -> None:
     assert check_plan(Plan.parse("tp=2"), gpt(model="bert"), SERVERS) == []
     (warning,) = warnings_about(Plan.parse("tp=2"), gpt(model="bert"), SERVERS)
-    assert (
-        warning == "plan tp=2 leaves the vocabulary whole on each rank, for 257 is not a multiple of 2; 258 in the model would be divided."
+    assert warning == (
+        "plan tp=2 leaves the vocabulary whole on each rank, for 257 is not a multiple of 2; 258 in the model "
+        "would be divided."
     )
 
 
@@ -160,14 +224,19 @@ def test_batch_norm_says_what_microbatches_do_to_its_statistics() -> None:
     images = job(model={"zoo": "resnet50", "args": {"image_size": 32}})
     (warning,) = warnings_about(Plan.parse("dp=2 microbatches=2"), images, LAPTOP)
     assert warning == (
-        "plan dp=2 microbatches=2: resnet.embedder.embedder.normalization and 52 more normalise by the statistics of 2 samples of a "
-        "microbatch, not of the whole share, and move the running ones 2 times a step: losses differ from those of microbatches=1."
+        "plan dp=2 microbatches=2: resnet.embedder.embedder.normalization and 52 more normalise by the "
+        "statistics of 2 samples of a "
+        "microbatch, not of the whole share, and move the running ones 2 times a step: losses differ from "
+        "those of microbatches=1."
     )
     synchronised = job(model={"zoo": "resnet50", "args": {"image_size": 32}}, batch_norm="sync")
     (warning,) = warnings_about(Plan.parse("fsdp=2 zero=2 microbatches=4"), synchronised, LAPTOP)
     assert "by the statistics of one microbatch of each of 2 data-parallel ranks, not" in warning
     assert warnings_about(Plan.parse("pp=2 schedule=gpipe"), images, SERVERS) == [
-        "plan pp=2 schedule=gpipe has fewer microbatches than pipeline ranks, so some always wait; microbatches=8 keeps them busy."
+        (
+            "plan pp=2 schedule=gpipe has fewer microbatches than pipeline ranks, so some always wait; "
+            "microbatches=8 keeps them busy."
+        )
     ]
 
 

@@ -40,7 +40,9 @@ def test_a_vector_is_bound_by_memory_not_by_arithmetic() -> None:
     assert product_s(A100, "bf16", 1, 8192, 8192) >= moved / A100.memory_bandwidth
 
 
-@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.sampled_from(["bf16", "fp32", "fp16", "tf32"]))
+@given(
+    st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.sampled_from(["bf16", "fp32", "fp16", "tf32"])
+)
 def test_nothing_is_faster_than_the_peak_or_than_memory(m: int, n: int, k: int, precision: str) -> None:
     seconds = product_s(A100, precision, float(m), float(n), float(k))
     assert seconds >= 2 * m * n * k / peak_flops(A100, precision)  # type: ignore[arg-type]
@@ -56,8 +58,13 @@ def test_tensor_parallelism_divides_the_work_but_not_all_of_the_time(tp: int, sa
 
 def test_attention_in_one_kernel_saves_the_traffic_of_its_squares() -> None:
     trace = transformer(Dimensions(layers=1, hidden=1024, heads=16, seq=4096, vocab=50304))
-    fused, apart = (Layout(trace, MACHINES, precision="bf16", framework=FrameworkProfile(flash=flash)) for flash in (True, False))
-    assert block_time(trace.blocks[1], block_config(fused)).forward_s < 0.7 * block_time(trace.blocks[1], block_config(apart)).forward_s
+    fused, apart = (
+        Layout(trace, MACHINES, precision="bf16", framework=FrameworkProfile(flash=flash)) for flash in (True, False)
+    )
+    assert (
+        block_time(trace.blocks[1], block_config(fused)).forward_s
+        < 0.7 * block_time(trace.blocks[1], block_config(apart)).forward_s
+    )
 
 
 def test_a_tiny_model_takes_as_long_as_launching_its_kernels() -> None:

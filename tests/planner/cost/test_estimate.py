@@ -22,7 +22,10 @@ MACHINES = Machines(A100, 8, 8, A100.network)
 
 
 def laid_out(**changed: Any) -> Layout:
-    return replace(Layout(TRACE, MACHINES, precision="bf16", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0), **changed)
+    return replace(
+        Layout(TRACE, MACHINES, precision="bf16", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0),
+        **changed,
+    )
 
 
 LAYOUTS = st.builds(
@@ -66,7 +69,10 @@ def test_tensor_parallelism_over_hosts_is_slower_than_inside_of_one() -> None:
 
 
 def test_more_microbatches_shrink_the_bubble() -> None:
-    shares = [(found := estimate(laid_out(pp=4, microbatches=count))).breakdown["bubble"] / found.step_time_s for count in (4, 16, 64)]
+    shares = [
+        (found := estimate(laid_out(pp=4, microbatches=count))).breakdown["bubble"] / found.step_time_s
+        for count in (4, 16, 64)
+    ]
     assert shares[0] > shares[1] > shares[2]
 
 

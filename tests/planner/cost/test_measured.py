@@ -33,11 +33,23 @@ SEGMENTS = ("", *(f"blocks.{i}" for i in range(4)), "/end")
 
 
 def timing(ranks: int, samples: int, *, remat: str = "none", precision: str = "fp32") -> PassTiming:
-    """A tenth of a millisecond for each sample and block forward, two backward; a third more of the forward where computed again."""
+    """A tenth of a millisecond for each sample and block forward, two backward.
+
+    A third more of the forward where computed again.
+    """
     each = 1e-4 * samples
     again = each if remat == "block" else 0.0
     forward, backward = (each / 10, *[each] * 4, each / 2), (each / 10, *[2 * each + again] * 4, each)
-    return PassTiming(ranks, 3 - ranks, precision, remat, samples, forward, backward, 10**6 * samples // (2 if remat == "block" else 1))
+    return PassTiming(
+        ranks,
+        3 - ranks,
+        precision,
+        remat,
+        samples,
+        forward,
+        backward,
+        10**6 * samples // (2 if remat == "block" else 1),
+    )
 
 
 def point(axis: Any, samples: int, microbatches: int, compute_s: float, **changes: float) -> CalibrationPoint:
@@ -53,7 +65,10 @@ def whole(samples: int, ranks: int = 2) -> float:
 
 def messages(transport: str, factor: float) -> list[Collective]:
     sizes, times = (1024, 2**20), (factor * 1e-5, factor * 1e-3)
-    return [Collective(transport, name, 2, sizes, times, times) for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")]
+    return [
+        Collective(transport, name, 2, sizes, times, times)
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")
+    ]
 
 
 FOUND = Calibration(
@@ -172,7 +187,13 @@ def test_measured_or_not_the_parts_of_a_pipeline_are_put_together_alike(found: C
 
 def test_the_best_plan_of_a_calibrated_machine_is_that_of_looking_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "vocab": 128}
-    common = {"data": "synthetic", "loss": "cross_entropy", "optimizer": "adamw", "stop": {"steps": 10}, "precision": "fp32"}
+    common = {
+        "data": "synthetic",
+        "loss": "cross_entropy",
+        "optimizer": "adamw",
+        "stop": {"steps": 10},
+        "precision": "fp32",
+    }
     job = Job.model_validate({"model": {"transformer": sizes}, "global_batch": 4, **common})
     here = Cluster(hosts=(Host(name="here", cores=4, memory_bytes=2**34),))
     found = replace(FOUND, cores=4, segments=("", *(f"layers.{i}" for i in range(4)), "/end"))

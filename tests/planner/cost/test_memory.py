@@ -1,4 +1,7 @@
-"""A plan that runs out of memory costs a start of the cluster; one that is left out for memory that there is may have been the best."""
+"""A plan that runs out of memory costs a start of the cluster.
+
+One that is left out for memory that there is may have been the best.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +71,21 @@ def test_activations_are_those_that_were_published(
     assert (held["activations"] + held["logits"]) / GIB == pytest.approx(gib, rel=0.05)
 
 
-@pytest.mark.parametrize("table", ["bloom_tr11_a100", "megatron_sc21_table1", "llmfoundry_mpt_a100", "vtrain_single_a100"])
-def test_plans_that_ran_fit_and_those_that_ran_out_of_memory_do_not(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "table", ["bloom_tr11_a100", "megatron_sc21_table1", "llmfoundry_mpt_a100", "vtrain_single_a100"]
+)
+def test_plans_that_ran_fit_and_those_that_ran_out_of_memory_do_not(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     benchmarks = Path(__file__).parents[3] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
     rows, _ = importlib.import_module("published_rows").read([benchmarks / "tables" / f"{table}.csv"])
     assert rows
-    wrong = [row.number for row in rows if (sum(memory(row.layout).values()) > capacity_bytes(row.layout)) is not row.out_of_memory]
+    wrong = [
+        row.number
+        for row in rows
+        if (sum(memory(row.layout).values()) > capacity_bytes(row.layout)) is not row.out_of_memory
+    ]
     assert wrong == []
 
 
@@ -126,7 +137,14 @@ def test_microbatches_in_flight_are_those_of_the_schedule(schedule: Any, chunks:
     block = BlockTrace("layer", kept_outside=1000.0, boundary=10.0, vectors=1)
     trace = ModelTrace((block,) * 8)
     layout = Layout(
-        trace, A100, pp=4, schedule=schedule, chunks=chunks, microbatches=16, cut=(8 // 4 // chunks,) * (4 * chunks), framework=MEGATRON
+        trace,
+        A100,
+        pp=4,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=16,
+        cut=(8 // 4 // chunks,) * (4 * chunks),
+        framework=MEGATRON,
     )
     assert memory(layout)["activations"] == pytest.approx(4 * 1000 * flight * 8 / 4 / chunks)
 
@@ -140,7 +158,9 @@ def test_the_last_stage_can_be_the_fullest() -> None:
 
 def test_recomputing_keeps_what_goes_from_block_to_block() -> None:
     layer = SMALL.blocks[1]
-    kept = {remat: memory(Layout(SMALL, A100, dp=2, samples=4, remat=remat)) for remat in ("none", "selective", "block")}
+    kept = {
+        remat: memory(Layout(SMALL, A100, dp=2, samples=4, remat=remat)) for remat in ("none", "selective", "block")
+    }
     assert kept["block"]["activations"] < kept["selective"]["activations"] < kept["none"]["activations"]
     assert kept["block"]["activations"] >= 4 * 4 * 8 * layer.boundary
     assert kept["block"]["working"] > 0 == kept["none"]["working"]
@@ -155,7 +175,9 @@ def test_squares_of_attention_count_where_it_is_not_one_kernel() -> None:
 
 
 def test_gradients_that_come_while_activations_go_do_not_add_up() -> None:
-    wide = ModelTrace((BlockTrace("a", kept_outside=1000.0, vectors=1), BlockTrace("b", kept_outside=1.0, vectors=1000)))
+    wide = ModelTrace(
+        (BlockTrace("a", kept_outside=1000.0, vectors=1), BlockTrace("b", kept_outside=1.0, vectors=1000))
+    )
     held = memory(Layout(wide, A100))
     assert held["gradients"] + held["activations"] == pytest.approx(4 * (1001 + 1000))  # b's gradient comes first
     narrow = ModelTrace(tuple(reversed(wide.blocks)))

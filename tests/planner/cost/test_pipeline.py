@@ -31,7 +31,9 @@ def test_every_rank_does_all_of_its_work_once(ranks: int, microbatches: int, sch
 @given(ranks=st.integers(2, 4), groups=st.integers(1, 4), chunks=st.integers(2, 3))
 def test_interleaved_schedules_come_to_their_end(ranks: int, groups: int, chunks: int) -> None:
     orders = [work_of(rank, ranks, groups * ranks, "interleaved", chunks) for rank in range(ranks)]
-    spans = [span for span in simulate([1.0] * ranks * chunks, [2.0] * ranks * chunks, orders, 0.0) if span.what != "wait"]
+    spans = [
+        span for span in simulate([1.0] * ranks * chunks, [2.0] * ranks * chunks, orders, 0.0) if span.what != "wait"
+    ]
     assert len(spans) == 2 * ranks * chunks * groups * ranks
 
 
@@ -48,7 +50,10 @@ def test_even_stages_take_what_the_formula_of_the_bubble_says(ranks: int, microb
 @settings(deadline=None, max_examples=60)
 @given(times=st.lists(st.floats(0.8, 1.2), min_size=2, max_size=6), microbatches=st.integers(12, 24))
 def test_uneven_stages_take_what_the_simulated_events_take(times: list[float], microbatches: int) -> None:
-    """Exactly where the last stage is the slowest; a little more where an early one is, whose first passes fill a part of its bubble."""
+    """Exactly where the last stage is the slowest.
+
+    A little more where an early one is, whose first passes fill a part of its bubble.
+    """
     for uneven, most in ((times, 1.12), (sorted(times), 1.0)):
         backwards = [2 * time for time in uneven]
         formula = pipeline_s(uneven, backwards, microbatches, 0.0, len(uneven), "1f1b")

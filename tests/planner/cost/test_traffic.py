@@ -1,4 +1,7 @@
-"""Bytes on links: rings cost what they send, hosts share their network cards, and nothing travels where one rank is alone."""
+"""Bytes on links.
+
+Rings cost what they send, hosts share their network cards, and nothing travels where one rank is alone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def test_an_all_reduce_is_at_most_a_scatter_and_a_gather(nbytes: float, ranks: i
 
 
 def test_whole_hosts_share_all_of_their_network_cards() -> None:
-    """A ring over 4 whole hosts leaves each host once for its 8 ranks; with tp inside, every rank's own ring leaves it."""
+    """A ring over 4 whole hosts leaves each host once for its 8 ranks.
+
+    With tp inside, every rank's own ring leaves it.
+    """
     whole = link_path(laid_out(fsdp=32), "fsdp")
     crossing = link_path(laid_out(tp=8, dp=4), "dp")
     assert whole.bandwidth == pytest.approx(min(8 * crossing.bandwidth, A100.inside.bandwidth), rel=0.35)

@@ -1,4 +1,7 @@
-"""The advice on the global batch: the knee of the throughput, the learning rate by the optimizer's rule, and nothing that is not said."""
+"""The advice on the global batch.
+
+The knee of the throughput, the learning rate by the optimizer's rule, and nothing that is not said.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from paceline.planner.search.result import SearchResult
 
 @pytest.fixture(autouse=True)
 def _steps_with_a_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes half a second and 10 ms for each sample, so the throughput rises to 100 samples/s; 100,000 samples fit nowhere."""
+    """A step takes half a second and 10 ms for each sample, so the throughput rises to 100 samples/s.
+
+    100,000 samples fit nowhere.
+    """
 
     def search(job: Job, cluster: Cluster, **_: Any) -> SearchResult:
         if job.global_batch > 100_000:
@@ -51,7 +57,9 @@ def test_the_useful_batch_is_the_smallest_with_95_percent_of_the_best_throughput
     assert found.stopped == "two more doublings are hardly faster"
 
 
-@pytest.mark.parametrize(("optimizer", "rule"), [("sgd", "linear"), ("lars", "linear"), ("adam", "square root"), ("lamb", "square root")])
+@pytest.mark.parametrize(
+    ("optimizer", "rule"), [("sgd", "linear"), ("lars", "linear"), ("adam", "square root"), ("lamb", "square root")]
+)
 def test_the_learning_rate_follows_the_rule_of_its_optimizer(optimizer: str, rule: str) -> None:
     found = advice(optimizer={"name": optimizer, "lr": 0.01})
     assert found.rule == rule
@@ -83,7 +91,9 @@ def test_no_batch_is_larger_than_the_data_or_than_any_plan_can_run() -> None:
 
 
 @given(steps=st.integers(1, 10**6), warm_up=st.integers(0, 1000), batch=st.sampled_from([32, 64, 128]))
-def test_the_accepted_job_sees_as_many_samples_and_reads_back_from_its_text(steps: int, warm_up: int, batch: int) -> None:
+def test_the_accepted_job_sees_as_many_samples_and_reads_back_from_its_text(
+    steps: int, warm_up: int, batch: int
+) -> None:
     before = job(global_batch=batch, stop={"steps": steps}, schedule={"name": "constant", "warmup_steps": warm_up})
     text = before.to_yaml()
     found = advise(before, cluster())

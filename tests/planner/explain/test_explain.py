@@ -1,4 +1,7 @@
-"""The explanation of a plan: nothing of the prediction is lost in it, and what would help is what the same model says of it."""
+"""The explanation of a plan.
+
+Nothing of the prediction is lost in it, and what would help is what the same model says of it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ def test_what_the_prediction_does_not_know_is_said_with_it() -> None:
 
 def test_the_step_is_told_in_a_sentence() -> None:
     told = explain(job(), cluster(), found(), what_would_help=False)
-    assert told.limit == ("computing is 80 % of the step; the most beside it: tp: sums of layers (15.0 %) and dp: gradients (3.0 %)")
+    assert told.limit == (
+        "computing is 80 % of the step; the most beside it: tp: sums of layers (15.0 %) and dp: gradients (3.0 %)"
+    )
     alone = SearchResult((candidate("dp=1", compute=1.0),))
     assert "all computing" in explain(job(), cluster(), alone, what_would_help=False).limit
     assert str(told.winner.plan) in str(told)
@@ -92,7 +97,9 @@ def test_where_no_plan_was_found_the_reasons_are_the_error() -> None:
 # What would help
 
 
-LARGE = job(model={"transformer": {"layers": 8, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 32000}}, global_batch=256)
+LARGE = job(
+    model={"transformer": {"layers": 8, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 32000}}, global_batch=256
+)
 FOUR = cluster(per_host=2)
 
 
@@ -113,7 +120,11 @@ def test_changes_come_with_the_most_helpful_first_and_no_machine_that_is_better_
         "links between hosts twice as fast",
         "links inside a host twice as fast",
     }
-    for name in ("twice the memory of a device", "links between hosts twice as fast", "links inside a host twice as fast"):
+    for name in (
+        "twice the memory of a device",
+        "links between hosts twice as fast",
+        "links inside a host twice as fast",
+    ):
         gain = by_name[name].gain
         assert gain is not None
         assert gain >= 0, name
@@ -139,7 +150,11 @@ def test_memory_is_doubled_on_devices_and_hosts_and_a_batch_leaves_the_rest_of_t
     assert batch(128)(case) == Case(job(global_batch=128), cluster())
 
 
-@given(hosts=st.integers(1, 6), per_host=st.sampled_from([1, 2, 4, 8]), times=st.sampled_from([0.125, 0.25, 0.5, 1, 2, 4, 8]))
+@given(
+    hosts=st.integers(1, 6),
+    per_host=st.sampled_from([1, 2, 4, 8]),
+    times=st.sampled_from([0.125, 0.25, 0.5, 1, 2, 4, 8]),
+)
 def test_more_or_fewer_devices_are_as_many_as_asked_or_none(hosts: int, per_host: int, times: float) -> None:
     gpus = [{"index": i, "name": "H100-SXM", "memory_bytes": 2**36} for i in range(per_host)]
     values = [{"name": f"h{i}", "cores": 8, "memory_bytes": 2**40, "gpus": gpus} for i in range(hosts)]
@@ -196,7 +211,9 @@ def test_one_thing_is_changed_at_a_time_and_a_change_that_cannot_be_says_why(rea
 
 
 def test_rules_that_change_the_training_are_told_with_what_they_save_and_change() -> None:
-    small = job(model={"transformer": {"layers": 2, "hidden": 2048, "heads": 8, "seq": 64, "vocab": 8192}}, global_batch=8)
+    small = job(
+        model={"transformer": {"layers": 2, "hidden": 2048, "heads": 8, "seq": 64, "vocab": 8192}}, global_batch=8
+    )
     slow, plan = cluster_from("2x1xH100-SXM, 1gbit"), Plan(dp=2)
     layout = layout_of(small, slow, plan)
     told = other_trainings(Case(small, slow), Candidate(plan, layout, modelled(small, slow, plan)))

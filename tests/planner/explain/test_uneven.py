@@ -29,7 +29,13 @@ def mixed(*names: str) -> Cluster:
 
 
 def job(**changes: Any) -> Job:
-    common = {"loss": "cross_entropy", "optimizer": "adamw", "stop": {"steps": 100}, "global_batch": 64, "precision": "bf16"}
+    common = {
+        "loss": "cross_entropy",
+        "optimizer": "adamw",
+        "stop": {"steps": 100},
+        "global_batch": 64,
+        "precision": "bf16",
+    }
     dimensions = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 512, "vocab": 8192}
     return Job(**({"model": {"transformer": dimensions}, "data": "synthetic"} | common | changes))
 

@@ -1,4 +1,7 @@
-"""A user whose model does not fit needs a number and a way out; a way out that does not work costs an hour of a larger cluster."""
+"""A user whose model does not fit needs a number and a way out.
+
+A way out that does not work costs an hour of a larger cluster.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,18 @@ from paceline.planner.search.capacity import least, smallest_that_works
 from paceline.trace.transformer import transformer
 
 LLAMA_70B = transformer(
-    Dimensions(layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=4096, vocab=128256, gated=True, tied=False, positions=False)
+    Dimensions(
+        layers=80,
+        hidden=8192,
+        ffn=28672,
+        heads=64,
+        kv_heads=8,
+        seq=4096,
+        vocab=128256,
+        gated=True,
+        tied=False,
+        positions=False,
+    )
 )
 SMALL = transformer(Dimensions(layers=4, hidden=256, heads=4, seq=128, vocab=1024))
 
@@ -34,7 +48,9 @@ def test_what_fits_needs_no_words() -> None:
 @pytest.mark.parametrize("cluster", ["8xH100-SXM", "2x8xA100-SXM-40", "RTX-4090"])
 def test_the_smallest_cluster_named_is_enough_and_one_host_less_is_not(cluster: str) -> None:
     text = smallest_that_works(on(cluster), 1024)
-    needed, has, missing = (float(size.replace(",", "")) * _GIB[unit] for size, unit in re.findall(r"([\d.,]+) ([MGT]iB)", text)[:3])
+    needed, has, missing = (
+        float(size.replace(",", "")) * _GIB[unit] for size, unit in re.findall(r"([\d.,]+) ([MGT]iB)", text)[:3]
+    )
     assert missing == pytest.approx(needed - has, rel=0.02, abs=0.1)
     hosts, rest = re.findall(r"It fits on (\d+)x(\S+)", text)[0]
     assert least(on(f"{hosts}x{rest}"), 1024).fits

@@ -8,7 +8,11 @@ from paceline.plans.plan import Plan
 
 
 def test_plans_within_the_error_of_predictions_are_equal() -> None:
-    fastest, near, far = candidate("dp=8", compute=1.0), candidate("fsdp=8", compute=1.09), candidate("tp=8", compute=1.2)
+    fastest, near, far = (
+        candidate("dp=8", compute=1.0),
+        candidate("fsdp=8", compute=1.09),
+        candidate("tp=8", compute=1.2),
+    )
     assert equals([fastest, near, far]) == [fastest, near]
 
 
@@ -17,4 +21,6 @@ def test_of_equal_plans_the_one_with_the_fewest_moving_parts_then_the_most_free_
     full, free = candidate("fsdp=8", memory=70e9, compute=1.01), candidate("dp=4 fsdp=2", memory=30e9, compute=1.02)
     slow = candidate("dp=8", memory=1e9, compute=1.5)
     assert preferred([many, full, free, slow]) is free
-    assert [moving_parts(Plan.parse(text)) for text in ("dp=8", "fsdp=8", "dp=2 tp=2 pp=2 microbatches=2 remat=block")] == [0, 1, 3]
+    assert [
+        moving_parts(Plan.parse(text)) for text in ("dp=8", "fsdp=8", "dp=2 tp=2 pp=2 microbatches=2 remat=block")
+    ] == [0, 1, 3]

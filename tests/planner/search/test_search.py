@@ -38,7 +38,9 @@ def gpus(hosts: int, each: int, memory_gb: float = 80, name: str = "H100-SXM", g
     """Hosts with so many GPUs."""
     devices = tuple(Device(index=i, name=name, memory_bytes=int(memory_gb * 2**30)) for i in range(each))
     link = Link(name="eth0", kind="ethernet", bandwidth_gbps=gbps)
-    return Cluster(hosts=tuple(Host(name=f"h{i}", cores=32, memory_bytes=2**40, gpus=devices, links=(link,)) for i in range(hosts)))
+    return Cluster(
+        hosts=tuple(Host(name=f"h{i}", cores=32, memory_bytes=2**40, gpus=devices, links=(link,)) for i in range(hosts))
+    )
 
 
 def gpt(batch: int = 8, **dimensions: Any) -> Job:
@@ -54,14 +56,23 @@ def every_plan(job: Job, cluster: Cluster) -> list[Plan]:
     plans = []
     for dp, fsdp, tp, pp, cp, ep in product(range(1, devices + 1), repeat=6):
         data_ranks = dp * fsdp * ep
-        if data_ranks * tp * pp * cp > devices or data_ranks > batch or -(-batch // -(-batch // data_ranks)) != data_ranks:
+        if (
+            data_ranks * tp * pp * cp > devices
+            or data_ranks > batch
+            or -(-batch // -(-batch // data_ranks)) != data_ranks
+        ):
             continue
         share = -(-batch // data_ranks)
         for microbatches in range(1, batch // data_ranks + 1):
-            if (pp > 1 and batch % (data_ranks * microbatches)) or -(-share // -(-share // microbatches)) != microbatches:
+            if (pp > 1 and batch % (data_ranks * microbatches)) or -(
+                -share // -(-share // microbatches)
+            ) != microbatches:
                 continue
             for schedule, remat, sequence, zero in product(
-                SCHEDULE_OR_NONE[pp > 1], REMATS, (False, True)[: 1 + (tp > 1)], (3, 2, 1) if fsdp > 1 and pp == 1 else (3,)
+                SCHEDULE_OR_NONE[pp > 1],
+                REMATS,
+                (False, True)[: 1 + (tp > 1)],
+                (3, 2, 1) if fsdp > 1 and pp == 1 else (3,),
             ):
                 variant: dict[str, Any] = {
                     "schedule": schedule,
@@ -92,7 +103,9 @@ jobs = st.builds(
     vocab=st.sampled_from([1024, 32000]),
     experts=st.sampled_from([0, 0, 2]),
 )
-clusters = st.builds(gpus, st.sampled_from([1, 2]), st.sampled_from([1, 2]), memory_gb=st.sampled_from([2.2, 3.0, 5.0, 80.0]))
+clusters = st.builds(
+    gpus, st.sampled_from([1, 2]), st.sampled_from([1, 2]), memory_gb=st.sampled_from([2.2, 3.0, 5.0, 80.0])
+)
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -100,7 +113,9 @@ clusters = st.builds(gpus, st.sampled_from([1, 2]), st.sampled_from([1, 2]), mem
 def test_the_best_plan_is_that_of_looking_at_all(job: Job, cluster: Cluster) -> None:
     layouts = Layouts(job, machines(cluster))
     predicted = [(layout, estimate(layout)) for plan in every_plan(job, cluster) for layout in [layouts.of(plan)]]
-    times = [prediction.step_time_s for layout, prediction in predicted if prediction.memory_bytes <= usable_bytes(layout)]
+    times = [
+        prediction.step_time_s for layout, prediction in predicted if prediction.memory_bytes <= usable_bytes(layout)
+    ]
     found = searched(job, cluster)
     if found is None:
         assert not times
@@ -124,7 +139,9 @@ def test_every_plan_that_is_proposed_may_run_and_fits(job: Job, cluster: Cluster
     for candidate in found.best:
         assert reasons_against(candidate.plan, job, cluster) == []
         assert candidate.prediction.fits
-        assert predict(job, cluster, candidate.plan).step_time_s == pytest.approx(candidate.prediction.step_time_s, rel=1e-9)
+        assert predict(job, cluster, candidate.plan).step_time_s == pytest.approx(
+            candidate.prediction.step_time_s, rel=1e-9
+        )
 
 
 def degrees(plan: Plan) -> tuple[int, ...]:
@@ -150,7 +167,9 @@ def test_what_a_plan_takes_at_least_is_never_more_than_is_predicted(sizes: dict[
 
 def test_all_plans_are_counted_once() -> None:
     found = search(gpt(), gpus(1, 2))
-    assert found.considered == len(every_plan(gpt(), gpus(1, 2))) == found.evaluated + found.pruned + out_of_memory(found)
+    assert (
+        found.considered == len(every_plan(gpt(), gpus(1, 2))) == found.evaluated + found.pruned + out_of_memory(found)
+    )
 
 
 def out_of_memory(found: SearchResult) -> int:

@@ -1,4 +1,7 @@
-"""A model whose tokens are divided among ranks learns what one process learns, in float64; what cannot be divided is refused, with why."""
+"""A model whose tokens are divided among ranks learns what one process learns, in float64.
+
+What cannot be divided is refused, with why.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,13 @@ from paceline.split.parts import whole_parts
 from ranks import Backend, Ranks
 
 VOCAB, TOKENS, STEPS = 32, 16, 3
-SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def gpt() -> nn.Module:
@@ -97,8 +106,13 @@ def with_labels(model: nn.Module, batch: Any) -> Any:
     return model(**batch)
 
 
-def trained(make: Callable[[], nn.Module], form: Callable[..., Batch], call: Callable[..., Any], cp: int) -> dict[str, Any]:
-    """Losses of some steps of SGD with momentum, the first gradients, and the weights; as the engine computes them with `cp` ranks."""
+def trained(
+    make: Callable[[], nn.Module], form: Callable[..., Batch], call: Callable[..., Any], cp: int
+) -> dict[str, Any]:
+    """Losses of some steps of SGD with momentum, the first gradients, and the weights.
+
+    As the engine computes them with `cp` ranks.
+    """
     torch.manual_seed(3)
     model = make().double()
     group = Group(dist.get_rank(), cp, dist.group.WORLD) if cp > 1 else Group()
@@ -143,7 +157,9 @@ def assert_equal(one: dict[str, Any], many: dict[str, Any], *, single: bool = Fa
         assert many[kind].keys() == one[kind].keys()
         for name, expected in one[kind].items():
             difference = (many[kind][name] - expected).abs().max().item()
-            assert torch.allclose(many[kind][name], expected, rtol=rtol, atol=atol), f"{kind}: {name} differs by up to {difference:g}"
+            assert torch.allclose(many[kind][name], expected, rtol=rtol, atol=atol), (
+                f"{kind}: {name} differs by up to {difference:g}"
+            )
 
 
 CASES = {
@@ -238,7 +254,11 @@ def test_a_model_without_memory_is_divided_as_well_and_given_back(ranks: Ranks, 
 def refused_batches() -> list[str]:
     model = llama()
     context = divide_context(
-        model, whole_parts(model), Group(dist.get_rank(), 2, dist.group.WORLD), as_mapping(*batches()[0]), without_labels
+        model,
+        whole_parts(model),
+        Group(dist.get_rank(), 2, dist.group.WORLD),
+        as_mapping(*batches()[0]),
+        without_labels,
     )
     tokens = torch.zeros(2, 8, dtype=torch.long)
     errors = []
@@ -257,7 +277,10 @@ def test_batches_that_cannot_be_divided_are_refused(ranks: Ranks) -> None:
     masked, odd, packed = ranks(2, refused_batches)[0]
     assert "attention_mask leaves out 4 of 16 tokens" in masked
     assert "padding stands on the right" in masked
-    assert "cp=2 divides sequences of 7 tokens among 2 ranks: cp is one of 1, 7, or sequences of 4 or 8 tokens in the job's data." in odd
+    assert (
+        "cp=2 divides sequences of 7 tokens among 2 ranks: cp is one of 1, 7, or sequences of 4 or 8 tokens in "
+        "the job's data."
+    ) in odd
     assert "position_ids" in packed
 
 
@@ -316,7 +339,9 @@ def roberta() -> nn.Module:
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_models_that_cannot_be_divided_are_refused_before_the_start(make: Callable[[], nn.Module], call: Any, reason: str) -> None:
+def test_models_that_cannot_be_divided_are_refused_before_the_start(
+    make: Callable[[], nn.Module], call: Any, reason: str
+) -> None:
     tokens, labels = batches()[0]
     model = make()
     example = {next(iter(inspect.signature(model.forward).parameters)): tokens, "labels": labels}
@@ -325,13 +350,18 @@ def test_models_that_cannot_be_divided_are_refused_before_the_start(make: Callab
 
 def test_samples_that_are_no_sequences_are_refused() -> None:
     image, label = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
-    assert "the batch has none: its first part should be tokens" in examine(gpt(), 2, (image, label), without_labels).reasons[0]
+    assert (
+        "the batch has none: its first part should be tokens"
+        in examine(gpt(), 2, (image, label), without_labels).reasons[0]
+    )
     assert "is not one per token" in examine(gpt(), 2, (torch.zeros(2, 16), label), without_labels).reasons[0]
     assert (
-        "cp=3 divides sequences of 16 tokens among 3 ranks: cp is one of 1, 2, 4, 8, 16, or sequences of 12 or 18 tokens"
-        in examine(gpt(), 3, batches()[0], without_labels).reasons[0]
-    )
+        "cp=3 divides sequences of 16 tokens among 3 ranks: cp is one of 1, 2, 4, 8, 16, or sequences of 12 "
+        "or 18 tokens"
+    ) in examine(gpt(), 3, batches()[0], without_labels).reasons[0]
     mask = torch.ones(3, TOKENS, dtype=torch.long)
-    assert "have the dataset return dicts" in examine(llama(), 2, (batches()[0][0], mask, mask), without_labels).reasons[0]
+    assert (
+        "have the dataset return dicts" in examine(llama(), 2, (batches()[0][0], mask, mask), without_labels).reasons[0]
+    )
     with pytest.raises(PlanError, match="cp=2 divides the tokens of a sequence, but the model has no attention"):
         divide_context(NoPositions(), {}, Group(0, 2), batches()[0], without_labels)

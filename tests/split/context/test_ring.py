@@ -1,4 +1,7 @@
-"""Ring attention over several ranks is the attention of one process: values and gradients, every division of the tokens, every kernel."""
+"""Ring attention over several ranks is the attention of one process.
+
+Values and gradients, every division of the tokens, every kernel.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.split.context.block_attention import attend, attend_backward, attend_by_matrices, attend_by_matrices_backward
+from paceline.split.context.block_attention import (
+    attend,
+    attend_backward,
+    attend_by_matrices,
+    attend_by_matrices_backward,
+)
 from paceline.split.context.ring import held, join_ring, ring_attention
 from ranks import Backend, Ranks
 
@@ -23,7 +31,10 @@ def inputs(tokens: int, key_heads: int, value_size: int, dtype: torch.dtype = to
     """Query, key, value and the gradient of the output, as a projection leaves them: (n, t, heads, size) transposed."""
     torch.manual_seed(7)
     shapes = [(HEADS, SIZE), (key_heads, SIZE), (key_heads, value_size), (HEADS, value_size)]
-    return [torch.randn(SAMPLES, tokens, heads, size, dtype=torch.float64).to(dtype).transpose(1, 2) for heads, size in shapes]
+    return [
+        torch.randn(SAMPLES, tokens, heads, size, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for heads, size in shapes
+    ]
 
 
 def one_process(tokens: int, causal: bool, key_heads: int, value_size: int, scale: float | None) -> list[Tensor]:
@@ -37,13 +48,18 @@ def own(full: Tensor, group: Group) -> Tensor:
     return torch.cat([full[:, :, a:b] for a, b in held(full.shape[2], group.rank, group.size)], 2)
 
 
-def in_a_ring(tokens: int, causal: bool, key_heads: int, value_size: int, scale: float | None, dtype: torch.dtype) -> dict[str, Any]:
+def in_a_ring(
+    tokens: int, causal: bool, key_heads: int, value_size: int, scale: float | None, dtype: torch.dtype
+) -> dict[str, Any]:
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     query, key, value, grad = (own(t, group) for t in inputs(tokens, key_heads, value_size, dtype))
     given = [t.requires_grad_() for t in (query, key, value)]
     out = ring_attention(query, key, value, join_ring(group), causal=causal, scale=scale)
     assert out.dtype == dtype
-    return {"held": held(tokens, group.rank, group.size), "tensors": [out.detach(), *torch.autograd.grad(out, given, grad)]}
+    return {
+        "held": held(tokens, group.rank, group.size),
+        "tensors": [out.detach(), *torch.autograd.grad(out, given, grad)],
+    }
 
 
 def assembled(parts: list[dict[str, Any]], like: list[Tensor]) -> list[Tensor]:
@@ -68,7 +84,14 @@ def assembled(parts: list[dict[str, Any]], like: list[Tensor]) -> list[Tensor]:
     ],
 )
 def test_a_ring_of_ranks_attends_as_one_process(
-    ranks: Ranks, backend: Backend, size: int, tokens: int, causal: bool, key_heads: int, value_size: int, scale: float | None
+    ranks: Ranks,
+    backend: Backend,
+    size: int,
+    tokens: int,
+    causal: bool,
+    key_heads: int,
+    value_size: int,
+    scale: float | None,
 ) -> None:
     expected = one_process(tokens, causal, key_heads, value_size, scale)
     parts = ranks(size, in_a_ring, tokens, causal, key_heads, value_size, scale, torch.float64, backend=backend)
@@ -117,7 +140,9 @@ def checked_as_an_operator() -> None:
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     *qkv, _ = (own(t, group).requires_grad_() for t in inputs(8, 2, SIZE))
     arguments = (*qkv, join_ring(group), True, 0.5)
-    torch.library.opcheck(torch.ops.paceline.ring_attention.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.paceline.ring_attention.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_the_ring_is_an_operator_that_compilers_can_rely_on(ranks: Ranks) -> None:

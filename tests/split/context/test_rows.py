@@ -1,4 +1,7 @@
-"""Where ranks have all tokens and compute rows: the same loss and gradients as one process, with its share of the work on each rank."""
+"""Where ranks have all tokens and compute rows.
+
+The same loss and gradients as one process, with its share of the work on each rank.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ class Biased(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.qkv, self.out = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embedding, self.qkv, self.out = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.bias = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 2))
         self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.ReLU(inplace=True), nn.Linear(32, WIDTH))
         self.head = nn.Linear(WIDTH, VOCAB)
@@ -73,7 +80,12 @@ class TiedAndMasked(nn.Module):
 def windowed() -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return MistralForCausalLM(MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=4, **sizes))
 
 
@@ -147,7 +159,8 @@ class MixesTokens(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how", ["mean", "softmax", "sum of tokens", "place", "turned", "number of tokens", "write into the input", "nothing"]
+    "how",
+    ["mean", "softmax", "sum of tokens", "place", "turned", "number of tokens", "write into the input", "nothing"],
 )
 def test_a_module_is_divided_only_if_it_treats_each_token_alone(how: str) -> None:
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), MixesTokens(how))

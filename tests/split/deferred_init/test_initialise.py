@@ -1,4 +1,7 @@
-"""Models built without memory. If this failed, ranks would start from other weights than one process, or each would need all of them."""
+"""Models built without memory.
+
+If this failed, ranks would start from other weights than one process, or each would need all of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViTForImageClassification", {"image_size": 16, "patch_size": 8}),
     "mixtral": ("MixtralForCausalLM", {"num_key_value_heads": 2, "num_local_experts": 4}),
     "mamba": ("MambaForCausalLM", {}),  # leaves part of its initialisation out for tensors on the meta device
-    "swin": ("SwinForImageClassification", {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4]}),
+    "swin": (
+        "SwinForImageClassification",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4]},
+    ),
 }
 
 
@@ -39,7 +45,13 @@ def hugging_face(kind: str) -> Callable[[], nn.Module]:
 
     name, own = HF[kind]
     known = transformers.AutoConfig.for_model(kind).to_dict()
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     sizes |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "d_model": 32, "num_layers": 2, "num_heads": 4}
     config = transformers.AutoConfig.for_model(kind, **{key: n for key, n in sizes.items() if key in known} | own)
     return lambda: getattr(transformers, name)(config)
@@ -76,7 +88,9 @@ def check_equal(build: Callable[[], nn.Module], *, recordable: bool = True) -> D
     got = replayed(recorded)
     assert torch.equal(torch.get_rng_state(), end)
     assert got.keys() == expected.keys()
-    assert [name for name, full in expected.items() if full.dtype != got[name].dtype or not torch.equal(full, got[name])] == []
+    assert [
+        name for name, full in expected.items() if full.dtype != got[name].dtype or not torch.equal(full, got[name])
+    ] == []
     return recorded
 
 
@@ -231,7 +245,8 @@ class Refuses(nn.Module):
         (lambda: nn.ParameterList([torch.tensor([1.0, 2.0]).normal_()]), "knows already"),
         (lambda: nn.ParameterList([torch.randn(3, 2)[[2, 0]]]), "no recording sees"),
         (lambda: nn.ParameterList([torch.zeros(2), torch.empty(2, device="meta")])[:1], "meta device"),
-        (lambda: nn.utils.spectral_norm(nn.Linear(8, 6)), "keeps random numbers in weight"),  # the old one, of plain attributes
+        # the old one, of plain attributes
+        (lambda: nn.utils.spectral_norm(nn.Linear(8, 6)), "keeps random numbers in weight"),
     ],
 )
 def test_what_cannot_be_recorded_is_built_whole_and_said(build: Callable[[], nn.Module], why: str) -> None:

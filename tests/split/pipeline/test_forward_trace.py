@@ -1,4 +1,7 @@
-"""Watching a forward pass finds what crosses a cut, and says why there cannot be one; nothing is computed, nothing is changed."""
+"""Watching a forward pass finds what crosses a cut, and says why there cannot be one.
+
+Nothing is computed, nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,9 @@ class Routes(nn.Module):
 def test_a_module_that_looks_at_values_is_run_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Routes(), nn.Linear(4, 2))
     remembered: dict[str, Any] = {}
-    trace = trace_forward(model.to("meta"), (torch.randn(3, 4), torch.zeros(3)), call, CPU, whole=set(), remembered=remembered)
+    trace = trace_forward(
+        model.to("meta"), (torch.randn(3, 4), torch.zeros(3)), call, CPU, whole=set(), remembered=remembered
+    )
     assert crossing(trace, "2") == [(3, 4)]
     assert {"1.gate.weight", "1.up.bias"} <= trace.used(-1, ForwardTrace.END)
     assert "1" in remembered

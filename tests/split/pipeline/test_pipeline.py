@@ -1,4 +1,7 @@
-"""A model in stages learns what it learns in one process, in float64: losses, gradients, weights, buffers and output."""
+"""A model in stages learns what it learns in one process, in float64.
+
+Losses, gradients, weights, buffers and output.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ _BACKENDS: dict[str, Backend] = {"gpipe": "gloo", "1f1b": "shm", "interleaved": 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_with_a_tied_head(ranks: Ranks, schedule: str) -> None:
     """Else a schedule would train another model, or the embedding would miss the gradient of the head."""
-    found = ranks(2, piped, "gpt", f"pp=2 microbatches=4 schedule={schedule} {_CUTS[schedule]}", backend=_BACKENDS[schedule])
+    found = ranks(
+        2, piped, "gpt", f"pp=2 microbatches=4 schedule={schedule} {_CUTS[schedule]}", backend=_BACKENDS[schedule]
+    )
     assert_same(found, alone(CASES["gpt"]))
 
 
@@ -41,7 +46,10 @@ _CUTS = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_plain_sequence_cut_by_cost_with_a_smaller_last_batch(ranks: Ranks, schedule: str) -> None:
-    """The last batch of an epoch has one sample, fewer microbatches than the schedule takes; then comes a full one again."""
+    """The last batch of an epoch has one sample, fewer microbatches than the schedule takes.
+
+    Then comes a full one again.
+    """
     found = ranks(2, piped, "mlp", f"pp=2 microbatches=4 schedule={schedule}", (8, 1, 8), backend="shm")
     assert_same(found, alone(CASES["mlp"], sizes=(8, 1, 8)))
     assert all(rank["bubble_s"] > 0 for rank in found)
@@ -71,7 +79,9 @@ def test_what_is_more_than_a_chain_of_blocks(ranks: Ranks, name: str, cut: str) 
     assert_same(ranks(2, piped, name, f"pp=2 microbatches=2 cut={cut}", backend="shm"), alone(CASES[name], 2))
 
 
-@pytest.mark.parametrize("plan", ["pp=2 microbatches=4", pytest.param("pp=2 microbatches=4 schedule=zero-bubble", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan", ["pp=2 microbatches=4", pytest.param("pp=2 microbatches=4 schedule=zero-bubble", marks=pytest.mark.slow)]
+)
 def test_a_model_that_only_a_traced_graph_shows_is_exported(ranks: Ranks, plan: str) -> None:
     found = ranks(2, piped, "aside", plan)
     assert "torch.export" in found[0]["lines"][0]
@@ -84,7 +94,10 @@ def test_code_between_modules_decides_by_the_values_that_the_whole_model_has(ran
 
 
 def test_an_exported_model_may_call_a_layer_twice(ranks: Ranks) -> None:
-    """torch.export gives the layer another name at its second call; the weights and gradients are those of one layer."""
+    """torch.export gives the layer another name at its second call.
+
+    The weights and gradients are those of one layer.
+    """
     found = ranks(2, piped, "aside_twice", "pp=2 microbatches=2")
     assert "torch.export" in found[0]["lines"][0]
     assert_same(found, alone(CASES["aside_twice"], 2))
@@ -132,7 +145,11 @@ def shared_everywhere() -> list[Any]:
         if name in own:
             assert (p.grad is None) == (own[name].grad is None), name
             assert p.grad is None or torch.allclose(own[name].grad, p.grad, rtol=1e-9), name  # type: ignore[arg-type]
-    return [sorted(own), {n: p.stages for n, p in parts.items() if p.stages > 1}, sorted(n for n, p in parts.items() if p.writes)]
+    return [
+        sorted(own),
+        {n: p.stages for n, p in parts.items() if p.stages > 1},
+        sorted(n for n, p in parts.items() if p.writes),
+    ]
 
 
 def test_parameters_that_stages_share_and_those_nobody_uses(ranks: Ranks) -> None:
@@ -153,7 +170,9 @@ def raises(what: str) -> None:
     case = CASES["mlp"]
     group = Group(dist.get_rank(), 2, dist.group.WORLD, hosts=(0, 0))
     skeleton = on_meta(case.model())
-    pipeline = Pipeline(skeleton, whole_parts(skeleton), Plan.parse("pp=2 cut=4"), group, case.batch(0, 2), case.call, device=CPU)
+    pipeline = Pipeline(
+        skeleton, whole_parts(skeleton), Plan.parse("pp=2 cut=4"), group, case.batch(0, 2), case.call, device=CPU
+    )
     fill(pipeline, whole_parts(skeleton), case.model())
 
     def loss(output: Any, part: Any, index: int) -> torch.Tensor:
@@ -178,11 +197,17 @@ def evaluated() -> Any:
     group = Group(dist.get_rank(), size, dist.group.WORLD, hosts=(0,) * size)
     skeleton, model = on_meta(case.model()), case.model()
     parts = whole_parts(skeleton)
-    pipeline = Pipeline(skeleton, parts, Plan.parse("pp=2 schedule=zero-bubble"), group, case.batch(0, 2), case.call, device=CPU)
+    pipeline = Pipeline(
+        skeleton, parts, Plan.parse("pp=2 schedule=zero-bubble"), group, case.batch(0, 2), case.call, device=CPU
+    )
     fill(pipeline, parts, model)
     outputs = [pipeline.forward(case.batch(step, rows)) for step, rows in enumerate((4, 4, 1))]
     pipeline.close()
-    return [torch.allclose(logits_of(o), case.call(model, case.batch(step, len(o)))) for step, o in enumerate(outputs) if o is not None]
+    return [
+        torch.allclose(logits_of(o), case.call(model, case.batch(step, len(o))))
+        for step, o in enumerate(outputs)
+        if o is not None
+    ]
 
 
 def test_evaluation(ranks: Ranks) -> None:
@@ -253,7 +278,9 @@ def test_cuts_that_cannot_be_are_named(ranks: Ranks) -> None:
         ("odd", "pp=2"): ["blocks.3 (Block) cannot be followed", "something else than tensors"],
         ("gpt", "pp=2 cut=block.2"): ['there is no module "block.2" in the model. Did you mean "blocks.2"?'],
         ("gpt", "pp=2 cut=blocks.1,blocks.2"): ["2 stages have 1 cut between them, and there are 2: cut=blocks.2."],
-        ("gpt", "pp=2 schedule=interleaved cut=blocks.2,blocks.1,blocks.3"): ["called in the order blocks.1,blocks.2,blocks.3"],
+        ("gpt", "pp=2 schedule=interleaved cut=blocks.2,blocks.1,blocks.3"): [
+            "called in the order blocks.1,blocks.2,blocks.3"
+        ],
         ("gpt", "pp=2 fsdp=2 schedule=zero-bubble"): [
             "would shard tokens.weight twice, which two stages of a rank share",
             "schedule=1f1b, gpipe or interleaved",

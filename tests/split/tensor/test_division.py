@@ -24,7 +24,13 @@ from tensor_parity import Made, call, compare_gradients, output_of, own_group, s
 transformers = pytest.importorskip("transformers")
 STEPS = 3
 VOCAB, HIDDEN, HEADS, TOKENS = 32, 32, 4, 8
-TRUNK = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "max_position_embeddings": 16}
+TRUNK = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 16,
+}
 
 
 def words(length: int = TOKENS, seed: int = 1) -> Tensor:
@@ -47,7 +53,9 @@ def llama() -> Made:
 
 
 def eager_llama() -> Made:
-    config = transformers.LlamaConfig(**TRUNK, intermediate_size=48, attn_implementation="eager", tie_word_embeddings=True)
+    config = transformers.LlamaConfig(
+        **TRUNK, intermediate_size=48, attn_implementation="eager", tie_word_embeddings=True
+    )
     return transformers.LlamaForCausalLM(config), {"input_ids": words()}
 
 
@@ -59,51 +67,85 @@ def qwen3() -> Made:
 
 def phi3() -> Made:
     """Query, key and value in one matrix, in sections of unequal size; gate and up in one, too."""
-    config = transformers.Phi3Config(**TRUNK, intermediate_size=48, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = transformers.Phi3Config(
+        **TRUNK, intermediate_size=48, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
     return transformers.Phi3ForCausalLM(config), {"input_ids": words()}
 
 
 def gpt2() -> Made:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=HEADS, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=VOCAB,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=HEADS,
+        n_positions=16,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     return transformers.GPT2LMHeadModel(config), {"input_ids": words()}
 
 
 def bert() -> Made:
-    config = transformers.BertConfig(**TRUNK, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    config = transformers.BertConfig(
+        **TRUNK, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    )
     return transformers.BertForMaskedLM(config), {"input_ids": words()}
 
 
 def albert() -> Made:
     """One layer in use three times."""
     trunk = TRUNK | {"num_hidden_layers": 3, "embedding_size": 16}
-    config = transformers.AlbertConfig(**trunk, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    config = transformers.AlbertConfig(
+        **trunk, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    )
     return transformers.AlbertForMaskedLM(config), {"input_ids": words()}
 
 
 def neox() -> Made:
     """Attention and MLP side by side; query, key and value interleaved by head."""
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**TRUNK, intermediate_size=64)), {"input_ids": words()}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**TRUNK, intermediate_size=64)), {
+        "input_ids": words()
+    }
 
 
 def t5() -> Made:
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS, dropout_rate=0, decoder_start_token_id=0
+        vocab_size=VOCAB,
+        d_model=HIDDEN,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=HEADS,
+        dropout_rate=0,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config), {"input_ids": words(), "decoder_input_ids": words(6)}
 
 
 def vit() -> Made:
     config = transformers.ViTConfig(
-        hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=64, image_size=16, patch_size=8, num_labels=5
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=8,
+        num_labels=5,
     )
-    return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)}
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    }
 
 
 def resnet() -> Made:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=6, layer_type="basic")
-    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)}
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=6, layer_type="basic"
+    )
+    return transformers.ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    }
 
 
 def mixtral() -> Made:
@@ -114,7 +156,10 @@ def mixtral() -> Made:
 
 
 class NanoAttention(nn.Module):
-    """Causal attention as many write it: sizes from the input's shape and from attributes, and `split` by one of them."""
+    """Causal attention as many write it.
+
+    Sizes from the input's shape and from attributes, and `split` by one of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +205,10 @@ def nano() -> Made:
 
 
 class Native(nn.Module):
-    """torch's own encoder: its attention reads its matrices by hand, so it stays whole, in all tokens; its MLP is divided."""
+    """torch's own encoder: its attention reads its matrices by hand, so it stays whole, in all tokens.
+
+    Its MLP is divided.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +226,10 @@ def native() -> Made:
 
 
 class Odd(nn.Module):
-    """What no rule can divide: a sort between two layers, weights read by hand, outputs of odd sizes, a layer in use twice."""
+    """What no rule can divide.
+
+    A sort between two layers, weights read by hand, outputs of odd sizes, a layer in use twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +271,9 @@ def trained(make: Callable[[], Made], large: int, sequence: bool) -> dict[str, s
         for optimizer in optimizers:
             optimizer.step()
     for name, p in own.named_parameters():
-        torch.testing.assert_close(p, parts[name].layout.take(dict(full.named_parameters())[name]), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            p, parts[name].layout.take(dict(full.named_parameters())[name]), rtol=1e-6, atol=1e-8
+        )
     return {path: what.split(",")[0].split(":")[0] for path, what in report.done.items()}
 
 
@@ -244,7 +297,9 @@ def test_divided_models_learn_what_whole_ones_learn(ranks: Ranks) -> None:
     for done in ranks(2, all_trained, cases, backend="shm", deadline_s=120):
         attention = {"attention.c_attn": "column", "attention.c_proj": "row", "gate_up": "column", "down": "row"}
         assert attention.items() <= done[2].items()
-        assert {done[5][f"blocks.{i}.{layer}"] for i in (0, 1) for layer in ("attention.query_key_value", "mlp.0")} == {"column"}
+        assert {done[5][f"blocks.{i}.{layer}"] for i in (0, 1) for layer in ("attention.query_key_value", "mlp.0")} == {
+            "column"
+        }
         assert {done[6][f"encoder.layers.{i}.linear1"] for i in (0, 1)} == {"column"}
         assert done[0]["tokens"] == "vocabulary"
         assert done[8]["out"] == "gathered"
@@ -266,7 +321,12 @@ def test_many_families_learn_what_whole_ones_learn(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_four_ranks_learn_what_one_learns(ranks: Ranks) -> None:
-    cases = [(make, 0, sequence) for make in (gpt, eager_llama, gpt2, t5) for sequence in (False, True) if not (make is t5 and sequence)]
+    cases = [
+        (make, 0, sequence)
+        for make in (gpt, eager_llama, gpt2, t5)
+        for sequence in (False, True)
+        if not (make is t5 and sequence)
+    ]
     ranks(4, all_trained, cases, backend="gloo", deadline_s=200)
 
 
@@ -274,7 +334,9 @@ def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None
     model, batch = gpt()
     before = [(name, id(p), p.shape) for name, p in model.named_parameters()]
     (reason,) = prove(model, 3, batch, call).refused
-    assert "tp=3 divides the model's heads in blocks.0.attention and 1 more (4) by 3, which leaves a remainder" in reason
+    assert (
+        "tp=3 divides the model's heads in blocks.0.attention and 1 more (4) by 3, which leaves a remainder" in reason
+    )
     assert reason.endswith("tp is one of 1, 2, 4.")
     assert before == [(name, id(p), p.shape) for name, p in model.named_parameters()], "asking changes nothing"
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -288,7 +350,10 @@ def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None
 def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> None:
     model, _ = gpt()
     batch = (words(7), words(7))
-    with pytest.raises(PlanError, match="it divides sequences of 7 tokens among 2 ranks: tp is one of 1, 7, or sequences of 6 or 8 tokens"):
+    with pytest.raises(
+        PlanError,
+        match="it divides sequences of 7 tokens among 2 ranks: tp is one of 1, 7, or sequences of 6 or 8 tokens",
+    ):
         shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True)
     model, image = multilayer()
     with pytest.raises(PlanError, match="no repeated blocks that take and return"):
@@ -311,11 +376,21 @@ def test_a_call_with_other_arguments_than_the_example_never_loses_a_gradient() -
 
 def test_a_model_on_meta_is_divided_without_memory_for_its_weights() -> None:
     """Sizes of a 70-billion-parameter Llama, of which no rank can hold a copy."""
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 2,
+    }
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=128256, max_position_embeddings=64))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, vocab_size=128256, max_position_embeddings=64)
+        )
     parts = whole_parts(model)
-    report = shard_tensors(model, parts, Group(5, 8), {"input_ids": torch.zeros(1, 16, dtype=torch.long, device="meta")}, call)
+    report = shard_tensors(
+        model, parts, Group(5, 8), {"input_ids": torch.zeros(1, 16, dtype=torch.long, device="meta")}, call
+    )
     assert parts["model.layers.1.self_attn.k_proj.weight"].layout.kept == (((640, 768),), ((0, 8192),))
     assert parts["model.layers.1.mlp.down_proj.weight"].layout.kept == (((0, 8192),), ((17920, 21504),))
     assert report.done["model.layers.0.self_attn.o_proj"] == "row, as in the model's own tp_plan"
@@ -325,7 +400,10 @@ def test_a_model_on_meta_is_divided_without_memory_for_its_weights() -> None:
 
 
 class Deceptive(nn.Module):
-    """Scales by a number that it takes from a shape: on a rank's part, all shapes would be right and the result wrong."""
+    """Scales by a number that it takes from a shape.
+
+    On a rank's part, all shapes would be right and the result wrong.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +449,10 @@ class DataDependent(nn.Module):
 
 def test_what_cannot_be_proven_stays_whole_and_says_why() -> None:
     batch = (torch.randn(2, 8), torch.randn(2, 8))
-    for model, why in ((Deceptive(), "does not work on a rank's part as it does on the whole"), (DataDependent(), "no part of a pair")):
+    for model, why in (
+        (Deceptive(), "does not work on a rank's part as it does on the whole"),
+        (DataDependent(), "no part of a pair"),
+    ):
         parts = whole_parts(model)
         report = shard_tensors(model, parts, Group(0, 2), batch, call)
         assert not any(part.sharded for part in parts.values())
@@ -385,7 +466,9 @@ def test_only_the_divided_module_gets_changed_code() -> None:
     shard_tensors(model, whole_parts(model), Group(0, 2), batch, call)
     changed = model.get_submodule("attention").__dict__["forward"].__func__
     assert changed is not NanoAttention.forward
-    assert changed.__code__.co_firstlineno == NanoAttention.forward.__code__.co_firstlineno, "tracebacks show the source"
+    assert changed.__code__.co_firstlineno == NanoAttention.forward.__code__.co_firstlineno, (
+        "tracebacks show the source"
+    )
     assert NanoAttention()(torch.randn(2, TOKENS, HIDDEN)).shape == (2, TOKENS, HIDDEN)
 
 

@@ -1,4 +1,7 @@
-"""The loss over divided classes is that of all classes: values and gradients, smoothing, weights and ignored labels included."""
+"""The loss over divided classes is that of all classes.
+
+Values and gradients, smoothing, weights and ignored labels included.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def divided(dtype: torch.dtype, options: dict[str, Any], *, all_ignored: bool = 
 
 
 WEIGHT = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
-OPTIONS: list[dict[str, Any]] = [{"label_smoothing": smoothing, "weight": weight} for smoothing in (0.0, 0.1) for weight in (None, WEIGHT)]
+OPTIONS: list[dict[str, Any]] = [
+    {"label_smoothing": smoothing, "weight": weight} for smoothing in (0.0, 0.1) for weight in (None, WEIGHT)
+]
 
 
 def divided_with_all_options() -> list[tuple[Tensor, Tensor]]:
@@ -77,7 +82,9 @@ def test_logits_of_16_bits_are_computed_with_in_32(ranks: Ranks) -> None:
     results = ranks(2, divided, torch.bfloat16, {})
     assert {(loss.dtype, grad.dtype) for loss, grad in results} == {(torch.float32, torch.bfloat16)}
     torch.testing.assert_close(results[0][0].double(), expected.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(torch.cat([grad for _, grad in results], -1), precise.grad.to(torch.bfloat16), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in results], -1), precise.grad.to(torch.bfloat16), rtol=1e-2, atol=1e-6
+    )
 
 
 def test_a_batch_of_ignored_labels_costs_nothing(ranks: Ranks) -> None:

@@ -51,7 +51,8 @@ def test_nothing_is_tried_that_is_not_predicted_to_save_enough(predicted: Predic
     assert set(used) == {"none"}
     assert choice.decided
     assert choice.message == (
-        "compress=auto: none. Of 285 ms a step, prediction: bf16 saves 1.00 ms, int8 costs 2.00 ms (exact sums 10.0 ms); "
+        "compress=auto: none. Of 285 ms a step, prediction: bf16 saves 1.00 ms, int8 costs 2.00 ms (exact "
+        "sums 10.0 ms); "
         "it is asked to save 5 % of the step"
     )
 
@@ -60,7 +61,12 @@ def test_a_codec_that_saves_as_predicted_is_taken_after_few_steps(predicted: Pre
     predicted(2.0, bf16=1.0, int8=0.5, **{"powersgd:16+int8": 0.1})
     choice, used = run({"none": 2.2, "int8": 0.7, "powersgd:16+int8": 0.3})
     runs = [(codec, len(list(same))) for codec, same in itertools.groupby(used)]
-    assert runs == [("none", STEPS), ("powersgd:16+int8", STEPS - 1), ("int8", STEPS - 1), ("powersgd:16+int8", 40 - 3 * STEPS + 2)]
+    assert runs == [
+        ("none", STEPS),
+        ("powersgd:16+int8", STEPS - 1),
+        ("int8", STEPS - 1),
+        ("powersgd:16+int8", 40 - 3 * STEPS + 2),
+    ]
     assert choice.message.startswith(
         "compress=auto: powersgd:16+int8. A step takes 2.20 s without and 300 ms with powersgd:16+int8, 700 ms"
     )
@@ -139,13 +145,18 @@ def test_the_reckoning_is_the_same_on_every_rank_and_changes_nothing(ranks: Rank
 
 
 def test_over_a_slow_link_the_time_follows_the_bytes(ranks: Ranks) -> None:
-    """481 kB take 0.48 s, half of it in bf16, a quarter in int8; a message takes 1 ms, and coding is said to take 10."""
+    """481 kB take 0.48 s, half of it in bf16, a quarter in int8.
+
+    A message takes 1 ms, and coding is said to take 10.
+    """
     found = ranks(2, reckoned, torch.float32, True, backend="shm")[0]
     assert found["plain_s"] == pytest.approx(0.4812 + 2e-3, rel=0.01)
     assert found["coded_s"]["bf16"] == pytest.approx(0.4812 / 2 + 2e-3 + 0.01, rel=0.01)
     assert found["coded_s"]["int8"] == pytest.approx(0.4812 * 8.125 / 32 + 2e-3 + 0.01, rel=0.01)
     factors_bytes, vector_bytes = 2 * 16 * (200 + 300) * 8.125 / 8, 300 * 4
-    assert found["coded_s"]["powersgd:16+int8"] == pytest.approx((factors_bytes + vector_bytes) / 1e6 + 4e-3 + 0.01, rel=0.02)
+    assert found["coded_s"]["powersgd:16+int8"] == pytest.approx(
+        (factors_bytes + vector_bytes) / 1e6 + 4e-3 + 0.01, rel=0.02
+    )
 
 
 def test_gradients_that_no_codec_takes_are_left_as_they_are(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,5 +164,6 @@ def test_gradients_that_no_codec_takes_are_left_as_they_are(ranks: Ranks, monkey
     assert found["coded_s"] == {}
     monkeypatch.setattr(choice_module, "predict", lambda *_: (0.1, {}))
     assert (
-        run({"none": 1.0})[0].message == "compress=auto: none. Of 1.00 s a step, there is nothing to save: no codec takes these gradients"
+        run({"none": 1.0})[0].message
+        == "compress=auto: none. Of 1.00 s a step, there is nothing to save: no codec takes these gradients"
     )

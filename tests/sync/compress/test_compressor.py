@@ -1,4 +1,7 @@
-"""Compressed sums over real ranks: the same bits everywhere, near the exact sum, nothing lost in the long run, and resumed bit for bit."""
+"""Compressed sums over real ranks.
+
+The same bits everywhere, near the exact sum, nothing lost in the long run, and resumed bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,18 @@ from paceline.sync.compress import Compressor
 from paceline.sync.traffic import Traffic
 from ranks import RankError, Ranks
 
-CODECS = ("fp16", "bf16", "int8", "int4", "1bit", "topk:0.05", "topk:0.05+bf16", "powersgd:2", "powersgd:2+bf16", "powersgd:2+int8")
+CODECS = (
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "1bit",
+    "topk:0.05",
+    "topk:0.05+bf16",
+    "powersgd:2",
+    "powersgd:2+bf16",
+    "powersgd:2+int8",
+)
 SHAPES = ((48, 40), (40,), (48, 40), (16, 8, 3, 3), (7,), (200, 60), (3, 3), (60, 200))
 TAIL = (0.25, -3.0, 1e-7)  # losses and votes
 
@@ -32,7 +46,9 @@ def tensors(
 
 def gradient(rank: int, step: int, numel: int) -> Tensor:
     """Numbers of very different sizes, in matrices of full rank."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank)) * torch.logspace(-2, 0, numel)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank)) * torch.logspace(
+        -2, 0, numel
+    )
 
 
 def exact_sum(size: int, step: int, numel: int) -> Tensor:
@@ -56,7 +72,12 @@ def summed(steps: int) -> dict[str, Any]:
                 flat[coded:] = torch.tensor(TAIL)
                 compressor.sum("a", flat, views)
                 results.append(flat.clone())
-            found[codec] = {"results": results, "traffic": traffic, "sent": group.sent_bytes - before, "said": compressor.messages}
+            found[codec] = {
+                "results": results,
+                "traffic": traffic,
+                "sent": group.sent_bytes - before,
+                "said": compressor.messages,
+            }
         return found
 
 
@@ -137,7 +158,9 @@ def resumed() -> dict[str, Any]:
             step(through, 2)
             again = Compressor(codec, group, Traffic(), seed=6)
             again.load_state_dict(state)
-            assert again.state_dict().keys() == state.keys(), "a checkpoint written before the first sum keeps what was loaded"
+            assert again.state_dict().keys() == state.keys(), (
+                "a checkpoint written before the first sum keeps what was loaded"
+            )
             step(again, 2)
             found[codec] = step(through, 3), step(again, 3), sorted(state)
         return found
@@ -147,7 +170,11 @@ def test_a_resumed_compressor_goes_on_bit_for_bit(ranks: Ranks) -> None:
     for found in ranks(2, resumed):
         for codec, (expected, result, kept) in found.items():
             assert torch.equal(expected, result), codec
-            assert kept == ["layer/0/error", f"layer/0/{'q' if codec.startswith('powersgd') else 'sum_error'}", "random"]
+            assert kept == [
+                "layer/0/error",
+                f"layer/0/{'q' if codec.startswith('powersgd') else 'sum_error'}",
+                "random",
+            ]
 
 
 def with_a_bad_number(bad: float) -> dict[str, Any]:
@@ -193,7 +220,10 @@ def overflowing() -> list[bool]:
         flat.fill_(3e38)
         compressor.sum("a", flat, views)
         state = compressor.state_dict()
-        return [bool(flat.isfinite().any()), all(bool(t.isfinite().all()) for key, t in state.items() if key != "random")]
+        return [
+            bool(flat.isfinite().any()),
+            all(bool(t.isfinite().all()) for key, t in state.items() if key != "random"),
+        ]
 
 
 def test_a_sum_too_large_for_fp32_comes_out_as_not_finite_and_leaves_no_trace(ranks: Ranks) -> None:
@@ -231,7 +261,9 @@ def test_a_cast_of_gradients_that_have_16_bits_already_has_nothing_to_do(ranks: 
     cases = [(codec, (100, 20), 0, torch.bfloat16) for codec in ("bf16", "fp16")]
     for results in ranks(2, of_ones, cases):
         for (codec, *_), result in zip(cases, results, strict=True):
-            assert result["said"] == [f"compress={codec}: a is summed as it is, for its 4000 bytes of bfloat16 would become 4000"]
+            assert result["said"] == [
+                f"compress={codec}: a is summed as it is, for its 4000 bytes of bfloat16 would become 4000"
+            ]
             assert result["traffic"].sent_bytes == result["traffic"].plain_bytes == 4000
 
 
@@ -244,7 +276,9 @@ def test_gradients_of_16_bits_are_compressed_too(ranks: Ranks) -> None:
 
 
 def test_float64_is_refused_with_what_would_work(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r'PlanError: compress=int8 codes 32-bit and 16-bit floats; "a" is float64\. Use precision=fp32'):
+    with pytest.raises(
+        RankError, match=r'PlanError: compress=int8 codes 32-bit and 16-bit floats; "a" is float64\. Use precision=fp32'
+    ):
         ranks(2, of_ones, [("int8", (100, 20), 0, torch.float64)])
 
 

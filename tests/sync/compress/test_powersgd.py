@@ -27,7 +27,9 @@ from ranks import Ranks
         ((1000, 2), 4, None),
     ],
 )
-def test_what_is_factored_at_least_halves(shape: tuple[int, ...], rank: int, expected: tuple[int, int, int] | None) -> None:
+def test_what_is_factored_at_least_halves(
+    shape: tuple[int, ...], rank: int, expected: tuple[int, int, int] | None
+) -> None:
     assert factors(shape, rank) == expected
 
 

@@ -33,14 +33,17 @@ def test_rounding_is_right_on_average(bits: int) -> None:
     codec, draws = quantiser(bits), 4000
     mean = sum((coded_and_back(codec, rows) for _ in range(draws)), torch.zeros(1, 1024)) / draws
     level = rows.abs().view(8, 128).amax(dim=1).repeat_interleave(128) * LEVEL[bits]
-    deviations = ((mean - rows)[0] / level).abs() * draws**0.5 / 0.5  # the standard deviation of one rounding is at most half a level
+    # the standard deviation of one rounding is at most half a level
+    deviations = ((mean - rows)[0] / level).abs() * draws**0.5 / 0.5
     assert deviations.max() < 4.5
     assert deviations.square().mean() < 1.5
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_largest_number_of_a_block_fits_in_whatever_its_scale_is_rounded_to(bits: int) -> None:
-    rows = (torch.rand(64, 128, generator=torch.Generator().manual_seed(4)) + 1e-3) * torch.linspace(1, 2, 64).view(-1, 1)
+    rows = (torch.rand(64, 128, generator=torch.Generator().manual_seed(4)) + 1e-3) * torch.linspace(1, 2, 64).view(
+        -1, 1
+    )
     rows[:, 5] = -rows.amax(dim=1) - 0.01
     back = coded_and_back(quantiser(bits), rows)
     assert (back[:, 5] < 0).all(), "a level beyond the last one would come back with the other sign"

@@ -30,7 +30,9 @@ def test_numbers_of_equal_size_are_kept_as_often_as_there_is_room() -> None:
     assert (coded_and_back(TopK(0.01, FP32), torch.zeros(1, 4096)) == 0).all()
 
 
-@pytest.mark.parametrize("numbers", [Cast(torch.bfloat16), Quantise(8, torch.Generator()), Quantise(4, torch.Generator())])
+@pytest.mark.parametrize(
+    "numbers", [Cast(torch.bfloat16), Quantise(8, torch.Generator()), Quantise(4, torch.Generator())]
+)
 def test_what_is_kept_is_coded_by_the_second_codec(numbers: Codec) -> None:
     rows = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1))
     exact, coded = coded_and_back(TopK(0.01, FP32), rows), coded_and_back(TopK(0.01, numbers), rows)

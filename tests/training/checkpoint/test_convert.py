@@ -30,7 +30,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("causal_lm", {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
     "bert": ("masked_lm", SMALL),
     "t5": ("seq2seq_lm", {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}),
-    "mixtral": ("causal_lm", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),  # fuses what is published apart
+    # fuses what is published apart
+    "mixtral": ("causal_lm", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
     "resnet": ("image_classification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),  # has buffers
 }
 
@@ -42,7 +43,11 @@ def run_of(folder: Path, family: str) -> tuple[Path, nn.Module]:
     write_job(folder / "job.yaml", model={"hf": str(folder / "config.json"), "task": task})
     torch.manual_seed(3)
     model = Job.load(folder / "job.yaml").model.build()
-    own = {f"buffer/{name}": tensor for name, tensor in persistent(model).items() if name not in dict(model.named_parameters())}
+    own = {
+        f"buffer/{name}": tensor
+        for name, tensor in persistent(model).items()
+        if name not in dict(model.named_parameters())
+    }
     shared = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     save_all(folder / "checkpoints", 1, [Snapshot(shared, own, aliases=tied_names(model))])
     return folder, model
@@ -94,7 +99,9 @@ def test_a_divided_checkpoint_is_exported_as_the_model_that_it_is_of(tmp_path: P
         parts = parts_of(mesh)
         shared = {f"model/{name}": tensor for name, tensor in own_parts(full, parts).items()}
         coordinate, aliases = MeshCoordinate.of(mesh), {"model/head": "model/embedding"}
-        snapshots.append(Snapshot(shared, aliases=aliases, parts={f"model/{n}": p for n, p in parts.items()}, coordinate=coordinate))
+        snapshots.append(
+            Snapshot(shared, aliases=aliases, parts={f"model/{n}": p for n, p in parts.items()}, coordinate=coordinate)
+        )
     save_all(tmp_path / "checkpoints", 1, snapshots)
     export(tmp_path, tmp_path / "model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")
@@ -149,7 +156,9 @@ def test_a_tied_weight_may_stand_in_a_file_under_any_of_its_names(tmp_path: Path
     model, fresh = Tied(), Tied()
     save_file({n: t.clone() for n, t in model.state_dict().items() if n != left_out}, tmp_path / "model.safetensors")
     load_weights(
-        persistent(fresh), {"norm.weight": Part("norm.weight", whole(4))}, fitted(weights_from(tmp_path / "model.safetensors"), fresh)
+        persistent(fresh),
+        {"norm.weight": Part("norm.weight", whole(4))},
+        fitted(weights_from(tmp_path / "model.safetensors"), fresh),
     )
     assert_same(fresh, model)
 
@@ -169,7 +178,9 @@ def whole(*shape: int) -> Any:
     ],
     ids=["missing", "unknown", "shape"],
 )
-def test_weights_of_another_model_are_refused_with_what_differs(tmp_path: Path, make: Callable[[], nn.Module], said: str) -> None:
+def test_weights_of_another_model_are_refused_with_what_differs(
+    tmp_path: Path, make: Callable[[], nn.Module], said: str
+) -> None:
     file = tmp_path / "model.safetensors"
     save_file({n: t.clone() for n, t in Tied().state_dict().items()}, file)
     with pytest.raises(JobError, match=said):
@@ -213,7 +224,9 @@ def test_a_model_that_is_none_of_transformers_has_no_such_layout(tmp_path: Path)
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 sync=local:3"])
 def test_the_exported_model_is_the_one_that_the_run_evaluated(tmp_path: Path, ranks: Ranks, plan: str) -> None:
     """Each replica has batch-norm statistics of its own; an evaluation averages them, and so must an export."""
-    job = small_job(model={"factory": "small_jobs:with_dropout"}, data=points(held_out=0.3, samples=100), stop={"steps": 10})
+    job = small_job(
+        model={"factory": "small_jobs:with_dropout"}, data=points(held_out=0.3, samples=100), stop={"steps": 10}
+    )
     run = new_run(tmp_path / "run", job, plan)
     ranks(2, train_as_rank, run.path)
     export(run.path, tmp_path / "model.safetensors")

@@ -43,7 +43,12 @@ def save(folder: Path, step: int, model: nn.Module) -> None:
     shared = {f"model/{n}": p for n, p in model.named_parameters()}
     own = {f"buffer/{n}": b for n, b in model.named_buffers()} | {"rng/torch": torch.get_rng_state()}
     saving.save(
-        step, Snapshot(shared | {"optimizer/w/step": torch.tensor(1.0)}, own, aliases={"model/head.weight": "model/embedding.weight"})
+        step,
+        Snapshot(
+            shared | {"optimizer/w/step": torch.tensor(1.0)},
+            own,
+            aliases={"model/head.weight": "model/embedding.weight"},
+        ),
     )
     saving.close()
 
@@ -84,14 +89,18 @@ def test_an_export_that_passes_over_a_damaged_checkpoint_says_so(run: Path) -> N
     assert torch.equal(load_file(run / "model.safetensors")["head.weight"], Tied().head.weight)
 
 
-def test_an_export_without_a_checkpoint_or_a_place_says_what_to_do(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_export_without_a_checkpoint_or_a_place_says_what_to_do(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with pytest.raises(RunError, match="holds no checkpoint"):
         export(tmp_path_factory.mktemp("empty"), run / "model.safetensors")
     with pytest.raises(RunError, match=r"cannot be written .* Name a file in a folder that can be written"):
         export(run, run / "no/such/folder/model.safetensors")
 
 
-def test_no_checkpoint_at_all_is_none_and_none_whole_is_an_error(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_checkpoint_at_all_is_none_and_none_whole_is_an_error(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     assert load_latest(tmp_path_factory.mktemp("empty"), rank=0, world=1, report=ignore) is None
     assert load_latest(run / "nowhere", rank=0, world=1, report=ignore) is None
     for manifest in run.glob("checkpoints/*/manifest.json"):
@@ -143,7 +152,10 @@ def test_a_checkpoint_of_the_format_before_is_read_as_it_was(run: Path) -> None:
 
 
 def test_of_another_plan_a_reader_gets_the_buffers_of_its_share_of_the_data(tmp_path: Path) -> None:
-    """Batch-norm statistics belong to the data that was read: peers that divide a model have the same, stages different ones."""
+    """Batch-norm statistics belong to the data that was read.
+
+    Peers that divide a model have the same, stages different ones.
+    """
 
     def snapshot(mesh: Mesh) -> Snapshot:
         stage = mesh.place["pp"]
@@ -153,13 +165,18 @@ def test_of_another_plan_a_reader_gets_the_buffers_of_its_share_of_the_data(tmp_
     loaded = load(save_all(tmp_path, 1, [snapshot(mesh) for mesh in meshes(dp=2, pp=2)]), rank=0, world=1)
     for mesh in meshes(dp=2, pp=2):
         own = loaded.own_of(MeshCoordinate.of(mesh))
-        assert [own[n].item() for n in (f"buffer/mean{mesh.place['pp']}", "rng/torch")] == [mesh.data_rank, mesh.world.rank], (
-            "its own, on the same mesh"
+        assert [own[n].item() for n in (f"buffer/mean{mesh.place['pp']}", "rng/torch")] == [
+            mesh.data_rank,
+            mesh.world.rank,
+        ], "its own, on the same mesh"
+        assert own[f"buffer/mean{1 - mesh.place['pp']}"] == mesh.data_rank, (
+            "and its reader's, where the model is cut elsewhere now"
         )
-        assert own[f"buffer/mean{1 - mesh.place['pp']}"] == mesh.data_rank, "and its reader's, where the model is cut elsewhere now"
     for mesh in meshes(fsdp=2):
         own = loaded.own_of(MeshCoordinate.of(mesh))
-        assert {own["buffer/mean0"].item(), own["buffer/mean1"].item()} == {mesh.data_rank}, "both stages', of the same share of the data"
+        assert {own["buffer/mean0"].item(), own["buffer/mean1"].item()} == {mesh.data_rank}, (
+            "both stages', of the same share of the data"
+        )
     for mesh in meshes(dp=3):
         assert loaded.own_of(MeshCoordinate.of(mesh))["buffer/mean1"] == 0.5, (
             "shares that are no more: their mean, as an evaluation takes it"
@@ -170,7 +187,12 @@ def test_a_part_that_the_pieces_do_not_hold_is_an_error_not_garbage(tmp_path: Pa
     file = tmp_path / "half.safetensors"
     save_file({"w": torch.ones(2, 3)}, file)
     half = TensorPieces(
-        {"w": TensorEntry(dtype="F32", shape=[4, 3], pieces=[TensorPiece(shard=0, key="w", offset=[0, 0], shape=[2, 3])])}, [file]
+        {
+            "w": TensorEntry(
+                dtype="F32", shape=[4, 3], pieces=[TensorPiece(shard=0, key="w", offset=[0, 0], shape=[2, 3])]
+            )
+        },
+        [file],
     )
     own = torch.zeros(2, 3)
     half.fill("w", own, ShardLayout.whole((4, 3)).narrow(0, 0, 2))

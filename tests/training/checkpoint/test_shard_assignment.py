@@ -13,7 +13,16 @@ from paceline.training.checkpoint.manifest import Receipt, ShardEntry, TensorEnt
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, key_of, merge, to_write
 from single_process_mesh import SHAPES, meshes, own_parts, parts_of, random_tensors
 
-DEGREES = [{"dp": 3}, {"tp": 2}, {"fsdp": 4}, {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 3, "fsdp": 2}, {"ep": 4}]
+DEGREES = [
+    {"dp": 3},
+    {"tp": 2},
+    {"fsdp": 4},
+    {"dp": 2, "tp": 2},
+    {"fsdp": 2, "tp": 2},
+    {"pp": 2, "dp": 2},
+    {"pp": 3, "fsdp": 2},
+    {"ep": 4},
+]
 
 
 def receipts(degrees: dict[str, int]) -> list[Receipt]:
@@ -31,11 +40,16 @@ def receipt(tensors: dict[str, tuple[tuple[int, ...], list[Box]]], rank: int = 0
         name: TensorEntry(
             dtype=dtype,
             shape=list(shape),
-            pieces=[TensorPiece(shard=rank, key=key_of(name, b, shape), offset=list(b.full), shape=list(b.shape)) for b in boxes],
+            pieces=[
+                TensorPiece(shard=rank, key=key_of(name, b, shape), offset=list(b.full), shape=list(b.shape))
+                for b in boxes
+            ],
         )
         for name, (shape, boxes) in tensors.items()
     }
-    return Receipt(shard=ShardEntry(bytes=0, sha256="", data_rank=0, own={}, own_values={}), tensors=entries, aliases={})
+    return Receipt(
+        shard=ShardEntry(bytes=0, sha256="", data_rank=0, own={}, own_values={}), tensors=entries, aliases={}
+    )
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
@@ -52,7 +66,9 @@ def test_under_any_plan_every_element_is_written_once(degrees: dict[str, int]) -
     said = receipts(degrees)
     merged = merge(said)
     assert {name: tuple(entry.shape) for name, entry in merged.items()} == SHAPES
-    written = sum(torch.Size(piece.shape).numel() for one in said for entry in one.tensors.values() for piece in entry.pieces)
+    written = sum(
+        torch.Size(piece.shape).numel() for one in said for entry in one.tensors.values() for piece in entry.pieces
+    )
     assert written == sum(torch.Size(shape).numel() for shape in SHAPES.values()), "nothing is written twice"
 
 

@@ -32,7 +32,9 @@ Events = list[tuple[str, dict[str, Any]]]
 DEADLINE_S = 30.0
 
 
-def checkpointer(folder: Path, *, rank: int = 0, world: int = 1, keep: int = 3, events: Events | None = None) -> Checkpointer:
+def checkpointer(
+    folder: Path, *, rank: int = 0, world: int = 1, keep: int = 3, events: Events | None = None
+) -> Checkpointer:
     report = (lambda *event: None) if events is None else (lambda *event: events.append(event))
     return Checkpointer(folder, rank=rank, world=world, keep=keep, deadline_s=DEADLINE_S, report=report)
 
@@ -72,7 +74,11 @@ def tensors(draw: st.DrawFn) -> Tensor:
     if len(shape) == 4:
         layouts.append(lambda t: t.contiguous(memory_format=torch.channels_last))
     if len(shape) >= 1:
-        layouts += [lambda t: t.transpose(0, -1), lambda t: t[::2], lambda t: t[:1].expand(3, *t.shape[1:]) if t.shape[0] else t]
+        layouts += [
+            lambda t: t.transpose(0, -1),
+            lambda t: t[::2],
+            lambda t: t[:1].expand(3, *t.shape[1:]) if t.shape[0] else t,
+        ]
     return draw(st.sampled_from(layouts))(tensor)
 
 
@@ -96,9 +102,14 @@ def test_tensors_of_any_dtype_and_layout_come_back_bit_for_bit(
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
     ),
     max_leaves=10,
 )
@@ -109,8 +120,12 @@ JSON = st.recursive(
     values=st.dictionaries(st.text("abc", max_size=3), JSON, max_size=4),
     own_values=st.dictionaries(st.text("abc", max_size=3), JSON, max_size=4),
 )
-def test_values_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any], own_values: dict[str, Any]) -> None:
-    path = save(tmp_path_factory.mktemp("run"), 7, Snapshot({}, {}, values, own_values, {"model/head": "model/embedding"}))
+def test_values_come_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any], own_values: dict[str, Any]
+) -> None:
+    path = save(
+        tmp_path_factory.mktemp("run"), 7, Snapshot({}, {}, values, own_values, {"model/head": "model/embedding"})
+    )
     loaded = load(path, rank=0, world=1)
     assert (loaded.step, loaded.values, loaded.own_values) == (7, values, [own_values])
     assert loaded.aliases == {"model/head": "model/embedding"}
@@ -124,7 +139,9 @@ def test_infinities_in_the_values_do_not_stop_a_checkpoint(tmp_path: Path) -> No
 
 def state_of(rank: int) -> Snapshot:
     generator = torch.Generator().manual_seed(5)
-    shared = {f"model/{i}": torch.randn(i * 37, generator=generator) for i in range(9)} | {"optimizer/0/step": torch.tensor(11.0)}
+    shared = {f"model/{i}": torch.randn(i * 37, generator=generator) for i in range(9)} | {
+        "optimizer/0/step": torch.tensor(11.0)
+    }
     return Snapshot(shared, {"rng/torch": torch.arange(rank, rank + 8)}, {"epoch": 3}, {"worker": f"of rank {rank}"})
 
 
@@ -139,14 +156,20 @@ def write_three(folder: Path, rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_processes_of_their_own_write_one_checkpoint_together(tmp_path: Path, world: int) -> None:
-    spawned = [get_context("fork").Process(target=write_three, args=(tmp_path, rank, world), daemon=True) for rank in range(world)]
+    spawned = [
+        get_context("fork").Process(target=write_three, args=(tmp_path, rank, world), daemon=True)
+        for rank in range(world)
+    ]
     for process in spawned:
         process.start()
     for process in spawned:
         process.join(60)
         assert process.exitcode == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
-    assert {p.name for p in (tmp_path / "step-00000030").iterdir()} == {MANIFEST, *(f"rank-{r}.safetensors" for r in range(world))}
+    assert {p.name for p in (tmp_path / "step-00000030").iterdir()} == {
+        MANIFEST,
+        *(f"rank-{r}.safetensors" for r in range(world)),
+    }
     for rank in range(world):
         loaded = load_latest(tmp_path, rank=rank, world=world, report=no_report)
         assert loaded is not None
@@ -156,14 +179,23 @@ def test_ranks_in_processes_of_their_own_write_one_checkpoint_together(tmp_path:
         assert loaded.own_values == [{"worker": f"of rank {r}"} for r in range(world)]
     other = load_latest(tmp_path, rank=1, world=world + 5, report=no_report)
     assert other is not None
-    assert same_bits(other.own["rng/torch"], state_of(0).own["rng/torch"]), "with another number of ranks, rank 0's is what there is"
+    assert same_bits(other.own["rng/torch"], state_of(0).own["rng/torch"]), (
+        "with another number of ranks, rank 0's is what there is"
+    )
 
 
 @st.composite
 def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Mesh, Part]]:
-    """How the ranks of a random plan hold a tensor: divided equally, by sections or unevenly along random dimensions, in random order."""
+    """How the ranks of a random plan hold a tensor.
+
+    Divided equally, by sections or unevenly along random dimensions, in random order.
+    """
     degrees = {axis: draw(st.integers(1, 3)) for axis in draw(st.permutations(["tp", "fsdp", "dp"]))[:2]}
-    cuts = {axis: (draw(st.sampled_from(range(len(shape)))), draw(st.booleans())) for axis in degrees if shape and axis != "dp"}
+    cuts = {
+        axis: (draw(st.sampled_from(range(len(shape)))), draw(st.booleans()))
+        for axis in degrees
+        if shape and axis != "dp"
+    }
     ranks = []
     for mesh in meshes(**degrees):
         part = Part("w", ShardLayout.whole(shape))
@@ -172,7 +204,9 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Mesh, Part]
             if own % (2 * of) == 0 and halves:
                 part.layout = part.layout.divide(dim, index, of, (own // 2, own // 2))
             else:
-                part.layout = part.layout.narrow(dim, min(index * -(-own // of), own), min((index + 1) * -(-own // of), own))
+                part.layout = part.layout.narrow(
+                    dim, min(index * -(-own // of), own), min((index + 1) * -(-own // of), own)
+                )
             part.sharded.add(axis)
         ranks.append((mesh, part))
     return ranks
@@ -186,7 +220,12 @@ def test_every_element_comes_back_however_a_tensor_was_divided_and_is_divided_no
     full = torch.randn(shape)
     before, after = data.draw(divisions(shape)), data.draw(divisions(shape))
     snapshots = [
-        Snapshot({"w": part.layout.take(full).clone()}, parts={"w": part}, coordinate=MeshCoordinate.of(mesh), values={"of": "all"})
+        Snapshot(
+            {"w": part.layout.take(full).clone()},
+            parts={"w": part},
+            coordinate=MeshCoordinate.of(mesh),
+            values={"of": "all"},
+        )
         for mesh, part in before
     ]
     loaded = load(save_all(tmp_path_factory.mktemp("run"), 1, snapshots), rank=0, world=1)
@@ -201,7 +240,9 @@ def test_a_divided_tensor_needs_no_rank_to_hold_more_than_its_part(tmp_path: Pat
     """Its file holds what the rank holds, and no other rank's."""
     full = random_tensors()
     ranks = [(mesh, parts_of(mesh)) for mesh in meshes(fsdp=2, tp=2)]
-    path = save_all(tmp_path, 1, [Snapshot(own_parts(full, p), parts=p, coordinate=MeshCoordinate.of(m)) for m, p in ranks])
+    path = save_all(
+        tmp_path, 1, [Snapshot(own_parts(full, p), parts=p, coordinate=MeshCoordinate.of(m)) for m, p in ranks]
+    )
     for mesh, parts in ranks:
         stored = load_file(path / f"rank-{mesh.world.rank}.safetensors")
         assert sum(t.numel() for t in stored.values()) <= sum(part.layout.numel for part in parts.values())
@@ -230,7 +271,9 @@ def test_a_rank_that_changes_a_loaded_tensor_does_not_change_the_file(tmp_path: 
 
 def test_a_checkpoint_is_completed_beside_training_though_nobody_waits_for_it(tmp_path: Path) -> None:
     written = threading.Event()
-    saving = Checkpointer(tmp_path, rank=0, world=1, keep=1, deadline_s=DEADLINE_S, report=lambda event, facts: written.set())
+    saving = Checkpointer(
+        tmp_path, rank=0, world=1, keep=1, deadline_s=DEADLINE_S, report=lambda event, facts: written.set()
+    )
     saving.save(1, Snapshot({"model/w": torch.ones(3_000_000)}))
     saving.release()
     assert written.wait(60)
@@ -274,7 +317,9 @@ def test_a_step_that_is_trained_again_replaces_its_checkpoint(tmp_path: Path) ->
     save(tmp_path, 1, Snapshot({"model/w": torch.zeros(3)}))
     save(tmp_path, 2, Snapshot({"model/w": torch.zeros(3)}))
     save(tmp_path, 1, Snapshot({"model/w": torch.ones(3)}), keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"], "a later one is no older one: it stays"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"], (
+        "a later one is no older one: it stays"
+    )
     assert load(tmp_path / "step-00000001", 0, 1).shared["model/w"].all()
 
 
@@ -307,7 +352,9 @@ def test_any_safetensors_reader_can_open_a_shard_and_any_json_reader_the_manifes
     ],
     ids=["dtype", "sparse", "values", "twice"],
 )
-def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path: Path, snapshot: Snapshot, named: str) -> None:
+def test_what_cannot_be_saved_is_named_before_anything_is_written(
+    tmp_path: Path, snapshot: Snapshot, named: str
+) -> None:
     saving = checkpointer(tmp_path)
     with pytest.raises(CheckpointError, match=named):
         saving.save(1, snapshot)

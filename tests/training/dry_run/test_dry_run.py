@@ -1,4 +1,8 @@
-"""Dry runs. If these failed, a plan for a thousand ranks would be called good and fail on them, or be said to need memory it does not."""
+"""Dry runs.
+
+If these failed, a plan for a thousand ranks would be called good and fail on them, or be said to need memory it does
+not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,15 @@ SENTENCES = {"kind": "synthetic", "samples": 2048, "shape": [TOKENS], "vocab": V
 
 
 def job(model: Any = GPT, data: Any = SENTENCES, global_batch: int = 128) -> Job:
-    return Job(name="small", model=model, data=data, loss="cross_entropy", optimizer="adamw", global_batch=global_batch, stop={"steps": 1})
+    return Job(
+        name="small",
+        model=model,
+        data=data,
+        loss="cross_entropy",
+        optimizer="adamw",
+        global_batch=global_batch,
+        stop={"steps": 1},
+    )
 
 
 def dry(text: str, **changes: Any) -> DryRun:
@@ -43,11 +55,13 @@ def test_one_process_runs_a_plan_of_1024_ranks_dry() -> None:
     assert stage.rank == 0
     assert stage.stopped_by is None
     assert stage.asked == []
-    assert bytes_of_weights() / 64 <= stage.state.parameters < 1.2 * bytes_of_weights() / 64  # norms are not divided by tp
+    # norms are not divided by tp
+    assert bytes_of_weights() / 64 <= stage.state.parameters < 1.2 * bytes_of_weights() / 64
     assert stage.state.gradients == stage.state.parameters
     assert stage.peak_bytes > stage.state.total
     assert stage.sent_bytes["dp"] == pytest.approx(2 * 15 / 16 * stage.state.gradients, rel=0.02)
-    assert stage.sent_bytes["fsdp"] == pytest.approx(3 * 7 * stage.state.parameters, rel=0.2)  # gathered twice, but for what is left over
+    # gathered twice, but for what is left over
+    assert stage.sent_bytes["fsdp"] == pytest.approx(3 * 7 * stage.state.parameters, rel=0.2)
     stream = TOKENS * HIDDEN * 4  # of the one sample
     assert stage.sent_bytes["tp"] == pytest.approx(
         2 * 7 / 8 * (4 * LAYERS + 2) * stream, rel=0.1
@@ -60,7 +74,9 @@ def test_every_stage_of_a_pipeline_of_64_ranks_takes_its_part() -> None:
     assert [stage.rank for stage in found.stages] == [0, 4, 8, 12]
     assert sum(stage.state.parameters for stage in found.stages) == pytest.approx(bytes_of_weights() / 4, rel=0.1)
     assert all(stage.sent_bytes["pp"] > 0 for stage in found.stages)
-    assert found.stages[0].peak_bytes > found.stages[2].peak_bytes, "of 1f1b, the first stage keeps the most microbatches"
+    assert found.stages[0].peak_bytes > found.stages[2].peak_bytes, (
+        "of 1f1b, the first stage keeps the most microbatches"
+    )
     assert any("cut evenly" in note for note in found.notes)
 
 
@@ -113,7 +129,8 @@ def test_tokens_are_dealt_to_experts_that_are_elsewhere() -> None:
     found = dry("dp=4 fsdp=2 ep=4", model=MOE)
     [stage] = found.stages
     assert stage.stopped_by is None
-    away = 128 // 32 * TOKENS * 2 * HIDDEN * 4 * 3 / 4  # bytes that leave the rank: of each token two rows, three of four
+    # bytes that leave the rank: of each token two rows, three of four
+    away = 128 // 32 * TOKENS * 2 * HIDDEN * 4 * 3 / 4
     assert stage.sent_bytes["ep"] > 4 * LAYERS * away  # there and back, and so in the backward pass
     assert any("in turn" in note for note in found.notes)
 

@@ -1,4 +1,7 @@
-"""What keeps ranks from dividing a model is told before they start, with a plan that works; shapes that cannot tell refuse nothing."""
+"""What keeps ranks from dividing a model is told before they start, with a plan that works.
+
+Shapes that cannot tell refuse nothing.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class OfValues(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Embedding(VOCAB, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, VOCAB))
+        self.first, self.blocks = (
+            nn.Embedding(VOCAB, 16),
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, VOCAB)),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.first(tokens)
@@ -79,7 +85,9 @@ def job(model: str) -> Job:
 
 
 def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_that_works() -> None:
-    assert check_plan(Plan.parse("dp=2 cp=2"), job("Recurrent"), discover()) == [], "else it is known without dividing the model"
+    assert check_plan(Plan.parse("dp=2 cp=2"), job("Recurrent"), discover()) == [], (
+        "else it is known without dividing the model"
+    )
     *reasons, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("dp=2 cp=2"), discover())
     assert "no attention" in reasons[0]
     assert nearest == "Nearest plan that works: dp=2."
@@ -157,7 +165,9 @@ class TablesAndMeasures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bottom = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 16)))
+        self.bottom = nn.Sequential(
+            nn.Embedding(VOCAB, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 16))
+        )
         self.top = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, VOCAB))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -167,7 +177,8 @@ class TablesAndMeasures(nn.Module):
 
 def test_only_a_cut_that_the_plan_names_refuses_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     preflight, plan = Preflight(job("TablesAndMeasures")), Plan.parse("pp=2 microbatches=2")
-    monkeypatch.setattr("paceline.training.dry_run.preflight._SMALL", 0)  # as for a large model, which is cut by number first
+    # as for a large model, which is cut by number first
+    monkeypatch.setattr("paceline.training.dry_run.preflight._SMALL", 0)
     monkeypatch.setattr("paceline.training.dry_run.dry_run.find_blocks", lambda _model: ("bottom.0", "bottom.0"))
     assert preflight.reasons(plan) == []
     named = Plan.parse("pp=2 microbatches=2 cut=bottom.0")
@@ -219,7 +230,9 @@ def averaged(output: Tensor, target: Tensor) -> Tensor:
 
 def own_job(model: str) -> Job:
     factory = {"factory": f"{__file__}:{model}"}
-    return Job(model=factory, data=f"{__file__}:Pairs", loss="model", optimizer="sgd", global_batch=8, stop={"steps": 1})
+    return Job(
+        model=factory, data=f"{__file__}:Pairs", loss="model", optimizer="sgd", global_batch=8, stop={"steps": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +251,10 @@ def test_a_models_mean_over_samples_is_refused_nowhere(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1 microbatches=2"])
 def test_a_loss_of_ones_own_that_is_no_mean_is_refused_before_ranks_start(plan: str) -> None:
-    own = {name: job("Recurrent").model_copy(update={"loss": LossSpec(name=f"{__file__}:{name}")}) for name in ("summed", "averaged")}
+    own = {
+        name: job("Recurrent").model_copy(update={"loss": LossSpec(name=f"{__file__}:{name}")})
+        for name in ("summed", "averaged")
+    }
     assert "It is a sum" in Preflight(own["summed"]).refusal(Plan.parse(plan), discover())[0]
     assert Preflight(own["averaged"]).refusal(Plan.parse(plan), discover()) == []
 

@@ -1,4 +1,7 @@
-"""`engine.backward` and `engine.update`: loops as people write them give the same numbers on one rank and on two, or are refused."""
+"""`engine.backward` and `engine.update`.
+
+Loops as people write them give the same numbers on one rank and on two, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,10 @@ def two_optimizers_of_one_model_in_a_step() -> list[float]:
 def a_learned_temperature() -> list[float]:
     model, temperature = network(), nn.Parameter(1 + torch.rand(()))
     engine = paceline.setup(
-        model, SGD([*model.parameters(), temperature], lr=0.2), lambda out, y: F.cross_entropy(out * temperature, y), data()
+        model,
+        SGD([*model.parameters(), temperature], lr=0.2),
+        lambda out, y: F.cross_entropy(out * temperature, y),
+        data(),
     )
     return facts([engine.step(batch).loss for batch in engine.loader], *model.parameters(), temperature)
 
@@ -445,7 +451,10 @@ def a_parameter_of_two_optimizers() -> None:
 
 REFUSED: list[tuple[Callable[[], None], str]] = [
     (plain_backward, r"Write engine\.backward\(loss\) in its place"),
-    (plain_backward_before_an_update_by_several_optimizers, "several optimizers take different ones; use sync=allreduce"),
+    (
+        plain_backward_before_an_update_by_several_optimizers,
+        "several optimizers take different ones; use sync=allreduce",
+    ),
     (a_forward_pass_with_parameters_not_agreed_on, r"call engine\.agree\(\) after add_param_group"),
     (a_step_without_gradients, r"Write engine\.backward\(loss\) in the place of loss\.backward\(\)"),
     (a_step_on_gradients_not_summed, r"or write engine\.update\(\)"),

@@ -18,7 +18,9 @@ FEATURES, CLASSES, SAMPLES = 6, 3, 50
 
 
 def dataset() -> TensorDataset:
-    return TensorDataset(torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(3)), torch.arange(SAMPLES) % CLASSES)
+    return TensorDataset(
+        torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(3)), torch.arange(SAMPLES) % CLASSES
+    )
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -111,7 +113,11 @@ class NotFused(torch.optim.SGD):
         ({"precision": "fp8"}, JobError, "precision='fp8': there are fp32, bf16, fp64, fp16"),
         ({"batch_norm": "global"}, JobError, "batch_norm='global': there are local"),
         ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient is more than 0"),
-        ({"optimizer": other_parameters()}, JobError, "holds none of the model's parameters; make it from model.parameters()"),
+        (
+            {"optimizer": other_parameters()},
+            JobError,
+            "holds none of the model's parameters; make it from model.parameters()",
+        ),
         ({"loader": [1, 2]}, DataError, "setup needs a torch DataLoader, got list"),
         ({"loader": DataLoader(dataset(), batch_size=64, drop_last=True)}, DataError, "64"),
         (
@@ -123,7 +129,9 @@ class NotFused(torch.optim.SGD):
         ({"plan": "dq=2"}, PlanError, "dp"),
     ],
 )
-def test_what_cannot_work_is_said_with_what_to_do(changes: dict[str, Any], error: type[PacelineError], said: str) -> None:
+def test_what_cannot_work_is_said_with_what_to_do(
+    changes: dict[str, Any], error: type[PacelineError], said: str
+) -> None:
     with pytest.raises(error) as raised:
         paceline.setup(**arguments(**changes))
     assert said in str(raised.value)
@@ -136,5 +144,7 @@ def test_an_optimizer_without_a_fused_step_is_named() -> None:
 
 
 def test_a_plan_for_fewer_ranks_than_were_started_says_which_would_do(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"plan dp=1 needs 1 ranks, but 2 were started\. Start it with plain python, or use dp=2"):
+    with pytest.raises(
+        RankError, match=r"plan dp=1 needs 1 ranks, but 2 were started\. Start it with plain python, or use dp=2"
+    ):
         ranks(2, losses_of_a_loop, "dp=1")

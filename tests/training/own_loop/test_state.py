@@ -1,4 +1,7 @@
-"""`engine.save`, `load`, `evaluate` and `export` in a loop of one's own: exact, whatever the ranks; and fp16, callbacks and averages."""
+"""`engine.save`, `load`, `evaluate` and `export` in a loop of one's own: exact, whatever the ranks.
+
+And fp16, callbacks and averages.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ class Gan:
         g, d = network(FEATURES), network(1)
         self.scale = nn.Parameter(torch.ones(()))
         self.of_g, self.of_d = Adam(g.parameters(), lr=0.05), SGD([*d.parameters(), self.scale], lr=0.1, momentum=0.9)
-        self.engine = paceline.setup({"g": g, "d": d}, [self.of_g, self.of_d], loader=DataLoader(dataset(), batch_size=6, shuffle=True))
+        self.engine = paceline.setup(
+            {"g": g, "d": d}, [self.of_g, self.of_d], loader=DataLoader(dataset(), batch_size=6, shuffle=True)
+        )
         self.second = self.engine.deal(DataLoader(dataset(), batch_size=6, shuffle=True))
         self.scheduler = MultiStepLR(self.of_g, [2, 5], 0.5)
         self.average = AveragedModel(g, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -64,16 +69,25 @@ class Gan:
     def step(self) -> list[float]:
         engine, ((x, _), (other, _)) = self.engine, next(self.stream)
         fake = self.g(other)
-        real = engine.backward(self.scale * (F.softplus(-self.d(x)) + F.softplus(self.d(fake.detach()))).mean(), self.of_d)
+        real = engine.backward(
+            self.scale * (F.softplus(-self.d(x)) + F.softplus(self.d(fake.detach()))).mean(), self.of_d
+        )
         engine.update(self.of_d)
         fooled = engine.backward(F.softplus(-self.d(fake)).mean(), self.of_g)
         engine.update(self.of_g, clip_norm=1.0)
         self.scheduler.step()
         self.average.update_parameters(self.g)
-        return [float(real), float(fooled), self.of_g.param_groups[0]["lr"], float(next(self.average.parameters()).detach().sum())]
+        return [
+            float(real),
+            float(fooled),
+            self.of_g.param_groups[0]["lr"],
+            float(next(self.average.parameters()).detach().sum()),
+        ]
 
     def save(self, folder: str) -> None:
-        self.engine.save(folder, scheduler=self.scheduler, average=self.average, note={"epoch": 3, "best": (0.5, float("inf"))})
+        self.engine.save(
+            folder, scheduler=self.scheduler, average=self.average, note={"epoch": 3, "best": (0.5, float("inf"))}
+        )
 
     def load(self, folder: str) -> Any:
         return self.engine.load(folder, scheduler=self.scheduler, average=self.average)
@@ -161,7 +175,9 @@ def test_a_rank_that_is_late_removes_nothing_that_others_wrote(ranks: Ranks, tmp
 
 def plain_engine(**settings: Any) -> Any:
     model = network()
-    return paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, DataLoader(dataset(), batch_size=6), **settings)
+    return paceline.setup(
+        model, SGD(model.parameters(), lr=0.1), F.cross_entropy, DataLoader(dataset(), batch_size=6), **settings
+    )
 
 
 def test_values_that_differ_between_ranks_are_refused(ranks: Ranks, tmp_path: Path) -> None:
@@ -230,7 +246,9 @@ def test_an_evaluation_gives_the_same_numbers_alone_and_on_two_ranks(ranks: Rank
 
 def measured_under(plan: str) -> float:
     model = network()
-    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loader=DataLoader(dataset(), batch_size=6), plan=plan)
+    engine = paceline.setup(
+        model, SGD(model.parameters(), lr=0.1), loader=DataLoader(dataset(), batch_size=6), plan=plan
+    )
     held_out = DataLoader(dataset(), batch_size=SAMPLES)
     return engine.evaluate(held_out, lambda batch: {"loss": F.cross_entropy(engine.model(batch[0]), batch[1])})["loss"]
 

@@ -40,7 +40,9 @@ class Watched:
         run = new_run(path / "run", small_job())
         self.steps, self.events = JsonLines(run.path / "steps" / "rank-0.jsonl"), JsonLines(run.path / "events.jsonl")
         self.screen = StringIO()
-        self.console = Console(file=self.screen, force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
+        self.console = Console(
+            file=self.screen, force_terminal=terminal, width=width, color_system=None, legacy_windows=False
+        )
         self.progress = LiveProgress(run.path, self.console)
 
     def write(self, *records: dict[str, Any]) -> None:
@@ -61,7 +63,9 @@ def test_the_sentence_says_how_far_how_well_how_fast_and_where_the_time_goes() -
     recent = RecentSteps(total_steps=48_000)
     for step in range(12_000, 12_040):
         recent.add(record(step))
-    expected = "epoch 3 · step 12,039/48,000 · loss 0.5000 · 5,120 samples/s · 59:56 left · 70 % compute, 12 % data, 10 % comm"
+    expected = (
+        "epoch 3 · step 12,039/48,000 · loss 0.5000 · 5,120 samples/s · 59:56 left · 70 % compute, 12 % data, 10 % comm"
+    )
     assert recent.sentence() == expected
     assert len(expected) < 120
 
@@ -85,7 +89,8 @@ def test_steps_without_times_or_a_finite_loss_are_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3_599, "59:59"), (3_600, "1:00:00"), (90_061, "25:01:01"), (-3, "0:00")]
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (3_599, "59:59"), (3_600, "1:00:00"), (90_061, "25:01:01"), (-3, "0:00")],
 )
 def test_time_left_reads_like_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
@@ -103,7 +108,9 @@ def test_a_terminal_shows_one_live_line_and_keeps_the_evaluations(tmp_path: Path
     watched.close()
     assert "step 9: validation loss 0.1021, accuracy 0.9722" in watched.lines
     assert any(
-        line.endswith("epoch 3 · step 10/20 · loss 0.5000 · 5,120 samples/s · 0:01 left · 70 % compute, 12 % data, 10 % comm")
+        line.endswith(
+            "epoch 3 · step 10/20 · loss 0.5000 · 5,120 samples/s · 0:01 left · 70 % compute, 12 % data, 10 % comm"
+        )
         for line in watched.lines
     )
     assert any("step 20/20" in line for line in watched.lines), "what came since the last tick is shown at the end"
@@ -133,7 +140,10 @@ def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.Monk
         live.tick()
         monkeypatch.setattr(progress_module, "LINE_EVERY_S", 1e9)
     watched.close()
-    assert watched.lines == ["epoch 3 · step 1/20 · loss 0.5000 · 5,120 samples/s · 0:02 left · 70 % compute, 12 % data, 10 % comm", ""]
+    assert watched.lines == [
+        "epoch 3 · step 1/20 · loss 0.5000 · 5,120 samples/s · 0:02 left · 70 % compute, 12 % data, 10 % comm",
+        "",
+    ]
     assert "\x1b" not in watched.screen.getvalue()
 
 
@@ -142,7 +152,9 @@ def test_events_that_matter_are_told_word_by_word(tmp_path: Path) -> None:
     problem = "the loss of step 8 is nan (rank 1's share of the batch has it in samples [5]; [bold]a path[/bold])"
     with watched.progress as live:
         watched.events.event("resume", {"step": 12, "total_steps": 20})
-        watched.events.event("checkpoint_damaged", {"path": "step-00000012", "reason": "shard-0.safetensors is missing"})
+        watched.events.event(
+            "checkpoint_damaged", {"path": "step-00000012", "reason": "shard-0.safetensors is missing"}
+        )
         watched.events.event("nonfinite", {"step": 8, "problem": problem, "policy": "rewind"})
         watched.events.event("rewind", {"from_step": 8, "to_step": 4})
         watched.events.event("checkpoint_saved", {"step": 4})
@@ -180,13 +192,17 @@ def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: P
     assert list(tail) == []
 
 
-def test_under_another_launcher_rank_0_prints_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_another_launcher_rank_0_prints_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress_module, "LINE_EVERY_S", 0.0)
     plain = PlainProgress(total_steps=20)
     plain.step(StepResult(5, 0.5, 512, 1.0, None, {}, Timing(5, list(PARTS_S.values()))), epoch=2)
     plain.step(StepResult(6, float("nan"), 512, 1.0, "the loss is nan", {}, None), epoch=2)
     plain.event({"event": "evaluation", "step": 5, "metrics": {"loss": 1.0}})
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "epoch 3 · step 5/20 · loss 0.5000 · 5,120 samples/s · 0:02 left · 70 % compute, 12 % data, 10 % comm"
+    assert (
+        first == "epoch 3 · step 5/20 · loss 0.5000 · 5,120 samples/s · 0:02 left · 70 % compute, 12 % data, 10 % comm"
+    )
     assert second.startswith("epoch 3 · step 6/20 · loss 0.5000")
     assert third == "step 5: validation loss 1.0000"

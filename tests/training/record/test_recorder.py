@@ -1,4 +1,7 @@
-"""What a rank writes down: every step with its exact loss, the use of the machine, and events that TensorBoard reads."""
+"""What a rank writes down.
+
+Every step with its exact loss, the use of the machine, and events that TensorBoard reads.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def recorder(path: Path) -> StepRecorder:
     (path / "steps").mkdir(parents=True)
     model = nn.Linear(FEATURES, 3)
     loader = DataLoader(Points(), batch_size=8)
-    return StepRecorder(path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9)
+    return StepRecorder(
+        path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9
+    )
 
 
 def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:
@@ -102,7 +107,9 @@ def test_what_the_rule_sent_is_noted_since_the_last_reading(tmp_path: Path, monk
     monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
     record = recorder(tmp_path)
     traffic = record.use._engine.replica.traffic
-    for step, (sent, plain, error, signal) in enumerate([(100, 100, 0.0, 0.0), (25, 100, 4.0, 100.0), (25, 100, float("nan"), 1.0)], 1):
+    for step, (sent, plain, error, signal) in enumerate(
+        [(100, 100, 0.0, 0.0), (25, 100, 4.0, 100.0), (25, 100, float("nan"), 1.0)], 1
+    ):
         traffic.sent_bytes, traffic.plain_bytes = traffic.sent_bytes + sent, traffic.plain_bytes + plain
         traffic.error_square, traffic.signal_square = traffic.error_square + error, traffic.signal_square + signal
         record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
@@ -171,10 +178,17 @@ def test_tensorboard_reads_the_steps_and_the_metrics(tmp_path: Path, monkeypatch
     losses = events.Scalars("train/loss")
     assert [scalar.step for scalar in losses] == list(range(1, 15))
     assert [scalar.value for scalar in losses] == pytest.approx(run.losses, rel=1e-6)
-    assert [(s.step, s.value) for s in events.Scalars("held_out/accuracy")][-1] == (14, pytest.approx(run.metrics["accuracy"]))
-    assert {"train/lr", "train/grad_norm", "speed/samples_per_s", "held_out/loss", *(f"step_s/{p}" for p in PARTS)} <= set(
-        events.Tags()["scalars"]
+    assert [(s.step, s.value) for s in events.Scalars("held_out/accuracy")][-1] == (
+        14,
+        pytest.approx(run.metrics["accuracy"]),
     )
+    assert {
+        "train/lr",
+        "train/grad_norm",
+        "speed/samples_per_s",
+        "held_out/loss",
+        *(f"step_s/{p}" for p in PARTS),
+    } <= set(events.Tags()["scalars"])
 
 
 def test_even_a_short_run_has_a_step_in_tensorboard(tmp_path: Path) -> None:

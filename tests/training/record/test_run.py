@@ -83,7 +83,8 @@ def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None
     try:
         lines._fd = full
         with pytest.raises(
-            RunError, match=r"steps\.jsonl cannot be written: No space left on device. Make room, then continue with --resume"
+            RunError,
+            match=r"steps\.jsonl cannot be written: No space left on device. Make room, then continue with --resume",
         ):
             lines.write('{"step": 2}')
     finally:
@@ -124,7 +125,9 @@ def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "run", Path("/proc/run")):
-        with pytest.raises(RunError, match=rf"the run cannot be kept in {place}: .* Name a directory that can be written with --run"):
+        with pytest.raises(
+            RunError, match=rf"the run cannot be kept in {place}: .* Name a directory that can be written with --run"
+        ):
             Run.create(place, small_job(), discover(), Plan())
 
 
@@ -151,7 +154,9 @@ def test_a_job_that_would_train_something_else_is_refused_with_every_difference(
 def test_a_job_may_stop_measure_and_save_at_other_times_and_on_other_machines(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", small_job())
     assert run.job, run.cluster  # read once, before they change
-    job = small_job(stop={"epochs": 9}, evaluate={"every_steps": 5}, checkpoint={"keep": 1}, metrics=["accuracy"], deadline_s=9)
+    job = small_job(
+        stop={"epochs": 9}, evaluate={"every_steps": 5}, checkpoint={"keep": 1}, metrics=["accuracy"], deadline_s=9
+    )
     elsewhere = discover().model_copy(update={"name": "elsewhere"})
     run.continue_with(job, elsewhere, Plan(dp=2))
     for read in (run, Run(run.path)):
@@ -209,6 +214,8 @@ def test_the_reason_is_that_of_the_newest_attempt(tmp_path: Path) -> None:
     assert (Run(run.path).reason, run.training_time_s) == ("SIGTERM", 3.0)
     write_events(run, {"event": "resume"})
     assert Run(run.path).reason is None, "it runs again, or crashed"
-    write_events(run, {"event": "evaluation", "metrics": {"loss": 1.0}}, {"event": "evaluation", "metrics": {"loss": 0.5}})
+    write_events(
+        run, {"event": "evaluation", "metrics": {"loss": 1.0}}, {"event": "evaluation", "metrics": {"loss": 0.5}}
+    )
     write_events(run, {"event": "end", "reason": "steps: 20 done", "elapsed_s": 8.0}, {"event": "checkpoint_saved"})
     assert (run.reason, run.training_time_s, run.metrics) == ("steps: 20 done", 8.0, {"loss": 0.5})

@@ -21,7 +21,10 @@ from paceline.training.record.run_lock import LOCK, Holder, RunLock
 
 @contextmanager
 def held_by_a_child(run: Path, *, heir: bool = False) -> Iterator[int]:
-    """The lock is held by a forked process; with `heir`, by a child of it that inherited the descriptor after it was killed."""
+    """The lock is held by a forked process.
+
+    With `heir`, by a child of it that inherited the descriptor after it was killed.
+    """
     ready, tell = os.pipe()
     go, end = os.pipe()
     child = os.fork()
@@ -60,7 +63,10 @@ def of_another_host(run: Path, **changes: Any) -> Holder:
 
 
 def test_a_run_that_a_living_process_has_is_refused_and_its_holder_named(tmp_path: Path) -> None:
-    with held_by_a_child(tmp_path) as child, pytest.raises(RunError, match=rf"is being trained by process {child} on host .*, since 20"):
+    with (
+        held_by_a_child(tmp_path) as child,
+        pytest.raises(RunError, match=rf"is being trained by process {child} on host .*, since 20"),
+    ):
         RunLock(tmp_path)
     said: list[str] = []
     with RunLock(tmp_path, said.append):
@@ -77,7 +83,10 @@ def test_a_run_is_free_again_after_its_end_without_a_word(tmp_path: Path) -> Non
 
 
 def test_ranks_that_outlive_a_killed_launcher_still_have_its_run(tmp_path: Path) -> None:
-    with held_by_a_child(tmp_path, heir=True), pytest.raises(RunError, match="dead, but ranks that it started still save and end"):
+    with (
+        held_by_a_child(tmp_path, heir=True),
+        pytest.raises(RunError, match="dead, but ranks that it started still save and end"),
+    ):
         RunLock(tmp_path)
 
 

@@ -28,14 +28,16 @@ class Accelerator:
     Attributes:
         name: in the catalogue, such as `H100-SXM`.
         kind: `cuda` also for AMD's, as torch calls them.
-        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; 16-bit products are summed in
-            fp32. A precision that the hardware does not have stands there with the peak of the one that it is computed in.
+        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; 16-bit
+            products are summed in fp32. A precision that the hardware does not have stands there with the peak of the
+            one that it is computed in.
         memory_bytes: memory of the device.
         memory_bandwidth: bytes per second.
         inside: link to the other devices of its host; a host is what such links join, as the 72 of an NVL72.
         launch_s: shortest time from one kernel's start to the next one's.
         per_host: number of devices in its usual host.
-        network: link of one device to other hosts in its maker's own systems, the default of a cluster without a stated rate.
+        network: link of one device to other hosts in its maker's own systems, the default of a cluster without a stated
+            rate.
         multiprocessors: streaming multiprocessors (compute units) among which the tiles of a product are divided.
         sustained: part of `peak_flops` that lasts within its power, where that binds.
         sources: for each attribute, or `all`, where the figure is printed.

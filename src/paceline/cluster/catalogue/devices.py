@@ -1,7 +1,7 @@
 """The catalogue's figures: peak arithmetic, memory and links of devices, each with its source.
 
-Makers print links both ways together; here is one way. A peak that a sheet prints with sparsity is halved. Memory is in GiB, about what
-drivers report, whatever a sheet calls it.
+Makers print links both ways together; here is one way. A peak that a sheet prints with sparsity is halved. Memory is in
+GiB, about what drivers report, whatever a sheet calls it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,23 @@ _CORE = "FLOPs a cycle of the class × 2.5 GHz; a share of DDR4-3200's bandwidth
 
 
 def _peaks(
-    fp64: float, fp32: float, half: float, *, tf32: float | None = None, bf16: float | None = None, fp8: float | None = None
+    fp64: float,
+    fp32: float,
+    half: float,
+    *,
+    tf32: float | None = None,
+    bf16: float | None = None,
+    fp8: float | None = None,
 ) -> Mapping[str, float]:
     """Peak FLOP/s by precision, from TFLOP/s. `half` is fp16's, and bf16's without `bf16`."""
-    peaks = {"fp64": fp64, "fp32": fp32, "tf32": tf32 or fp32, "bf16": bf16 or half, "fp16": half, **({"fp8": fp8} if fp8 else {})}
+    peaks = {
+        "fp64": fp64,
+        "fp32": fp32,
+        "tf32": tf32 or fp32,
+        "bf16": bf16 or half,
+        "fp16": half,
+        **({"fp8": fp8} if fp8 else {}),
+    }
     return {precision: tflops * 1e12 for precision, tflops in peaks.items()}
 
 
@@ -69,14 +82,32 @@ def _gpu(
 
 
 def _tpu(
-    name: str, bf16: float, memory_gib: float, memory_gbps: float, ici_gbps: float, pod: int, network_gbps: float, source: str
+    name: str,
+    bf16: float,
+    memory_gib: float,
+    memory_gbps: float,
+    ici_gbps: float,
+    pod: int,
+    network_gbps: float,
+    source: str,
 ) -> Accelerator:
-    inside, rest = LinkSpec("ICI", ici_gbps * 1e9, 1e-6), {"latency": "assumed", "fp32": "assumed: six passes in bf16 (XLA's HIGHEST)"}
+    inside, rest = (
+        LinkSpec("ICI", ici_gbps * 1e9, 1e-6),
+        {"latency": "assumed", "fp32": "assumed: six passes in bf16 (XLA's HIGHEST)"},
+    )
     peaks = _peaks(bf16 / 36, bf16 / 6, bf16 / 6, bf16=bf16)
     sources = {"all": source, "network": source, **rest}
     memory_bytes = int(memory_gib * _GIB)
     return Accelerator(
-        name, "tpu", peaks, memory_bytes, memory_gbps * 1e9, inside, per_host=pod, sources=sources, network=_network(network_gbps)
+        name,
+        "tpu",
+        peaks,
+        memory_bytes,
+        memory_gbps * 1e9,
+        inside,
+        per_host=pod,
+        sources=sources,
+        network=_network(network_gbps),
     )
 
 
@@ -84,9 +115,14 @@ def _core(name: str, fp32_per_cycle: int, bf16_per_cycle: int | None = None) -> 
     """One core; a job that runs on CPUs had better be measured."""
     fp32 = fp32_per_cycle * 2.5e-3
     peaks = _peaks(fp32 / 2, fp32, fp32, bf16=(bf16_per_cycle or fp32_per_cycle) * 2.5e-3)
-    inside, network = LinkSpec("shared memory", 5e9, 10e-6), LinkSpec("network of 10 Gbit/s, over 8 cores", 10e9 / 8 / 8, 50e-6)
+    inside, network = (
+        LinkSpec("shared memory", 5e9, 10e-6),
+        LinkSpec("network of 10 Gbit/s, over 8 cores", 10e9 / 8 / 8, 50e-6),
+    )
     sources = {"all": _CORE, "latency": "measured with paceline links", "network": "assumed"}
-    return Accelerator(name, "cpu", peaks, 4 * _GIB, 10e9, inside, launch_s=5e-6, per_host=8, sources=sources, network=network)
+    return Accelerator(
+        name, "cpu", peaks, 4 * _GIB, 10e9, inside, launch_s=5e-6, per_host=8, sources=sources, network=network
+    )
 
 
 def _by_name(devices: Iterable[Accelerator]) -> dict[str, Accelerator]:
@@ -118,11 +154,42 @@ CATALOGUE: Mapping[str, Accelerator] = _by_name(
             per_host=72,
             sustained=0.88,
         ),
-        _gpu("B200", _B200, 180, 8000, _nvlink(5, 900e9), 400, _HGX, "DGX B200 data sheet", multiprocessors=148, sustained=0.88),
         _gpu(
-            "H200", _H100, 141, 4800, _nvlink(4, 450e9), 400, "H200 data sheet", "DGX H200 data sheet", multiprocessors=132, sustained=0.88
+            "B200",
+            _B200,
+            180,
+            8000,
+            _nvlink(5, 900e9),
+            400,
+            _HGX,
+            "DGX B200 data sheet",
+            multiprocessors=148,
+            sustained=0.88,
         ),
-        _gpu("H100-SXM", _H100, 80, 3350, _nvlink(4, 450e9), 400, "H100 data sheet", _DGX_H100, multiprocessors=132, sustained=0.88),
+        _gpu(
+            "H200",
+            _H100,
+            141,
+            4800,
+            _nvlink(4, 450e9),
+            400,
+            "H200 data sheet",
+            "DGX H200 data sheet",
+            multiprocessors=132,
+            sustained=0.88,
+        ),
+        _gpu(
+            "H100-SXM",
+            _H100,
+            80,
+            3350,
+            _nvlink(4, 450e9),
+            400,
+            "H100 data sheet",
+            _DGX_H100,
+            multiprocessors=132,
+            sustained=0.88,
+        ),
         _gpu(
             "H100-PCIe",
             _H100_PCIE,
@@ -155,15 +222,58 @@ CATALOGUE: Mapping[str, Accelerator] = _by_name(
         _gpu("V100-SXM-16", _V100, 16, 900, _nvlink(2, 150e9), 50, "V100 data sheet", _DGX1, multiprocessors=80),
         _gpu("V100-PCIe-32", _V100_PCIE, 32, 900, _PCIE3, 12.5, "V100 data sheet", _ASSUMED, multiprocessors=80),
         _gpu("V100-PCIe-16", _V100_PCIE, 16, 900, _PCIE3, 12.5, "V100 data sheet", _ASSUMED, multiprocessors=80),
-        _gpu("A10G", _peaks(0.49, 31.5, 70, tf32=35), 22.5, 600, _PCIE4, 12.5, "A10G data sheet (AWS)", "AWS: g5.48xlarge"),
+        _gpu(
+            "A10G",
+            _peaks(0.49, 31.5, 70, tf32=35),
+            22.5,
+            600,
+            _PCIE4,
+            12.5,
+            "A10G data sheet (AWS)",
+            "AWS: g5.48xlarge",
+        ),
         _gpu("A10", _peaks(0.49, 31.2, 125, tf32=62.5), 22.5, 600, _PCIE4, 12.5, "A10 data sheet", _ASSUMED),
-        _gpu("L40S", _peaks(1.43, 91.6, 362, tf32=183, fp8=733), 45, 864, _PCIE4, 50, "L40S data sheet", "AWS: g6e.48xlarge"),
-        _gpu("L4", _peaks(0.47, 30.3, 121, tf32=60, fp8=242.5), 22.5, 300, _PCIE4, 12.5, "L4 data sheet", "AWS: g6.48xlarge"),
+        _gpu(
+            "L40S",
+            _peaks(1.43, 91.6, 362, tf32=183, fp8=733),
+            45,
+            864,
+            _PCIE4,
+            50,
+            "L40S data sheet",
+            "AWS: g6e.48xlarge",
+        ),
+        _gpu(
+            "L4",
+            _peaks(0.47, 30.3, 121, tf32=60, fp8=242.5),
+            22.5,
+            300,
+            _PCIE4,
+            12.5,
+            "L4 data sheet",
+            "AWS: g6.48xlarge",
+        ),
         _gpu("A6000", _peaks(0.6, 38.7, 154.8, tf32=77.4), 48, 768, _PCIE4, 12.5, "RTX A6000 data sheet", _ASSUMED),
         _gpu(
-            "RTX-4090", _peaks(1.29, 82.6, 165.2, tf32=82.6), 24, 1008, _PCIE4, 12.5, "Ada GPU architecture, NVIDIA, appendix A", _ASSUMED
+            "RTX-4090",
+            _peaks(1.29, 82.6, 165.2, tf32=82.6),
+            24,
+            1008,
+            _PCIE4,
+            12.5,
+            "Ada GPU architecture, NVIDIA, appendix A",
+            _ASSUMED,
         ),
-        _gpu("RTX-3090", _peaks(0.56, 35.6, 71, tf32=35.6), 24, 936, _PCIE4, 12.5, "GA102 GPU architecture, NVIDIA, appendix A", _ASSUMED),
+        _gpu(
+            "RTX-3090",
+            _peaks(0.56, 35.6, 71, tf32=35.6),
+            24,
+            936,
+            _PCIE4,
+            12.5,
+            "GA102 GPU architecture, NVIDIA, appendix A",
+            _ASSUMED,
+        ),
         _gpu("T4", _peaks(0.25, 8.1, 65, bf16=8.1), 15, 320, _PCIE3, 12.5, "T4 data sheet", _ASSUMED),
         _gpu(
             "MI300X",
@@ -177,7 +287,16 @@ CATALOGUE: Mapping[str, Accelerator] = _by_name(
             multiprocessors=304,
             sustained=0.65,
         ),
-        _gpu("MI250X", _MI250X, 64, 1638, LinkSpec("Infinity Fabric", 150e9, _NVLINK_S), 100, _GCD, "Frontier user guide, OLCF"),
+        _gpu(
+            "MI250X",
+            _MI250X,
+            64,
+            1638,
+            LinkSpec("Infinity Fabric", 150e9, _NVLINK_S),
+            100,
+            _GCD,
+            "Frontier user guide, OLCF",
+        ),
         _tpu("TPU-v5p", 459, 95, 2765, 600, 8960, 50, "Cloud TPU v5p documentation, Google"),
         _tpu("TPU-v5e", 197, 16, 819, 200, 256, 25, "Cloud TPU v5e documentation, Google"),
         _core("CPU", 32),

@@ -1,4 +1,7 @@
-"""The catalogue of hardware, looked up by whatever a device is called: `H100-SXM`, `a100_80gb`, `NVIDIA H100 80GB HBM3`."""
+"""The catalogue of hardware, looked up by whatever a device is called.
+
+`H100-SXM`, `a100_80gb`, `NVIDIA H100 80GB HBM3`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,11 @@ def accelerator(name: str) -> Accelerator:
     if name in CATALOGUE or name in HARDWARE.installed:
         return HARDWARE[name]
     text = re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
-    family = None if _PART.search(text) else next((f for f, spelling in _FAMILIES.items() if re.search(spelling + r"(?!\d)", text)), None)
+    family = (
+        None
+        if _PART.search(text)
+        else next((f for f, spelling in _FAMILIES.items() if re.search(spelling + r"(?!\d)", text)), None)
+    )
     if family is None:
         raise ClusterError(f'"{name}" is not in the catalogue of hardware. {_nearest(text)} {_MEASURE}.')
     if family == "CPU":
@@ -74,7 +81,10 @@ def _by_key(text: str) -> Accelerator | None:
 
 def _nearest(text: str) -> str:
     by_plain = {_plain(key): key for key in HARDWARE.names}
-    names = [by_plain[plain] for plain in get_close_matches(_MAKERS.sub("", text).replace(" ", ""), by_plain, n=3, cutoff=0.5)]
+    names = [
+        by_plain[plain]
+        for plain in get_close_matches(_MAKERS.sub("", text).replace(" ", ""), by_plain, n=3, cutoff=0.5)
+    ]
     return f"The nearest there: {', '.join(names)}." if names else f"It has: {', '.join(HARDWARE.names)}."
 
 

@@ -25,7 +25,15 @@ from paceline.cluster.emulate.cgroup import cpu_quota
 from paceline.units import size
 
 _ROOT = Path("/")
-_FEATURES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bf16", "amx_bf16": "AMX", "asimd": "NEON", "sve": "SVE", "bf16": "bf16"}
+_FEATURES = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "bf16",
+    "amx_bf16": "AMX",
+    "asimd": "NEON",
+    "sve": "SVE",
+    "bf16": "bf16",
+}
 _OWN_CLOCK = ("intel_pstate", "amd-pstate-epp")  # drivers whose `powersave` goes to full speed under load
 _NVIDIA = "0x10de"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -33,7 +41,10 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line about one topic. A `problem` keeps paceline from training; a `note` costs speed, or something that one may want."""
+    """A line about one topic.
+
+    A `problem` keeps paceline from training; a `note` costs speed, or something that one may want.
+    """
 
     level: Literal["ok", "note", "problem"]
     topic: str
@@ -67,16 +78,24 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
     """Finding about who could read what ranks send each other, with these environment variables."""
     plain = "gloo, NCCL and tcp send tensors in plaintext, and gloo and NCCL ask nobody who they are"
     advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
-    interfaces = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"]
+    interfaces = [
+        name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"
+    ]
     inside = [name for name in interfaces if "DEVTYPE=wireguard" in _read(root / "sys/class/net" / name / "uevent")]
     if interfaces and inside == interfaces:
-        return Finding("ok", "data plane", f"between hosts over {', '.join(dict.fromkeys(inside))}, which is WireGuard: encrypted")
+        return Finding(
+            "ok", "data plane", f"between hosts over {', '.join(dict.fromkeys(inside))}, which is WireGuard: encrypted"
+        )
     if interfaces:
-        return Finding("note", "data plane", f"between hosts over {', '.join(dict.fromkeys(interfaces))}: {plain}", advice)
+        return Finding(
+            "note", "data plane", f"between hosts over {', '.join(dict.fromkeys(interfaces))}: {plain}", advice
+        )
     address = variables.get("MASTER_ADDR", "127.0.0.1")
     if address != "localhost" and not address.startswith("127.") and address != "::1":
         return Finding("note", "data plane", f"between hosts, at {address}: {plain}", advice)
-    return Finding("ok", "data plane", f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md")
+    return Finding(
+        "ok", "data plane", f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md"
+    )
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:
@@ -87,9 +106,13 @@ def check_load(cores: int, seconds: float = 0.5) -> Finding:
     busy, steal, others = other_load(seconds)
     if steal > 0.05 * cores:
         advice = "measure again when the physical host is quiet, or on dedicated cores"
-        return Finding("note", "load", f"the physical host takes {steal:.1f} of the {cores} cores away (steal time)", advice)
+        return Finding(
+            "note", "load", f"the physical host takes {steal:.1f} of the {cores} cores away (steal time)", advice
+        )
     if busy > 0.1 * cores:
-        names = ", ".join(f"{name} {used:.1f}" for name, used in others[:3]) or "by processes that cannot be seen from here"
+        names = (
+            ", ".join(f"{name} {used:.1f}" for name, used in others[:3]) or "by processes that cannot be seen from here"
+        )
         advice = "end or wait for it before you measure; runs beside it are slower"
         return Finding("note", "load", f"{busy:.1f} of {cores} cores are busy with other work: {names}", advice)
     return Finding("ok", "load", f"{busy:.1f} of {cores} cores are busy with other work")
@@ -131,10 +154,13 @@ def _processor(host: Host, root: Path) -> Finding:
 
 def _cores(host: Host, root: Path) -> Finding:
     there, usable, quota = os.cpu_count() or host.cores, sum(map(len, host.affinity)), cpu_quota(root)
-    text = f"{host.cores} logical, {host.physical_cores} physical" + (f"; affinity leaves {usable} of {there}" if usable < there else "")
+    text = f"{host.cores} logical, {host.physical_cores} physical" + (
+        f"; affinity leaves {usable} of {there}" if usable < there else ""
+    )
     if quota is not None and quota < usable:
         advice = (
-            "more ranks or threads than that are throttled together; raise the limit (docker --cpus, Kubernetes limits.cpu) to use more"
+            "more ranks or threads than that are throttled together; raise the limit (docker --cpus, Kubernetes "
+            "limits.cpu) to use more"
         )
         return Finding("note", "cores", f"{text}; the control group allows the time of {quota:g}", advice)
     return Finding("ok", "cores", text)
@@ -146,7 +172,12 @@ def _clock(root: Path) -> Finding:
     if not governor:
         return Finding("ok", "clock", "the frequency governor is not visible, as in most virtual machines")
     if governor == "powersave" and driver not in _OWN_CLOCK:
-        return Finding("note", "clock", f"governor powersave ({driver}) keeps the clock low", "cpupower frequency-set -g performance")
+        return Finding(
+            "note",
+            "clock",
+            f"governor powersave ({driver}) keeps the clock low",
+            "cpupower frequency-set -g performance",
+        )
     return Finding("ok", "clock", f"governor {governor} ({driver})")
 
 
@@ -158,19 +189,34 @@ def _memory(host: Host) -> Finding:
     text = f"{size(host.memory_bytes)}{limit}; {size(memory.available)} available now"
     if memory.available < 0.1 * memory.total:
         return Finding(
-            "note", "memory", text, "end what uses it, or train with a smaller batch: the kernel kills a process when it runs out"
+            "note",
+            "memory",
+            text,
+            "end what uses it, or train with a smaller batch: the kernel kills a process when it runs out",
         )
     return Finding("ok", "memory", text)
 
 
 def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
     for gpu in host.gpus:
-        links = [link for link in host.links if link.name.startswith(f"cuda:{gpu.index}-") or link.name.endswith(f"-cuda:{gpu.index}")]
+        links = [
+            link
+            for link in host.links
+            if link.name.startswith(f"cuda:{gpu.index}-") or link.name.endswith(f"-cuda:{gpu.index}")
+        ]
         ways = ", ".join(f"{link.kind} {_gbps(link.bandwidth_gbps)} ({link.name})" for link in links)
-        yield Finding("ok", f"cuda:{gpu.index}", f"{gpu.name}, {size(gpu.memory_bytes)}, driver {driver}; {ways or 'links unknown'}")
+        yield Finding(
+            "ok",
+            f"cuda:{gpu.index}",
+            f"{gpu.name}, {size(gpu.memory_bytes)}, driver {driver}; {ways or 'links unknown'}",
+        )
     if host.gpus:
         return
-    on_bus = [d for d in root.glob("sys/bus/pci/devices/*") if _read(d / "vendor") == _NVIDIA and _read(d / "class").startswith("0x03")]
+    on_bus = [
+        d
+        for d in root.glob("sys/bus/pci/devices/*")
+        if _read(d / "vendor") == _NVIDIA and _read(d / "class").startswith("0x03")
+    ]
     if on_bus and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
         advice = "install the NVIDIA driver (in a container: start it with --gpus all)"
         yield Finding("note", "GPU", f"{len(on_bus)} of NVIDIA on the bus, but none that the driver shows", advice)
@@ -183,7 +229,9 @@ def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
 def _network(host: Host) -> Finding:
     links = [link for link in host.links if link.kind in ("ethernet", "loopback")]
     return Finding(
-        "ok", "network", ", ".join(f"{link.name} {_gbps(link.bandwidth_gbps)}".strip() for link in links) or "no interface is up"
+        "ok",
+        "network",
+        ", ".join(f"{link.name} {_gbps(link.bandwidth_gbps)}".strip() for link in links) or "no interface is up",
     )
 
 
@@ -191,7 +239,10 @@ def _energy(topic: str, energy: Energy) -> Finding:
     if energy.why_not is None:
         return Finding("ok", topic, "counted by the hardware; runs note it")
     by_root = "root only" in energy.why_not
-    advice = "run as root, or let others read: chmod a+r /sys/class/powercap/*/energy_uj (fine-grained energy can leak secrets)"
+    advice = (
+        "run as root, or let others read: chmod a+r /sys/class/powercap/*/energy_uj (fine-grained energy can "
+        "leak secrets)"
+    )
     return Finding("note", topic, f"not available: {energy.why_not}", advice if by_root else None)
 
 
@@ -228,16 +279,28 @@ def _dev_shm(root: Path) -> Finding:
     try:
         size_bytes = shutil.disk_usage(root / "dev/shm").total
     except OSError:
-        return Finding("note", "/dev/shm", "missing: a data loader with num_workers > 0 cannot pass batches", "mount a tmpfs there")
+        return Finding(
+            "note", "/dev/shm", "missing: a data loader with num_workers > 0 cannot pass batches", "mount a tmpfs there"
+        )
     if size_bytes < 2**30:
         advice = "docker run --shm-size=2g, or --ipc=host"
-        return Finding("note", "/dev/shm", f"{size(size_bytes)}: little for the batches of a data loader with num_workers > 0", advice)
-    return Finding("ok", "/dev/shm", f"{size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it")
+        return Finding(
+            "note",
+            "/dev/shm",
+            f"{size(size_bytes)}: little for the batches of a data loader with num_workers > 0",
+            advice,
+        )
+    return Finding(
+        "ok", "/dev/shm", f"{size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it"
+    )
 
 
 def _loopback() -> Finding:
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
             server.settimeout(5)
             server.accept()[0].close()
     except OSError as error:
@@ -249,11 +312,15 @@ def _loopback() -> Finding:
 def _limits(root: Path) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < 1024:
-        yield Finding("note", "open files", f"at most {files} a process: few for data loader workers", "ulimit -n 65536")
+        yield Finding(
+            "note", "open files", f"at most {files} a process: few for data loader workers", "ulimit -n 65536"
+        )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if any(root.glob("sys/class/infiniband/*")) and locked != resource.RLIM_INFINITY:
         advice = "ulimit -l unlimited (docker run --ulimit memlock=-1), for NCCL over InfiniBand"
-        yield Finding("note", "locked memory", f"at most {size(locked)}, and there is InfiniBand, which needs more", advice)
+        yield Finding(
+            "note", "locked memory", f"at most {size(locked)}, and there is InfiniBand, which needs more", advice
+        )
 
 
 def _temporary_folder() -> Finding:
@@ -262,7 +329,9 @@ def _temporary_folder() -> Finding:
             file.write(b"hello")
         free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
-        return Finding("problem", "temporary files", f"cannot be written: {error}", "set TMPDIR to a folder that can be written")
+        return Finding(
+            "problem", "temporary files", f"cannot be written: {error}", "set TMPDIR to a folder that can be written"
+        )
     return Finding("ok", "temporary files", f"{tempfile.gettempdir()}, {size(free_bytes)} free")
 
 

@@ -13,7 +13,9 @@ _ZONES = "sys/class/powercap"
 
 
 class Energy:
-    """The energy used since this object was made. Ask at least every few minutes: a counter that went round twice counts once.
+    """The energy used since this object was made.
+
+    Ask at least every few minutes: a counter that went round twice counts once.
 
     Attributes:
         why_not: why there is no answer; None where there is one.

@@ -1,7 +1,8 @@
 """Predicted times of all-reduce algorithms from link latency and bandwidth: the alpha-beta model.
 
-Formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of Collective Communication Operations in MPICH". A message of m bytes over
-an idle link takes latency + m / bandwidth; a link between hosts carries each direction by itself; the arithmetic is not counted.
+Formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of Collective Communication Operations in MPICH". A
+message of m bytes over an idle link takes latency + m / bandwidth; a link between hosts carries each direction by
+itself; the arithmetic is not counted.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class GroupLinks:
         hosts: the host of each rank.
         between: messages from host to host.
         inside: messages between processes of one host.
-        memory: meetings of all ranks of a host: `latency_s` for one, and the bytes of a sum in the host's memory per second.
-        step_s: latency of messages that all ranks send around a ring at once, which ranks that share cores do more slowly than two alone.
+        memory: meetings of all ranks of a host: `latency_s` for one, and the bytes of a sum in the host's memory per
+            second.
+        step_s: latency of messages that all ranks send around a ring at once, which ranks that share cores do more
+            slowly than two alone.
         flat_step_s: latency of one of the 2 (n - 1) steps of the transport's own all-reduce.
     """
 

@@ -33,8 +33,8 @@ class ProbedSpeed:
     """One thing that was measured: the median over several repeats, after a warm-up.
 
     Attributes:
-        what: `matmul` in floating-point operations per second (2 n^3 for a product of n x n matrices), `copy` in bytes read and
-            written per second, between two buffers much larger than the caches.
+        what: `matmul` in floating-point operations per second (2 n^3 for a product of n x n matrices), `copy` in bytes
+            read and written per second, between two buffers much larger than the caches.
         device: `cpu`, or `cuda:0` and so on.
         threads: of the CPU; 0 on a GPU.
         value: None where it could not be measured.
@@ -119,7 +119,9 @@ class Probe:
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
         late = f" (was it more than {self.deadline_s:g} s?)" if not self._timer.is_alive() else ""
-        raise ClusterError(f"the process that was to {task} ended with exit code {code}{late}{': ' + said[-1] if said else ''}")
+        raise ClusterError(
+            f"the process that was to {task} ended with exit code {code}{late}{': ' + said[-1] if said else ''}"
+        )
 
 
 def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
@@ -130,12 +132,17 @@ def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
     found: dict[tuple[int, str], int] = {}
     for cache in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
         try:
-            level, kind, size, cores = ((cache / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list"))
+            level, kind, size, cores = (
+                (cache / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
+            )
         except OSError:
             continue  # a processor that hides it
         if kind != "Instruction":
             found[int(level), cores] = int(size.rstrip("K")) * 1024  # the kernel states KiB at every size
-    return {level: sum(size for (of, _), size in found.items() if of == level) for level in sorted({level for level, _ in found})}
+    return {
+        level: sum(size for (of, _), size in found.items() if of == level)
+        for level in sorted({level for level, _ in found})
+    }
 
 
 def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
@@ -196,14 +203,16 @@ def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> I
     for what, dtype, task in tasks:
         try:
             yield ProbedSpeed(what, device, dtype, threads, task())
-        except (RuntimeError, AssertionError) as error:  # no memory, a device that torch cannot use, a dtype that it lacks there
+        # no memory, a device that torch cannot use, a dtype that it lacks there
+        except (RuntimeError, AssertionError) as error:
             yield ProbedSpeed(what, device, dtype, threads, why_not=str(error).strip().partition("\n")[0])
 
 
 def _matmul_flops(device: str, dtype: Any) -> float:
     """FLOP/s of a product of square matrices that are large enough to reach the peak."""
     n = 1024
-    while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:  # the fastest: other work only ever adds time
+    # the fastest: other work only ever adds time
+    while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:
         n *= 2
     return 2 * n**3 / statistics.median(_product_times_s(device, dtype, n, _REPEATS, _BUDGET_S))
 
@@ -222,7 +231,8 @@ def _copy_rate(device: str, copy_bytes: int) -> float:
 
     if device != "cpu":
         copy_bytes = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
-    source = torch.ones(copy_bytes // 4, device=device)  # every page is touched: untouched ones are all the same page of zeros
+    # every page is touched: untouched ones are all the same page of zeros
+    source = torch.ones(copy_bytes // 4, device=device)
     target = torch.ones_like(source)
     return 2 * source.nbytes / statistics.median(_times_s(device, lambda: target.copy_(source), _REPEATS, _BUDGET_S))
 

@@ -47,9 +47,19 @@ def _torch(torch: Mapping[str, Any]) -> Iterator[Finding]:
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
     text = f"{torch['version']}, {build}, code for {torch['capability']}"
     if tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
-        yield Finding("problem", "torch", f"{text}: paceline needs {'.'.join(map(str, _OLDEST_TORCH))} or newer", "pip install -U torch")
+        yield Finding(
+            "problem",
+            "torch",
+            f"{text}: paceline needs {'.'.join(map(str, _OLDEST_TORCH))} or newer",
+            "pip install -U torch",
+        )
     elif not torch["gloo"]:
-        yield Finding("problem", "torch", f"{text}: built without gloo, over which ranks talk", "install a build of torch that has it")
+        yield Finding(
+            "problem",
+            "torch",
+            f"{text}: built without gloo, over which ranks talk",
+            "install a build of torch that has it",
+        )
     else:
         yield Finding("ok", "torch", text)
 
@@ -64,7 +74,10 @@ def _torch_and_gpus(torch: Mapping[str, Any], host: Host) -> Iterator[Finding]:
         advice = f"install a build with CUDA: https://pytorch.org/get-started/locally; {without}"
         yield Finding("problem", "torch for GPUs", f"{text}: it is built without CUDA", advice)
     else:
-        advice = f"see what `python -c 'import torch; torch.cuda.init()'` says (is the driver too old for CUDA {torch['cuda']}?); {without}"
+        advice = (
+            "see what `python -c 'import torch; torch.cuda.init()'` says (is the driver too old for CUDA "
+            f"{torch['cuda']}?); {without}"
+        )
         yield Finding("problem", "torch for GPUs", text, advice)
 
 
@@ -73,7 +86,9 @@ def _compiler() -> Finding:
     compiler = os.environ.get("CXX") or "g++"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     missing = [
-        name for name, there in ((f"{compiler} (C++ compiler)", shutil.which(compiler)), (str(headers), headers.exists())) if not there
+        name
+        for name, there in ((f"{compiler} (C++ compiler)", shutil.which(compiler)), (str(headers), headers.exists()))
+        if not there
     ]
     if missing:
         advice = "apt install g++ python3-dev (Debian, Ubuntu), or leave compile out of the plan"
@@ -89,29 +104,48 @@ def _packages() -> Iterator[Finding]:
             yield Finding("note", f"extra {extra}", text, f"pip install 'paceline[{extra}]'")
     there = [extra for extra, packages in absent.items() if not packages]
     if there:
-        yield Finding("ok", "extras", f"{', '.join(there)} are installed" if len(there) > 1 else f"{there[0]} is installed")
+        yield Finding(
+            "ok", "extras", f"{', '.join(there)} are installed" if len(there) > 1 else f"{there[0]} is installed"
+        )
     if missing := [p for p in _REPORT if not _installed(p)]:
-        yield Finding("note", "reports", f"without {', '.join(missing)}: no report.html", f"pip install {' '.join(missing)}")
+        yield Finding(
+            "note", "reports", f"without {', '.join(missing)}: no report.html", f"pip install {' '.join(missing)}"
+        )
 
 
 def _misleading(environ: Mapping[str, str]) -> Iterator[Finding]:
     if "RANK" in environ:
         text = f"RANK={environ['RANK']}: `paceline train` takes itself for a rank of a torchrun"
-        yield Finding("note", "variables", text, "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them")
+        yield Finding(
+            "note",
+            "variables",
+            text,
+            "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them",
+        )
     for name in filter(environ.get, _THREADS):
         text = f"{name}={environ[name]}: paceline sets its own for the ranks it starts; loops of your own take this one"
         yield Finding("note", "variables", text, f"unset {name}, or choose threads in the plan")
     for name in filter(environ.get, _BINDING):
         yield Finding(
-            "note", "variables", f"{name}={environ[name]} can bind all ranks to the same cores", f"unset {name}; the plan has pin=on"
+            "note",
+            "variables",
+            f"{name}={environ[name]} can bind all ranks to the same cores",
+            f"unset {name}; the plan has pin=on",
         )
     if environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        yield Finding("note", "variables", "CUDA_LAUNCH_BLOCKING: every kernel is waited for, which is slow", "unset CUDA_LAUNCH_BLOCKING")
+        yield Finding(
+            "note",
+            "variables",
+            "CUDA_LAUNCH_BLOCKING: every kernel is waited for, which is slow",
+            "unset CUDA_LAUNCH_BLOCKING",
+        )
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         text = "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective, which is slow"
         yield Finding("note", "variables", text, "unset TORCH_DISTRIBUTED_DEBUG")
     if "CUDA_VISIBLE_DEVICES" in environ:
-        yield Finding("note", "variables", f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}: only these GPUs are used")
+        yield Finding(
+            "note", "variables", f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}: only these GPUs are used"
+        )
 
 
 def _installed(package: str) -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from paceline.errors import ClusterError
 
-_PERIOD_US = 20_000  # short beside a step, so that a share of a core is a slower core rather than one that stops now and then
+# short beside a step, so that a share of a core is a slower core rather than one that stops now and then
+_PERIOD_US = 20_000
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -26,7 +27,9 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     Version 1 states a number beyond any machine's where there is none.
     """
     names = ("memory.max", "memory.limit_in_bytes")
-    limits = [int(text) for folder in _folders(root, "memory") for name in names if (text := _read(folder / name)).isdecimal()]
+    limits = [
+        int(text) for folder in _folders(root, "memory") for name in names if (text := _read(folder / name)).isdecimal()
+    ]
     return min(limits, default=None)
 
 
@@ -42,8 +45,10 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
         if (folder / "cgroup.procs").exists() and _limits_children(folder):
             return folder / name
     raise ClusterError(
-        "the cores of emulated hosts cannot be limited: no control group for CPU time can be made under /sys/fs/cgroup. In a container, "
-        "start it with --privileged --cgroupns=host; under systemd, in a scope with Delegate=yes. Or leave `cpu` out of `emulate`."
+        "the cores of emulated hosts cannot be limited: no control group for CPU time can be made under "
+        "/sys/fs/cgroup. In a container, "
+        "start it with --privileged --cgroupns=host; under systemd, in a scope with Delegate=yes. Or leave "
+        "`cpu` out of `emulate`."
     )
 
 
@@ -63,7 +68,8 @@ def make_group(folder: Path, cores: float) -> Path:
             (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
     except OSError as error:
         raise ClusterError(
-            f"the control group {folder} cannot be limited to cpu {cores:g}: {error.strerror}. Leave `cpu` out of `emulate`."
+            f"the control group {folder} cannot be limited to cpu {cores:g}: {error.strerror}. Leave `cpu` out "
+            "of `emulate`."
         ) from error
     return folder
 
@@ -89,7 +95,10 @@ def _limits_children(folder: Path) -> bool:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The group's own folder and those above it. A group that the container cannot see is skipped; its mount point is then the group."""
+    """The group's own folder and those above it.
+
+    A group that the container cannot see is skipped; its mount point is then the group.
+    """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

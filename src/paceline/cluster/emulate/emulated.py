@@ -26,7 +26,9 @@ def hosts_of(emulate: Emulate) -> tuple[Host, ...]:
     hosts = []
     for i, (rate_bps, cores) in enumerate(zip(emulate.rates_bps, emulate.cores, strict=True)):
         if cores is not None and cores > machine.cores:
-            raise ClusterError(f"cpu: host-{i} is to have {cores:g} cores, but this machine leaves only {machine.cores} to use")
+            raise ClusterError(
+                f"cpu: host-{i} is to have {cores:g} cores, but this machine leaves only {machine.cores} to use"
+            )
         link = Link(name="eth0", kind="ethernet", bandwidth_gbps=None if rate_bps is None else rate_bps / 10**9)
         changes = {
             "name": f"host-{i}",

@@ -67,8 +67,8 @@ def enter_host(entry: HostEntry | None) -> None:
 class Emulation:
     """Emulated hosts, up from `with` to its end.
 
-    They are also taken down when this process dies, however that happens: by a keeper process, once the processes inside have ended or
-    had their time to save, or if that is killed too, at the next start of any emulation.
+    They are also taken down when this process dies, however that happens: by a keeper process, once the processes
+    inside have ended or had their time to save, or if that is killed too, at the next start of any emulation.
     """
 
     def __init__(self, emulate: Emulate) -> None:
@@ -79,7 +79,13 @@ class Emulation:
     def __enter__(self) -> Self:
         _must_be_possible()
         for record in remove_abandoned():
-            print(f"paceline: removed the emulated hosts {record.name}-*, which process {record.launcher.pid} left behind", file=sys.stderr)
+            print(
+                (
+                    f"paceline: removed the emulated hosts {record.name}-*, which process "
+                    f"{record.launcher.pid} left behind"
+                ),
+                file=sys.stderr,
+            )
         with self._made:
             self._keeper = Keeper()
             self._made.callback(self._keeper.dismiss)
@@ -126,7 +132,13 @@ class Emulation:
             self._keeper.relay(self.emulate.delay_ms / 1000)
         groups = iter(record.groups)
         self.hosts = tuple(
-            EmulatedHost(wire.host, wire.namespace, wire.address, INTERFACE, None if cores is None else make_group(next(groups), cores))
+            EmulatedHost(
+                wire.host,
+                wire.namespace,
+                wire.address,
+                INTERFACE,
+                None if cores is None else make_group(next(groups), cores),
+            )
             for wire, cores in zip(self._wires, self.emulate.cores, strict=True)
         )
 
@@ -134,7 +146,8 @@ class Emulation:
 def _must_be_possible() -> None:
     if not sys.platform.startswith("linux"):
         raise ClusterError(
-            "hosts can be emulated on Linux only, which has network namespaces. Leave `emulate` out to use this machine as it is."
+            "hosts can be emulated on Linux only, which has network namespaces. Leave `emulate` out to use "
+            "this machine as it is."
         )
     if os.geteuid() != 0:
         raise ClusterError(
@@ -144,6 +157,7 @@ def _must_be_possible() -> None:
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:
         raise ClusterError(
-            f"emulated hosts need the command {' and '.join(missing)}, of the package iproute2: install it (apt-get install iproute2), "
+            f"emulated hosts need the command {' and '.join(missing)}, of the package iproute2: install it "
+            "(apt-get install iproute2), "
             "or leave `emulate` out to use this machine as it is."
         )

@@ -1,7 +1,8 @@
 """The process that takes an emulation down when its launcher has died: `python -m paceline.cluster.emulate.keeper`.
 
-It has a session of its own, where neither Ctrl-C nor what ends the launcher's processes reaches it, and where delay is wanted it is what
-carries the packets: ranks still need their network while they save after the launcher's death. It is told what to do by lines on its input.
+It has a session of its own, where neither Ctrl-C nor what ends the launcher's processes reaches it, and where delay is
+wanted it is what carries the packets: ranks still need their network while they save after the launcher's death. It is
+told what to do by lines on its input.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Keeper:
         ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
         answer = self._process.stdout.readline().decode().strip() if ready else f"no answer within {_ANSWER_S:g} s"
         if answer != "carrying":
-            raise ClusterError(f"the packets between emulated hosts cannot be delayed: {answer or 'the relay died'}. Leave `delay_ms` out.")
+            raise ClusterError(
+                f"the packets between emulated hosts cannot be delayed: {answer or 'the relay died'}. Leave "
+                "`delay_ms` out."
+            )
 
     def cut(self, host: int) -> None:
         """Have it drop the packets from and to a host."""
@@ -78,7 +82,8 @@ class Keeper:
 def main() -> None:
     """Follow the launcher's orders until its end, then take down what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for as long as there is something to take down, which ends with the launcher
+        # for as long as there is something to take down, which ends with the launcher
+        signal.signal(number, signal.SIG_IGN)
     orders = _Orders()
     orders.follow()
     if orders.record is not None and orders.record.file.exists():

@@ -31,12 +31,16 @@ def enter(name: str) -> None:
             os.close(namespace)
     except OSError as error:
         raise ClusterError(
-            f"the network namespace {name} cannot be entered: {error.strerror}. It takes root, and `ip netns` lists those there are."
+            f"the network namespace {name} cannot be entered: {error.strerror}. It takes root, and `ip netns` "
+            "lists those there are."
         ) from error
 
 
 def inside(name: str, function: Callable[[], T]) -> T:
-    """Call a function in a network namespace, which this thread does not enter. A socket that it opens stays in that namespace."""
+    """Call a function in a network namespace, which this thread does not enter.
+
+    A socket that it opens stays in that namespace.
+    """
     outcome: list[T] = []
     problem: list[BaseException] = []
 

@@ -66,19 +66,29 @@ def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
     _run(["ip", "-n", bridge, "-batch", "-"], joined)
     for link in () if relayed else links:
         plug(bridge, link)
-    _run(["tc", "-n", bridge, "-batch", "-"], [f"qdisc add dev {link.host} root {shape(link.rate_bps)}" for link in links])
+    _run(
+        ["tc", "-n", bridge, "-batch", "-"],
+        [f"qdisc add dev {link.host} root {shape(link.rate_bps)}" for link in links],
+    )
     for link in links:
-        others = [f"neigh add {other.address} lladdr {other.mac} dev {INTERFACE} nud permanent" for other in links if other is not link]
+        others = [
+            f"neigh add {other.address} lladdr {other.mac} dev {INTERFACE} nud permanent"
+            for other in links
+            if other is not link
+        ]
         own = ["link set lo up", f"addr add {link.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up", *others]
         _run(["ip", "-n", link.namespace, "-batch", "-"], own)
         _run(["tc", "-n", link.namespace, "qdisc", "add", "dev", INTERFACE, "root", *shape(link.rate_bps).split()])
 
 
 def shape(rate_bps: int | None) -> str:
-    """The queue that lets through `rate_bps`, in the words of `tc`. Every kind that is used here counts bytes as they are on the wire.
+    """The queue that lets through `rate_bps`, in the words of `tc`.
 
-    The bucket holds what 2 ms bring, so that a timer that comes late on a busy machine costs no rate, and the queue 50 ms, but never
-    less than a few of the 64 KiB pieces that TCP hands to the network at once, and that the kernel drops whole.
+    Every kind that is used here counts bytes as they are on the wire.
+
+    The bucket holds what 2 ms bring, so that a timer that comes late on a busy machine costs no rate, and the queue 50
+    ms, but never less than a few of the 64 KiB pieces that TCP hands to the network at once, and that the kernel drops
+    whole.
     """
     if rate_bps is None:
         return "pfifo limit 1000"
@@ -120,7 +130,9 @@ def _counted(namespace: str) -> dict[str, int]:
 
 
 def _run(command: list[str], lines: Sequence[str] = ()) -> str:
-    done = subprocess.run(command, input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         line = next((f", at `{lines[int(word.rstrip(':')) - 1]}`" for word in [_failed_line(done.stderr)] if word), "")
         raise ClusterError(f"`{' '.join(command)}` failed{line}: {' '.join(done.stderr.split())}. {_ADVICE}")

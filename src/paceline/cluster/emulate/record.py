@@ -70,7 +70,9 @@ class Record:
         """Read a record that `write` has written."""
         data = json.loads(file.read_text())
         owners = {role: Owner(**data[role]) for role in ("launcher", "keeper")}
-        return cls(data["name"], **owners, namespaces=tuple(data["namespaces"]), groups=tuple(map(Path, data["groups"])))
+        return cls(
+            data["name"], **owners, namespaces=tuple(data["namespaces"]), groups=tuple(map(Path, data["groups"]))
+        )
 
     @classmethod
     def all(cls) -> list[Record]:
@@ -120,7 +122,8 @@ class Record:
             left = [str(path) for path in (*(NAMED / name for name in self.namespaces), *self.groups) if path.exists()]
             if left:
                 raise ClusterError(
-                    f"of the emulated hosts {self.name} these cannot be removed: {', '.join(left)}. Is a process stuck in them?"
+                    f"of the emulated hosts {self.name} these cannot be removed: {', '.join(left)}. Is a "
+                    "process stuck in them?"
                 )
             self.file.unlink(missing_ok=True)
 

@@ -21,7 +21,8 @@ from paceline.cluster.emulate.network import Wire
 _ALL_PROTOCOLS = 3
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
-_BUFFER = 64 * 2**20  # bytes: more than any link's queue holds, for the queue, not the socket, is to drop what is too much
+# bytes: more than any link's queue holds, for the queue, not the socket, is to drop what is too much
+_BUFFER = 64 * 2**20
 _HEADER = 10  # bytes of virtio's header before a frame: which checksum is still to be made, and where to cut
 _LARGEST = 2**17
 _BATCH = 64  # frames taken from one port before the others have their turn

@@ -49,7 +49,9 @@ class Algorithm(Protocol):
 
 
 def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> Algorithm:
-    """The algorithm of a name. Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second.
+    """The algorithm of a name.
+
+    Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second.
 
     Args:
         links: what `auto` goes by instead, measured before by the same ranks.
@@ -63,10 +65,14 @@ def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> A
         return (
             Auto(group, links)
             if group.spans_hosts
-            else BackendAllReduce(group, name, f"flat: all ranks are on one host, where {group.transport.name} is fastest")
+            else BackendAllReduce(
+                group, name, f"flat: all ranks are on one host, where {group.transport.name} is fastest"
+            )
         )
     if name == "hierarchical" and not group.spans_hosts:
-        return BackendAllReduce(group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport.name}")
+        return BackendAllReduce(
+            group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport.name}"
+        )
     return _made(group, name, f"{name}: as the plan says")
 
 
@@ -99,7 +105,12 @@ class PointToPointAllReduce(BackendAllReduce):
     """
 
     def __init__(
-        self, group: Group, name: str, why: str, reduce: Callable[[Tensor, Op], None], cost: Callable[[int], float] | None
+        self,
+        group: Group,
+        name: str,
+        why: str,
+        reduce: Callable[[Tensor, Op], None],
+        cost: Callable[[int], float] | None,
     ) -> None:
         super().__init__(group, name, why)
         self._reduce, self._cost = reduce, cost
@@ -173,7 +184,9 @@ class Auto(BackendAllReduce):
         best = [(nbytes, self.best(nbytes).name) for nbytes in _SIZES]
         starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
         ranges = ", ".join(name if i == 0 else f"{name} from {size(nbytes)}" for i, (nbytes, name) in enumerate(starts))
-        predicted = ", ".join(f"{choice.name} {(choice.predicted_s(_EXAMPLE) or 0.0) * 1e3:.3g} ms" for choice in self.choices)
+        predicted = ", ".join(
+            f"{choice.name} {(choice.predicted_s(_EXAMPLE) or 0.0) * 1e3:.3g} ms" for choice in self.choices
+        )
         between, hosts = self.links.between, len(set(group.hosts))
         return (
             f"auto: {ranges} (predicted for {size(_EXAMPLE)}: {predicted}), with {group.size} ranks on {hosts} hosts, "
@@ -187,5 +200,11 @@ def _made(group: Group, name: str, why: str, links: GroupLinks | None = None) ->
     if name == "hierarchical":
         return HierarchicalAllReduce(group, name, why, links)
     near = ranks_by_host(group)
-    by, cost = (ring_all_reduce, links.ring_s if links else None) if name == "ring" else (tree_all_reduce, links.tree_s if links else None)
-    return PointToPointAllReduce(group, name, why, lambda flat, op: by(group, flat, "max" if op == "max" else "sum", order=near), cost)
+    by, cost = (
+        (ring_all_reduce, links.ring_s if links else None)
+        if name == "ring"
+        else (tree_all_reduce, links.tree_s if links else None)
+    )
+    return PointToPointAllReduce(
+        group, name, why, lambda flat, op: by(group, flat, "max" if op == "max" else "sum", order=near), cost
+    )

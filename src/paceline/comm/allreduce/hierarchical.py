@@ -1,9 +1,9 @@
 """Hierarchical all-reduce: ranks of a host sum in shared memory; only sums travel between hosts.
 
-With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring of its counterparts on
-the other hosts, and writes the result into the memory of all L. So a link between hosts carries 2 (h - 1) / h of the tensor for h hosts,
-whatever L is, all ranks work, and work in memory overlaps with messages: both go piece by piece (see `ring`).
-The division of the work is that of Cho et al., 2019, "BlueConnect".
+With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring of
+its counterparts on the other hosts, and writes the result into the memory of all L. So a link between hosts carries 2
+(h - 1) / h of the tensor for h hosts, whatever L is, all ranks work, and work in memory overlaps with messages: both go
+piece by piece (see `ring`). The division of the work is that of Cho et al., 2019, "BlueConnect".
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Hierarchical:
         self.group, self.host = group, group.host
         on_hosts = [[r for r in range(group.size) if group.hosts[r] == host] for host in dict.fromkeys(group.hosts)]
         self.parts = min(len(ranks) for ranks in on_hosts)
-        self.across: Group | None = None  # ranks that carry the same part; a host with more ranks than another has some that carry none
+        # ranks that carry the same part; a host with more ranks than another has some that carry none
+        self.across: Group | None = None
         if self.host.rank < self.parts:
             self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
         self._scratch: Tensor | None = None
@@ -54,7 +55,8 @@ class Hierarchical:
         Raises:
             SyncError: a rank is gone, did not come within the deadline, or brought a tensor of another size.
         """
-        for block in flat.split(_BLOCK_BYTES // flat.element_size()):  # on every host alike, however its ranks' tensors lie
+        # on every host alike, however its ranks' tensors lie
+        for block in flat.split(_BLOCK_BYTES // flat.element_size()):
             self._sum_block(block, op)
 
     def _sum_block(self, block: Tensor, op: Op) -> None:
@@ -75,7 +77,10 @@ class Hierarchical:
                 self._over_messages(block, op)
 
     def _lies_alike(self, memory: Transport, flat: Tensor) -> bool:
-        """Meet the ranks of the host: what each has to contribute is there now. Whether all lie at the same place of shared memory."""
+        """Meet the ranks of the host: what each has to contribute is there now.
+
+        Whether all lie at the same place of shared memory.
+        """
         arena, start = memory.place_of(flat)
         own = torch.tensor([arena, start, flat.nbytes])
         both = torch.cat((own, -own))
@@ -83,8 +88,10 @@ class Hierarchical:
         most, least = both[:3], -both[3:]
         if most[2] != least[2]:
             raise SyncError(
-                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this rank: {flat.nbytes}). "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same type and size."
+                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this "
+                f"rank: {flat.nbytes}). "
+                "Every rank of a group must make the same calls in the same order, with tensors of the same "
+                "type and size."
             )
         return arena != 0 and torch.equal(most, least)
 
@@ -121,7 +128,9 @@ class Hierarchical:
             if len(part):
                 self.host.broadcast(part, root=carrier)
 
-    def _carry(self, across: Group, part: Tensor, op: Op, prepare: OnPiece | None = None, finish: OnPiece | None = None) -> None:
+    def _carry(
+        self, across: Group, part: Tensor, op: Op, prepare: OnPiece | None = None, finish: OnPiece | None = None
+    ) -> None:
         before = across.sent_bytes
         ring_all_reduce(across, part, "max" if op == "max" else "sum", prepare=prepare, finish=finish)
         self.group.counts.sent_bytes += across.sent_bytes - before

@@ -20,7 +20,8 @@ def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages
         SyncError: a tensor has gaps, so that its bytes are not a message.
     """
     works = []
-    if any(tensor.is_cuda for _, tensor in (*send, *receive)):  # NCCL: one launch for all, else two ranks that both send first wait forever
+    # NCCL: one launch for all, else two ranks that both send first wait forever
+    if any(tensor.is_cuda for _, tensor in (*send, *receive)):
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, group=backend, group_peer=to) for to, tensor in send]
             + [dist.P2POp(dist.irecv, tensor, group=backend, group_peer=source) for source, tensor in receive]
@@ -36,7 +37,8 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
     """The bytes of a tensor, in place: not every transport knows every dtype."""
     if not tensor.is_contiguous():
         raise SyncError(
-            f"cannot {what} rank {rank} a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its bytes do not lie in one "
+            f"cannot {what} rank {rank} a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
+            "its bytes do not lie in one "
             "piece. Make a copy with .contiguous(), and copy what is received back."
         )
     return tensor.detach().view(-1).view(torch.uint8)

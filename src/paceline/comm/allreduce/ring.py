@@ -1,8 +1,9 @@
 """Ring all-reduce: a pipelined reduce-scatter and all-gather around a ring of ranks.
 
-Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal All-reduce Algorithms
-for Clusters of Workstations". A piece goes on as soon as it has arrived and was added, while others are still on their way. Every
-element is summed along the ring by one chain of ranks and then copied, so that it has the same bits everywhere.
+Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal
+All-reduce Algorithms for Clusters of Workstations". A piece goes on as soon as it has arrived and was added, while
+others are still on their way. Every element is summed along the ring by one chain of ranks and then copied, so that it
+has the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def ring_all_reduce(
 
 @dataclass(frozen=True)
 class _Move:
-    """One piece to the next rank and one from the one before; (start, end) in elements. `adds`: it is a contribution, not a result."""
+    """One piece to the next rank and one from the one before; (start, end) in elements.
+
+    `adds`: it is a contribution, not a result.
+    """
 
     step: int
     sends: tuple[int, int]
@@ -108,7 +112,14 @@ class _UnderWay:
     wait: Wait | None
 
 
-def _end(under_way: _UnderWay, tensor: Tensor, reduction: Reduction, prepare: OnPiece | None, finish: OnPiece | None, span: _Spans) -> None:
+def _end(
+    under_way: _UnderWay,
+    tensor: Tensor,
+    reduction: Reduction,
+    prepare: OnPiece | None,
+    finish: OnPiece | None,
+    span: _Spans,
+) -> None:
     """See a piece in, add it up, and hand it on if it is final."""
     move = under_way.move
     span.enter(move.step)
@@ -143,7 +154,13 @@ class _Ring:
         """All of them, in order."""
         last = self.size - 2  # step of the reduce-scatter
         return [
-            _Move(step, self._bounds(self.place - step, piece), self._bounds(self.place - step - 1, piece), step <= last, step == last)
+            _Move(
+                step,
+                self._bounds(self.place - step, piece),
+                self._bounds(self.place - step - 1, piece),
+                step <= last,
+                step == last,
+            )
             for step in range(2 * (self.size - 1))
             for piece in range(self.pieces)
         ]
@@ -154,7 +171,10 @@ class _Ring:
         return min(start + piece * self.piece, end, self.numel), min(start + (piece + 1) * self.piece, end)
 
     def start(self, sent: Tensor, target: Tensor) -> Wait | None:
-        """Begin a move. Where there are fewer elements than places for them, some messages have none and are not sent."""
+        """Begin a move.
+
+        Where there are fewer elements than places for them, some messages have none and are not sent.
+        """
         send = [(self.following, sent)] if len(sent) else []
         receive = [(self.before, target)] if len(target) else []
         return self.wires.start_exchange(send, receive) if send or receive else None
@@ -163,7 +183,10 @@ class _Ring:
         """The name of a step in the profiler's trace."""
         phase, steps = ("reduce-scatter", step) if step < self.size - 1 else ("all-gather", step - self.size + 1)
         megabytes = self.segment * self.itemsize / 1e6
-        return f"ring {phase} step {steps + 1} of {self.size - 1}: {self.wires.rank} → {self.following}, {megabytes:.3g} MB"
+        return (
+            f"ring {phase} step {steps + 1} of {self.size - 1}: {self.wires.rank} → {self.following}, "
+            f"{megabytes:.3g} MB"
+        )
 
 
 class _Spans:

@@ -17,13 +17,16 @@ from paceline.comm.allreduce.ring import Wires
 from paceline.comm.c10d.reduction import Reduction
 
 
-def tree_all_reduce(wires: Wires, tensor: Tensor, op: Literal["sum", "max"] = "sum", *, order: Sequence[int] | None = None) -> None:
+def tree_all_reduce(
+    wires: Wires, tensor: Tensor, op: Literal["sum", "max"] = "sum", *, order: Sequence[int] | None = None
+) -> None:
     """Replace a flat contiguous tensor by the sum or maximum over the ranks.
 
     The bits are the same everywhere, as only the root adds the last parts.
 
     Args:
-        order: the ranks from the root on; ascending by default. Those of one host should be neighbours: near ones meet first.
+        order: the ranks from the root on; ascending by default. Those of one host should be neighbours: near ones meet
+            first.
 
     Raises:
         SyncError: a rank is gone, or did not come within the deadline (from `wires`).

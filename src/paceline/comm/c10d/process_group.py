@@ -41,12 +41,16 @@ _open: weakref.WeakSet[DrivenProcessGroup] = weakref.WeakSet()
 
 
 class DrivenProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are generators that a `Driver` has go on. CPU tensors of any dtype, contiguous or not.
+    """A process group whose collectives are generators that a `Driver` has go on.
+
+    CPU tensors of any dtype, contiguous or not.
 
     A transport adds its messages (`send`, `recv`, `recv_anysource`), `getBackendName` and `shutdown`.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta, name: str, progress: Driver, collectives: Collectives) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: timedelta, name: str, progress: Driver, collectives: Collectives
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # not the form with a store, which makes it a group of torch's own
         self._name, self._description = name, "undefined"
         self._timeout_s = timeout.total_seconds()
@@ -78,7 +82,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
         def steps() -> Steps:
             for tensor in tensors:
                 flat = flattened(tensor)
-                yield from self._collectives.reduce(flat, Reduction.of(opts.reduceOp, tensor.dtype, self.size()), opts.rootRank)
+                yield from self._collectives.reduce(
+                    flat, Reduction.of(opts.reduceOp, tensor.dtype, self.size()), opts.rootRank
+                )
                 if self.rank() == opts.rootRank:
                     put_back(flat, tensor)
 
@@ -94,7 +100,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
         return self._start("broadcast", steps, opts, tensors, list(tensors))
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:  # type: ignore[override]
+    def allgather(  # type: ignore[override]
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None
+    ) -> dist.Work:
         def steps() -> Steps:
             for targets, tensor in zip(outputs, inputs, strict=True):
                 _check_count("all_gather", len(targets), self.size())
@@ -105,14 +113,18 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
         return self._start("all_gather", steps, opts, inputs, [list(targets) for targets in outputs])
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None
+    ) -> dist.Work:
         by_input = list(zip(*outputs, strict=True))
         return self.allgather(by_input, inputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
+    ) -> dist.Work:
         def steps() -> Steps:
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = flattened(output)
@@ -147,7 +159,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
         return self._start("scatter", steps, opts, chain(*inputs), list(outputs))
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options = None) -> dist.Work:  # type: ignore[override]
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options = None
+    ) -> dist.Work:
         def steps() -> Steps:
             for output, sources in zip(outputs, inputs, strict=True):
                 yield from self._reduce_scatter(output, [flattened(source) for source in sources], opts)
@@ -157,12 +171,16 @@ class DrivenProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
+    ) -> dist.Work:
         def steps() -> Steps:
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = flattened(tensor)
                 _check_count("reduce_scatter", flat.numel(), self.size() * output.numel())
-                yield from self._reduce_scatter(output, flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), opts)
+                yield from self._reduce_scatter(
+                    output, flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), opts
+                )
 
         return self._start("reduce_scatter", steps, opts, inputs, list(outputs))
 
@@ -186,11 +204,19 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return self._start("all_to_all", steps, opts, inputs, list(outputs))
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Options = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Options = None,
     ) -> dist.Work:
         def steps() -> Steps:
             flat, source = flattened(output), flattened(tensor)
-            targets, sources = _rows(flat, output, output_sizes, self.size()), _rows(source, tensor, input_sizes, self.size())
+            targets, sources = (
+                _rows(flat, output, output_sizes, self.size()),
+                _rows(source, tensor, input_sizes, self.size()),
+            )
             yield from self._collectives.all_to_all(targets, sources)
             put_back(flat, output)
 
@@ -203,7 +229,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
     # How they are run
 
-    def _start(self, what: str, steps: Callable[[], Steps], opts: Options, inputs: Iterable[Tensor], result: list[Any]) -> dist.Work:
+    def _start(
+        self, what: str, steps: Callable[[], Steps], opts: Options, inputs: Iterable[Tensor], result: list[Any]
+    ) -> dist.Work:
         self._check_open()
         waits = getattr(opts, "asyncOp", True)
         timeout = getattr(opts, "timeout", None)
@@ -216,7 +244,13 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return DONE
 
     def _launch(
-        self, queue: OperationQueue, title: str, what: str, steps: Steps, waits_for: Callable[[], Sequence[Any]], result: list[Tensor]
+        self,
+        queue: OperationQueue,
+        title: str,
+        what: str,
+        steps: Steps,
+        waits_for: Callable[[], Sequence[Any]],
+        result: list[Tensor],
     ) -> dist.Work:
         """Start the steps of a message."""
         operation = Operation(what, steps, self._timeout_s, waits_for)
@@ -256,7 +290,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
 def flattened(tensor: Tensor) -> Tensor:
     """The tensor in one dimension: its own memory if contiguous, else a copy."""
     if tensor.device.type != "cpu":
-        raise ValueError(f"this backend moves tensors of the CPU; this one is on {tensor.device}. For GPUs there is nccl.")
+        raise ValueError(
+            f"this backend moves tensors of the CPU; this one is on {tensor.device}. For GPUs there is nccl."
+        )
     flat = tensor.detach().contiguous()
     # Not `reshape`, whose result may have gaps, nor `view`, which keeps the stride of a single element.
     return flat.as_strided((flat.numel(),), (1,))
@@ -278,7 +314,9 @@ def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> li
         _check_divides(tensor, ranks)
         return list(flat.chunk(ranks)) if flat.numel() else [flat] * ranks
     if sum(counts) != tensor.shape[0]:
-        raise ValueError(f"all_to_all: the sizes {list(counts)} are of {sum(counts)} rows, but the tensor has {tensor.shape[0]}")
+        raise ValueError(
+            f"all_to_all: the sizes {list(counts)} are of {sum(counts)} rows, but the tensor has {tensor.shape[0]}"
+        )
     row = flat.numel() // max(1, tensor.shape[0])
     return list(flat.split([count * row for count in counts]))
 
@@ -292,7 +330,9 @@ def _check_sizes(what: str, of_ranks: Sequence[Tensor], own: Tensor) -> None:
     for rank, tensor in enumerate(of_ranks):
         if tensor.numel() * tensor.element_size() != own.numel() * own.element_size():
             sizes = " and ".join(f"{t.numel()} {t.dtype}".replace("torch.", "") for t in (own, tensor))
-            raise ValueError(f"{what}: this rank's tensor and that for rank {rank} must have the same size, not {sizes}")
+            raise ValueError(
+                f"{what}: this rank's tensor and that for rank {rank} must have the same size, not {sizes}"
+            )
 
 
 def _check_count(what: str, found: int, wanted: int) -> None:

@@ -10,7 +10,9 @@ from torch._C._autograd import _profiler_enabled, _record_function_with_args_ent
 from paceline.comm.c10d.operation import Driver, Operation, OperationQueue
 
 
-def start(progress: Driver, queue: OperationQueue, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]) -> None:
+def start(
+    progress: Driver, queue: OperationQueue, operation: Operation, backend: str, what: str, tensors: Iterable[Tensor]
+) -> None:
     """Start an operation, as a profiler event `backend:what` with the tensors' shapes.
 
     There is an event only if a profiler runs in this thread.

@@ -39,7 +39,9 @@ class Reduction:
 
     def __init__(self, kind: ReduceOp.RedOpType, dtype: torch.dtype, size: int) -> None:
         if kind not in _BINARY:
-            raise ValueError(f"{kind} is not offered between CPUs; there are {', '.join(n for n, _ in _BINARY.values())}")
+            raise ValueError(
+                f"{kind} is not offered between CPUs; there are {', '.join(n for n, _ in _BINARY.values())}"
+            )
         self.name, self._binary = _BINARY[kind]
         self._divisor = size if self.name == "mean" else 0
         self._whole = not (dtype.is_floating_point or dtype.is_complex)

@@ -13,7 +13,8 @@ from paceline.plans.transport_info import TRANSPORTS
 class Transport:
     """Transport behind a `Group`; this base is that of torch's own process groups.
 
-    A process group of paceline, or of another package, that has memory of its own returns a subclass as its attribute `transport`.
+    A process group of paceline, or of another package, that has memory of its own returns a subclass as its attribute
+    `transport`.
 
     Attributes:
         name: as in a plan (`shm`, `tcp`, `gloo`), or torch's name (`nccl`, `fake`).

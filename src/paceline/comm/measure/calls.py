@@ -46,7 +46,8 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
 
     Args:
         collective: one of `BUS_FACTORS`.
-        size_bytes: of the larger buffer; rounded down to what the ranks can share evenly, and to one number for each of them at least.
+        size_bytes: of the larger buffer; rounded down to what the ranks can share evenly, and to one number for each of
+            them at least.
         algorithm: of an all-reduce; None is the transport's own.
     """
     call, numel = _prepared(group, collective, size_bytes, algorithm)
@@ -90,7 +91,10 @@ class Speeds:
 
 
 def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
-    """Join the other ranks of a launch, and measure all-reduces: over gloo beside shared memory, too."""
+    """Join the other ranks of a launch, and measure all-reduces.
+
+    Beside shared memory, gloo is measured as well.
+    """
     with (
         joined(deadline_s=60) as group,
         over(group, "gloo" if group.transport.shares_memory else group.transport.name) as other,
@@ -103,7 +107,7 @@ def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
 
 @contextmanager
 def over(group: Group, transport: str) -> Iterator[Group]:
-    """A group of the same ranks over a transport; the group itself where it is over that one."""
+    """A group of the same ranks over a transport, which may be the group itself."""
     if transport == group.transport.name:
         yield group
         return
@@ -124,7 +128,9 @@ def pair(hosts: Sequence[int]) -> tuple[int, int]:
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 
-def _prepared(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None) -> tuple[TimedCollective, int]:
+def _prepared(
+    group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None
+) -> tuple[TimedCollective, int]:
     numel = max(1, size_bytes // 4 // group.size) * group.size
     match collective:
         case "all_reduce":
@@ -141,7 +147,9 @@ def _prepared(group: Group, collective: str, size_bytes: int, algorithm: Algorit
         expected = torch.cat([pattern[r * part : (r + 1) * part] + r for r in ranks])
         return _call(own, large, pattern[whole] + group.rank, expected, lambda: group.all_gather(large, own)), numel
     if collective == "reduce_scatter":
-        return _call(large, own, pattern + group.rank, _sum(pattern, group)[whole], lambda: group.reduce_scatter(own, large)), numel
+        return _call(
+            large, own, pattern + group.rank, _sum(pattern, group)[whole], lambda: group.reduce_scatter(own, large)
+        ), numel
     received = torch.zeros_like(large)
     expected = torch.cat([pattern[whole] + r for r in ranks])
     return _call(large, received, pattern + group.rank, expected, lambda: group.all_to_all(received, large)), numel

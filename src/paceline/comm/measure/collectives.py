@@ -25,11 +25,17 @@ def measure_on_rank(transport: str) -> list[Collective]:
 
 
 def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collective]:
-    """The all-reduce, all-gather, reduce-scatter and message over each transport. Every rank calls this, and gets the same."""
+    """The all-reduce, all-gather, reduce-scatter and message over each transport.
+
+    Every rank calls this, and gets the same.
+    """
     found = []
     for transport in transports:
         with over(group, transport) as ranks:
-            found += [_measured(ranks, transport, name) for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")]
+            found += [
+                _measured(ranks, transport, name)
+                for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")
+            ]
     return found
 
 

@@ -33,9 +33,10 @@ class Limit:
 
     Attributes:
         hosts: the host index of each rank.
-        copies: bytes per second at which a rank copies what another process of its host has just written, by the size of the copy in bytes:
-            (while all ranks of all hosts do, alone). None: not measured; `why_not` says why.
-        stream: bytes per second of one TCP stream from each host to the next, in a ring, all at once; the slowest. None on one host.
+        copies: bytes per second at which a rank copies what another process of its host has just written, by the size
+            of the copy in bytes: (while all ranks of all hosts do, alone). None: not measured; `why_not` says why.
+        stream: bytes per second of one TCP stream from each host to the next, in a ring, all at once; the slowest. None
+            on one host.
         latency_s: one-way time of one byte between two hosts over TCP; the largest. None on one host.
     """
 
@@ -50,11 +51,12 @@ class Limit:
 
         It is the longer of the times within a host and between hosts; None if neither was measured.
 
-        Between hosts, each host's link has to carry, each way, with H hosts that hold R ranks each (Patarasuk & Yuan, 2009,
-        doi:10.1016/j.jpdc.2008.09.002, with a host in the place of a rank): 2 (H - 1)/H × size for an all-reduce, (H - 1)/H for an
-        all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast and a message. Within a host,
-        each rank has to read and write as many bytes as a copy of the size (all-reduce, broadcast, message), of (n - 1)/n of it
-        (all-gather, all-to-all) or of (1 + 1/n)/2 of it (reduce-scatter: it reads all and writes its part).
+        Between hosts, each host's link has to carry, each way, with H hosts that hold R ranks each (Patarasuk & Yuan,
+        2009, doi:10.1016/j.jpdc.2008.09.002, with a host in the place of a rank): 2 (H - 1)/H × size for an all-reduce,
+        (H - 1)/H for an all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast
+        and a message. Within a host, each rank has to read and write as many bytes as a copy of the size (all-reduce,
+        broadcast, message), of (n - 1)/n of it (all-gather, all-to-all) or of (1 + 1/n)/2 of it (reduce-scatter: it
+        reads all and writes its part).
         """
         n = len(self.hosts)
         number = len(set(self.hosts))
@@ -67,7 +69,9 @@ class Limit:
         if self.copies is not None and (number == 1 or collective != "send_receive"):
             together, alone = self._copies_of(size_bytes)
             shares = {"all_gather": (n - 1) / n, "all_to_all": (n - 1) / n, "reduce_scatter": (1 + 1 / n) / 2}
-            times_s.append(shares.get(collective, 1.0) * size_bytes / (alone if collective == "send_receive" else together))
+            times_s.append(
+                shares.get(collective, 1.0) * size_bytes / (alone if collective == "send_receive" else together)
+            )
         return max(times_s, default=None)
 
     def share(self, speed: CollectiveSpeed) -> float | None:
@@ -84,7 +88,9 @@ class Limit:
         latencies_s = [limit.latency_s for limit in limits if limit.latency_s is not None]
         return cls(
             first.hosts,
-            {size: (max(c[size][0] for c in copies), max(c[size][1] for c in copies)) for size in copies[0]} if copies else None,
+            {size: (max(c[size][0] for c in copies), max(c[size][1] for c in copies)) for size in copies[0]}
+            if copies
+            else None,
             max(streams, default=None),
             min(latencies_s, default=None),
             first.why_not,
@@ -96,12 +102,16 @@ class Limit:
 
 
 def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
-    """Measure copies of `sizes` bytes, and the streams between hosts where there are several. Every rank calls this, and gets the same.
+    """Measure copies of `sizes` bytes, and the streams between hosts where there are several.
+
+    Every rank calls this, and gets the same.
 
     Raises:
         SyncError: the hosts cannot reach each other over TCP.
     """
-    copies, why_not = _copies(group, sizes) if group.device.type == "cpu" else (None, "copies between GPUs are not measured")
+    copies, why_not = (
+        _copies(group, sizes) if group.device.type == "cpu" else (None, "copies between GPUs are not measured")
+    )
     stream, latency_s = _between_hosts(group) if group.spans_hosts else (None, None)
     return Limit(group.hosts, copies, stream, latency_s, [why_not] if why_not else [])
 
@@ -131,7 +141,8 @@ def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, 
         found = {}
         for size in sizes:
             together, alone = (
-                size / _copy_s(group, mine[:size], theirs[:size], written[:size], only=only) for only in (None, group.hosts.index(0))
+                size / _copy_s(group, mine[:size], theirs[:size], written[:size], only=only)
+                for only in (None, group.hosts.index(0))
             )
             found[size] = (together, alone)
         return found, None
@@ -214,8 +225,10 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
             back = made.enter_context(_accepted(listener, bytes.fromhex(offers[0][1]), group.deadline_s))
         except OSError as error:
             raise SyncError(
-                f"rank {group.rank} cannot open a TCP connection from {listener.getsockname()[0]} to {address}: {error}. Every host must "
-                "reach the others on all ports; PACELINE_ADDRESS names the address of a host that the others are to use."
+                f"rank {group.rank} cannot open a TCP connection from {listener.getsockname()[0]} to "
+                f"{address}: {error}. Every host must "
+                "reach the others on all ports; PACELINE_ADDRESS names the address of a host that the "
+                "others are to use."
             ) from error
         for connection in (onward, back):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -264,7 +277,9 @@ def _stream(onward: socket.socket, back: socket.socket) -> float:
     Returns bytes per second from the host before, in the best stretch.
     """
     fill_s, stretch_s, margin_s = _STREAM_S
-    sender = threading.Thread(target=_send_for, args=(onward, fill_s + _STRETCHES * stretch_s + margin_s), name="stream")
+    sender = threading.Thread(
+        target=_send_for, args=(onward, fill_s + _STRETCHES * stretch_s + margin_s), name="stream"
+    )
     sender.start()
     _received(back, fill_s)
     rates = [_received(back, stretch_s) for _ in range(_STRETCHES)]

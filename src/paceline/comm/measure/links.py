@@ -61,8 +61,13 @@ def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
         return measured
 
 
-def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]) -> TransportMeasurement:
-    """Measure each collective of `BUS_FACTORS` at each size in bytes, the all-reduce by each algorithm. Every rank gets the same."""
+def measure(
+    group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]
+) -> TransportMeasurement:
+    """Measure each collective of `BUS_FACTORS` at each size in bytes, the all-reduce by each algorithm.
+
+    Every rank gets the same.
+    """
     limit = measure_limit(group, sizes)
     measured = TransportMeasurement(group.transport.name, limit, [], [], group.transport_note)
     for collective in collectives:
@@ -72,7 +77,9 @@ def measure(group: Group, *, collectives: Sequence[str], algorithms: Sequence[st
     return measured
 
 
-def _by_size(group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]) -> Iterator[CollectiveSpeed | LeftOut]:
+def _by_size(
+    group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]
+) -> Iterator[CollectiveSpeed | LeftOut]:
     """Speeds in ascending order of size; sizes that would take too long are left out."""
     algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
     before: list[CollectiveSpeed] = []
@@ -111,7 +118,9 @@ def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
         found[f"limit_copy_{size_text(size)}_gigabytes_per_s"] = together / 1e9
     for m in measured:
         for s in m.speeds:
-            name = "_".join([s.transport, s.collective, *([s.algorithm] if s.algorithm != "flat" else []), size_text(s.size_bytes)])
+            name = "_".join(
+                [s.transport, s.collective, *([s.algorithm] if s.algorithm != "flat" else []), size_text(s.size_bytes)]
+            )
             found |= {
                 f"{name}_us": s.time_s * 1e6,
                 f"{name}_algorithm_gigabytes_per_s": s.algorithm_bandwidth / 1e9,
@@ -125,7 +134,10 @@ def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
 def caveats(measured: Sequence[TransportMeasurement], limit: Limit) -> Iterator[str]:
     """Caveats of the figures, as sentences."""
     if any((limit.share(s) or 0.0) > _ABOUT for m in measured for s in m.speeds):
-        yield "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed the limit's measurement"
+        yield (
+            "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed "
+            "the limit's measurement"
+        )
     for m in measured:
         if m.note is not None:
             yield f"{m.transport}: {m.note}"

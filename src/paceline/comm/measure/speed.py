@@ -48,7 +48,9 @@ class CollectiveSpeed:
     @property
     def label(self) -> str:
         """The call as text: `gloo, all-reduce by ring`."""
-        return f"{self.transport}, {self.collective.replace('_', '-')}" + (f" by {self.algorithm}" if self.algorithm != "flat" else "")
+        return f"{self.transport}, {self.collective.replace('_', '-')}" + (
+            f" by {self.algorithm}" if self.algorithm != "flat" else ""
+        )
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -66,12 +68,15 @@ class CollectiveSpeed:
 
 
 def timed(group: Group, call: Callable[[], object], repeats: int = 1) -> float:
-    """The slowest rank's median seconds of `repeats` calls, the same on every rank. All ranks begin at the same time."""
+    """The slowest rank's median seconds of `repeats` calls, the same on every rank.
+
+    All ranks begin at the same time.
+    """
     return timed_with_cpu(group, call, repeats)[0]
 
 
 def timed_with_cpu(group: Group, call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Time calls as `timed` does; also the mean CPU seconds of a call over the ranks."""
+    """Seconds of calls, as `timed`, and the mean CPU seconds of a call."""
     wait = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
     times_s = []
     group.barrier()
@@ -89,5 +94,9 @@ def timed_with_cpu(group: Group, call: Callable[[], object], repeats: int) -> tu
 
 
 def repeats_within(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
-    """How often a call that takes `one_s` is repeated to be timed: as the budget allows, within the limits."""
+    """Number of timed repetitions that a budget allows, within limits.
+
+    Args:
+        one_s: seconds of one call.
+    """
     return min(max(limits[0], int(budget_s / max(one_s, 1e-9))), limits[1])

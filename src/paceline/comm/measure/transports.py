@@ -10,7 +10,8 @@ from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 from paceline.comm.group import Group
 from paceline.comm.measure.speed import timed
 
-_SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21  # bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
+# bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
+_SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21
 _FAST_S = 0.03  # a large message that takes less is repeated with a larger one
 _BUDGET_S, _MOST = 0.04, 20  # for the repetitions of a small call
 _MEMORY_BYTES = 2**20

@@ -1,9 +1,10 @@
 """Collectives between processes of one host, as generators (see `progress` and `rounds`).
 
-A tensor that lies in an arena on every rank is reduced where it lies: each rank reduces a share of it from all ranks' memory and writes
-the result to all, so every byte moves once. Other tensors are copied through the slots in chunks that stay in the cache, by the
-reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective Reduction Operations").
-Every element is reduced by one rank, or by all in the same order: the result has the same bits everywhere.
+A tensor that lies in an arena on every rank is reduced where it lies: each rank reduces a share of it from all ranks'
+memory and writes the result to all, so every byte moves once. Other tensors are copied through the slots in chunks that
+stay in the cache, by the reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective Reduction
+Operations"). Every element is reduced by one rank, or by all in the same order: the result has the same bits
+everywhere.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from paceline.comm.shm.rounds import CHUNK_BYTES, Rounds
 from paceline.errors import SyncError
 
 _SMALL_BYTES = 2**15  # up to here every rank combines all; beyond, it pays to share the work
-_CACHED_BYTES = 2**18  # of each rank's memory at a time, so that all of it stays in a core's cache until the result is written
+# of each rank's memory at a time, so that all of it stays in a core's cache until the result is written
+_CACHED_BYTES = 2**18
 
 
 class ShmCollectives:
-    """The collectives of one group. Every tensor is flat and contiguous; those that are not, the process group copies."""
+    """The collectives of one group.
+
+    Every tensor is flat and contiguous; those that are not, the process group copies.
+    """
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds, self.rank, self.size = rounds, rounds.rank, rounds.size
@@ -169,9 +174,13 @@ class ShmCollectives:
         slots[self.rank][0][: 2 * self.size] = torch.tensor([len(t) for t in (*sources, *targets)])
         yield from self._meet(b"all_to_all")
         sizes = [slot[: 2 * self.size].tolist() for slot, _ in slots]
-        for a, b in itertools.product(range(self.size), repeat=2):  # all ranks look at all pairs, so that all stop where one is wrong
+        # all ranks look at all pairs, so that all stop where one is wrong
+        for a, b in itertools.product(range(self.size), repeat=2):
             if sizes[a][b] != sizes[b][self.size + a]:
-                raise SyncError(f"all_to_all: rank {a} sends {sizes[a][b]} bytes to rank {b}, which expects {sizes[b][self.size + a]}")
+                raise SyncError(
+                    f"all_to_all: rank {a} sends {sizes[a][b]} bytes to rank {b}, which expects "
+                    f"{sizes[b][self.size + a]}"
+                )
         piece = CHUNK_BYTES // self.size
         for start in range(0, max(map(max, sizes)), piece):
             slots = self.rounds.slots(torch.uint8)
@@ -226,7 +235,9 @@ class ShmCollectives:
         if found is None:
             if len(self._small) > 256:
                 self._small.clear()
-            found = self._small[key] = [contributions[: len(tensor)] for contributions, _ in self.rounds.slots(tensor.dtype)]
+            found = self._small[key] = [
+                contributions[: len(tensor)] for contributions, _ in self.rounds.slots(tensor.dtype)
+            ]
         return found
 
     def _share_of(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:

@@ -43,7 +43,9 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
     seconds = int(timeout_s)
     timespec = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     # ctypes gives up the GIL around the call.
-    result = _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(expected), ctypes.byref(timespec), None, 0)
+    result = _syscall(
+        _SYS_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(expected), ctypes.byref(timespec), None, 0
+    )
     if result < 0 and (error := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
         raise OSError(error, f"futex wait: {os.strerror(error)}")
 

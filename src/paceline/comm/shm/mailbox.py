@@ -1,7 +1,7 @@
 """Messages between ranks: a ring buffer in the sender's memory for each receiver.
 
-A message is a header (tag, size) and its bytes; one that is larger than the ring flows through it. The receiver matches tags: a message
-that nobody has asked for yet is taken out and kept, so that it does not block those behind it.
+A message is a header (tag, size) and its bytes; one that is larger than the ring flows through it. The receiver matches
+tags: a message that nobody has asked for yet is taken out and kept, so that it does not block those behind it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ class ShmInbox:
             SyncError: one was asked for and not waited for, so nobody knows which message is whose.
         """
         if self._abandoned:
-            raise SyncError(f"this group cannot be used any more for messages from rank {self.peer.rank}, since a receive from it failed")
+            raise SyncError(
+                f"this group cannot be used any more for messages from rank {self.peer.rank}, since a receive "
+                "from it failed"
+            )
         self._requests.append(request)
         self._match()
 
@@ -147,7 +150,8 @@ class ShmInbox:
         assert message is not None
         if message.size != len(target):
             raise SyncError(
-                f"rank {self.peer.rank} sent a message of {message.size} bytes (tag {request.tag}) for a tensor of {len(target)} bytes"
+                f"rank {self.peer.rank} sent a message of {message.size} bytes (tag {request.tag}) for a "
+                f"tensor of {len(target)} bytes"
             )
         if message.data is not target:
             target.copy_(message.data)
@@ -178,7 +182,9 @@ class ShmInbox:
         """Straight into the first place that waits for it; else into memory of its own."""
         request = next((r for r in self._open() if r.tag == tag), None)
         fits = request is not None and len(request.target) == size
-        message = ShmMessage(tag, size, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8))
+        message = ShmMessage(
+            tag, size, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8)
+        )
         if request is None:
             self._kept.append(message)
         else:

@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 class ShmProcessGroup(DrivenProcessGroup):
     """A process group over memory that the processes of one host share. CPU tensors of any dtype, contiguous or not.
 
-    Made by `torch.distributed`, once `paceline.comm.shm` is imported: `dist.init_process_group("shm")`, `dist.new_group(backend="shm")`.
+    Made by `torch.distributed`, once `paceline.comm.shm` is imported: `dist.init_process_group("shm")`,
+    `dist.new_group(backend="shm")`.
     """
 
     _collectives: ShmCollectives
@@ -102,7 +103,9 @@ class ShmProcessGroup(DrivenProcessGroup):
         outbox, queue = self._sending.get(receiver) or self._sending.setdefault(
             receiver, (ShmOutbox(self._rounds, receiver), OperationQueue())
         )
-        return self._launch(queue, "send", f"send to rank {receiver}", outbox.send(flattened(tensor), tag), outbox.waits_for, [tensor])
+        return self._launch(
+            queue, "send", f"send to rank {receiver}", outbox.send(flattened(tensor), tag), outbox.waits_for, [tensor]
+        )
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
         self._check_open()

@@ -1,8 +1,9 @@
 """Progress of shared-memory operations: whoever waits drives all generators of the process.
 
-A wait spins briefly, then offers its core to others, then sleeps on this process' *bell*: a word of shared memory that peers ring after
-they have stored what somebody may be waiting for. So no rank spins for long on a core that another one needs, waiting for one group
-never holds up another, and every wait ends: at its deadline, or soon after a peer has died.
+A wait spins briefly, then offers its core to others, then sleeps on this process' *bell*: a word of shared memory that
+peers ring after they have stored what somebody may be waiting for. So no rank spins for long on a core that another one
+needs, waiting for one group never holds up another, and every wait ends: at its deadline, or soon after a peer has
+died.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
-_SPIN_S = 20e-6  # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
+# longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
+_SPIN_S = 20e-6
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
 _YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
@@ -90,7 +92,8 @@ class ShmProgress:
 
         With more ranks than cores, spinning would slow down the others.
         """
-        pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)  # then its affinity says nothing of the other ranks' cores
+        # then its affinity says nothing of the other ranks' cores
+        pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)
         cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
         self.oversubscribed = self.oversubscribed or ranks > min(cores, cpu_quota() or cores)
 
@@ -252,5 +255,7 @@ def _lost(operation: Operation) -> DistBackendError | None:
         return DistBackendError(f"{operation.what}: {who} ended after {waited_s:.1f} s of waiting for it")
     if waited_s > operation.deadline_s:
         late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
-        return DistBackendError(f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else ""))
+        return DistBackendError(
+            f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else "")
+        )
     return None

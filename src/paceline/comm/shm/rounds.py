@@ -1,8 +1,8 @@
 """Shared state of a group's ranks: round counters, announced calls, and two data slots each.
 
-A *round* is: write into one's own slot, count up, wait until all ranks have counted as far, read the others' slots. The slots alternate, so
-a slot is written again only after every rank has begun the round after the one it was read in, that is, has read it. One wait a round
-is enough for any collective.
+A *round* is: write into one's own slot, count up, wait until all ranks have counted as far, read the others' slots. The
+slots alternate, so a slot is written again only after every rank has begun the round after the one it was read in, that
+is, has read it. One wait a round is enough for any collective.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from paceline.comm.shm.progress import Peer, ShmProgress
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
 
-CHUNK_BYTES = 2**20  # of a tensor that is copied through the slots: small enough for a core's cache, large enough to outlast a wait
+# of a tensor that is copied through the slots: small enough for a core's cache, large enough to outlast a wait
+CHUNK_BYTES = 2**20
 _SLOT_BYTES = 2 * CHUNK_BYTES  # contributions for the other ranks, then this rank's result
 MAIL_BYTES = 2**21  # a ring for messages to each of the other ranks
 MAIL_WORDS_BYTES = 128  # how far it was written, how far read, on cache lines of their own
@@ -44,7 +45,10 @@ class Arena:
 
 
 class Rounds:
-    """The shared control of one group, seen from one rank. `met` and `count` are all that collectives need to wait for each other."""
+    """The shared control of one group, seen from one rank.
+
+    `met` and `count` are all that collectives need to wait for each other.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, progress: ShmProgress, timeout_s: float) -> None:
         self.rank, self.size, self.progress, self.timeout_s = rank, size, progress, timeout_s
@@ -125,8 +129,10 @@ class Rounds:
         theirs = bytes(self.segments[rank].map[at + _PLACE.size : at + _CALL_BYTES]).split(b"\0", 1)[0]
         if theirs != own:
             raise SyncError(
-                f"the ranks called different collectives: rank {self.rank} {own.decode()}, rank {rank} {theirs.decode()}. "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same type and size."
+                f"the ranks called different collectives: rank {self.rank} {own.decode()}, rank {rank} "
+                f"{theirs.decode()}. "
+                "Every rank of a group must make the same calls in the same order, with tensors of the same "
+                "type and size."
             )
 
     # Memory that all share
@@ -158,7 +164,9 @@ class Rounds:
         return segment.words(at, MAIL_WORDS_BYTES // 8), segment.map[ring], segment.bytes[ring]
 
 
-def _exchange(store: Store, rank: int, size: int, own: Handle, bell: Handle, timeout_s: float) -> list[tuple[Handle, Handle]]:
+def _exchange(
+    store: Store, rank: int, size: int, own: Handle, bell: Handle, timeout_s: float
+) -> list[tuple[Handle, Handle]]:
     """Every rank's handles, by rank."""
     store.set(f"shm/{rank}", json.dumps([asdict(own), asdict(bell)]))
     _wait(store, [f"shm/{r}" for r in range(size)], timeout_s)

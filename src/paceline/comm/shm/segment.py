@@ -1,8 +1,8 @@
 """Shared memory between processes of one host: anonymous files (memfd) without a name.
 
-A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows to the same user only, and
-once all have mapped it the descriptor is closed: the memory ends with the last process that maps it, however that ends. Nothing lies in
-`/dev/shm`, so neither its size nor its absence matters.
+A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows to the
+same user only, and once all have mapped it the descriptor is closed: the memory ends with the last process that maps
+it, however that ends. Nothing lies in `/dev/shm`, so neither its size nor its absence matters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from paceline.errors import ClusterError
 
-_TOKEN_BYTES = 16  # at the end of every segment; proves that a process number was not given to another process meanwhile
+# at the end of every segment; proves that a process number was not given to another process meanwhile
+_TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Segment:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        # Python's own mmap would keep a copy of the descriptor for as long as the memory is mapped, and leave the door open.
+        # Python's own mmap would keep a copy of the descriptor for as long as the memory is mapped, and leave the door
+        # open.
         try:
             mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size + _TOKEN_BYTES, dtype=torch.uint8)
         except RuntimeError as error:
@@ -118,5 +120,7 @@ def attach(handle: Handle) -> Segment:
     finally:
         os.close(fd)
     if segment.map[handle.size :].hex() != handle.token:
-        raise ClusterError(f"{path} is not the shared memory that was announced: is process {handle.pid} of another container?")
+        raise ClusterError(
+            f"{path} is not the shared memory that was announced: is process {handle.pid} of another container?"
+        )
     return segment

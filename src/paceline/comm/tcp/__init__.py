@@ -1,7 +1,7 @@
 """Collectives and messages between hosts over TCP, as the backend `tcp` of `torch.distributed`.
 
-Importing this registers it: `dist.init_process_group("tcp", …)`. A connection that is lost is made anew, and nothing is lost or counted
-twice. A group whose ranks are all on one host is shared memory underneath, where that can be had.
+Importing this registers it: `dist.init_process_group("tcp", …)`. A connection that is lost is made anew, and nothing is
+lost or counted twice. A group whose ranks are all on one host is shared memory underneath, where that can be had.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The collectives between hosts, each as a generator that yields while it waits for messages.
 
-Small tensors go from every rank to every other, for a single wait. Large ones go round a ring (Patarasuk and Yuan, 2009, "Bandwidth
-optimal all-reduce algorithms"): a reduce-scatter, then an all-gather, cut into pieces so that one is added while the next is on its way.
-Every element is added up along one chain of ranks, or by all ranks in the same order: the result has the same bits everywhere.
+Small tensors go from every rank to every other, for a single wait. Large ones go round a ring (Patarasuk and Yuan,
+2009, "Bandwidth optimal all-reduce algorithms"): a reduce-scatter, then an all-gather, cut into pieces so that one is
+added while the next is on its way. Every element is added up along one chain of ranks, or by all ranks in the same
+order: the result has the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link
 
 
 class TcpCollectives:
-    """The collectives of one group. Every tensor is flat and contiguous; those that are not, the process group copies."""
+    """The collectives of one group.
+
+    Every tensor is flat and contiguous; those that are not, the process group copies.
+    """
 
     def __init__(self, mesh: LinkMesh) -> None:
         self._mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -126,7 +130,10 @@ class TcpCollectives:
         receives = [self._receive(r, call, outputs[r]) for r in self._others]
         yield from self._done([*receives, *(self._send(r, call, inputs[r]) for r in self._others)])
         if outputs[self.rank].numel() != inputs[self.rank].numel():
-            raise ValueError(f"all_to_all: rank {self.rank} sends {len(inputs[self.rank])} to itself and expects {len(outputs[self.rank])}")
+            raise ValueError(
+                f"all_to_all: rank {self.rank} sends {len(inputs[self.rank])} to itself and expects "
+                f"{len(outputs[self.rank])}"
+            )
         outputs[self.rank].copy_(inputs[self.rank])
 
     def barrier(self) -> Steps:
@@ -136,11 +143,13 @@ class TcpCollectives:
 
     # Parts of them
 
-    def _ring(self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None) -> Steps:
+    def _ring(
+        self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None
+    ) -> Steps:
         """Some of the 2 (n - 1) steps of a ring all-reduce.
 
-        After the first half rank r has the sum of all ranks' share r, after the second the sums of all shares. In step t a rank receives
-        share r - t - 2 from its left; what it received, it passes on.
+        After the first half rank r has the sum of all ranks' share r, after the second the sums of all shares. In step
+        t a rank receives share r - t - 2 from its left; what it received, it passes on.
         """
         n, last_sum = self.size, self.size - 2
         piece = self._piece(max(shares, key=len))
@@ -190,8 +199,8 @@ class TcpCollectives:
     def _done(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
         """Wait until they all are; then what was sent may change.
 
-        What goes round a ring is lent to its stream until the ring is done: where it is written to before, that is because the sum that it
-        went into came back, and so the next rank has it.
+        What goes round a ring is lent to its stream until the ring is done: where it is written to before, that is
+        because the sum that it went into came back, and so the next rank has it.
         """
         yield from self._wait(messages)
         for message in messages:

@@ -1,8 +1,8 @@
 """The link to another rank: a stream over a TCP connection, re-made when lost.
 
-Of two ranks the one with the higher number connects. The other can only knock: open a connection to say that it misses one. A knock, like a
-connect, also tells whether the process is still there: where the address answers and nobody listens any more, it is gone; where nothing
-answers, it is the network, which may come back.
+Of two ranks the one with the higher number connects. The other can only knock: open a connection to say that it misses
+one. A knock, like a connect, also tells whether the process is still there: where the address answers and nobody
+listens any more, it is gone; where nothing answers, it is the network, which may come back.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class PeerLink:
         """The peer and the state of the connection, as text for an error."""
         for_s = f"{time.monotonic() - self._since:.1f} s"
         if self.connected:
-            how = f"connected for {for_s}" + (f", after {self.connections - 1} lost connections" if self.connections > 1 else "")
+            how = f"connected for {for_s}" + (
+                f", after {self.connections - 1} lost connections" if self.connections > 1 else ""
+            )
         else:
             how = f"{'re-connecting' if self.connections else 'connecting'} for {for_s}, {self._attempts} attempts"
         error = f", last error: {self._last_error}" if self._last_error else ""
@@ -142,7 +144,10 @@ class PeerLink:
             self._over = "the group has ended here"
 
     def say_goodbye(self) -> None:
-        """Tell the other rank, once, that nothing more will come. It closes the connection then, and the link is over."""
+        """Tell the other rank, once, that nothing more will come.
+
+        It closes the connection then, and the link is over.
+        """
         if self.connected and not self.stream.said_goodbye:
             try:
                 self.stream.say_goodbye()
@@ -248,14 +253,17 @@ class PeerLink:
         now = time.monotonic()
         self._last_error = error.strerror or str(error)
         waited = isinstance(error, TimeoutError)  # that was back-off enough
-        self._next_attempt = now + (0.0 if waited else min(_BACK_OFF_S[0] * 2 ** min(self._attempts, 10), _BACK_OFF_S[1]))
+        self._next_attempt = now + (
+            0.0 if waited else min(_BACK_OFF_S[0] * 2 ** min(self._attempts, 10), _BACK_OFF_S[1])
+        )
         if not isinstance(error, ConnectionRefusedError):
             self._refused.clear()
             return
         self._refused.append(now)
         if now - self._refused[0] > _GONE_S:
             self._over = (
-                f"{self.peer} is gone (pid {self.peer.pid}): its host answers {self.own}, but nobody listens at port {self.peer.port} "
+                f"{self.peer} is gone (pid {self.peer.pid}): its host answers {self.own}, but nobody listens "
+                f"at port {self.peer.port} "
                 f"any more, tried {len(self._refused)} times in {now - self._refused[0]:.1f} s"
             )
 
@@ -307,5 +315,7 @@ def _tune(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in zip((socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), _KEEPALIVE_S, strict=True):
+    for option, value in zip(
+        (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), _KEEPALIVE_S, strict=True
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

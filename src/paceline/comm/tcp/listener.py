@@ -32,7 +32,9 @@ class Listener:
     Called under the loop's lock, but for its construction.
     """
 
-    def __init__(self, loop: TcpProgress, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
+    def __init__(
+        self, loop: TcpProgress, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]
+    ) -> None:
         self._loop, self._secret, self._welcome = loop, secret, welcome
         self._pending: dict[int, _Pending] = {}
         self._socket = _listen(address)
@@ -105,7 +107,8 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise LaunchError(
-            f"cannot listen on {address}: {error.strerror}. PACELINE_ADDRESS names the address of this host that the others are to use."
+            f"cannot listen on {address}: {error.strerror}. PACELINE_ADDRESS names the address of this host "
+            "that the others are to use."
         ) from error
     listener.setblocking(False)
     return listener

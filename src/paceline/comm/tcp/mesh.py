@@ -167,7 +167,8 @@ class LinkMesh:
         self.fail(
             SyncError(
                 f"the ranks made different calls: {own} {ours}, {peer} {theirs}. "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same type and size."
+                "Every rank of a group must make the same calls in the same order, with tensors of the same "
+                "type and size."
             )
         )
 
@@ -220,7 +221,8 @@ def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[R
     if unreachable:
         alone = own if ip_address(own.address).is_loopback else unreachable[0]
         raise LaunchError(
-            f"{alone} can be reached from its own host only, and the other ranks are elsewhere. Set PACELINE_ADDRESS on that host to the "
+            f"{alone} can be reached from its own host only, and the other ranks are elsewhere. Set "
+            "PACELINE_ADDRESS on that host to the "
             "address that the others are to use, or MASTER_ADDR to one that is not an alias of loopback."
         )
     return places

@@ -1,7 +1,8 @@
 """Messages on a stream: headers, matching of receives, and checks that both sides agree.
 
-Two channels share a stream. On that of collectives the next message is for whoever has asked first; on that of c10d's messages, for whoever
-has asked first for its tag. One that nobody has asked for yet is kept, so that it does not block those behind it.
+Two channels share a stream. On that of collectives the next message is for whoever has asked first; on that of c10d's
+messages, for whoever has asked first for its tag. One that nobody has asked for yet is kept, so that it does not block
+those behind it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,31 @@ _WHAT = (
 )
 _HOW = ("", "sum", "mean", "product", "min", "max", "and", "or", "xor")
 _DTYPE_NAMES = (
-    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bool", "float16", "bfloat16", "float32", "float64"),
-    *("complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *(
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+        "bool",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ),
+    *(
+        "complex32",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ),
 )
 _DTYPES = tuple(getattr(torch, name) for name in _DTYPE_NAMES)
 _WHAT_CODES = {name: code for code, name in enumerate(_WHAT)}
@@ -59,7 +83,14 @@ class CurrentCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, what: str, dtype: torch.dtype = torch.uint8, elements: int = 0, *, how: str = "", root: int = -1, number: int = 0
+        cls,
+        what: str,
+        dtype: torch.dtype = torch.uint8,
+        elements: int = 0,
+        *,
+        how: str = "",
+        root: int = -1,
+        number: int = 0,
     ) -> CurrentCall:
         """A call in numbers."""
         return cls(_WHAT_CODES[what], _HOW_CODES[how], _DTYPE_CODES[dtype], root, number, 0, elements)
@@ -119,7 +150,9 @@ class TcpInbox:
     `on_mismatch` gets a message that is not the expected one, `on_failure` the other's failure.
     """
 
-    def __init__(self, source: int, on_mismatch: Callable[[int, TcpReceive, TcpMessage], None], on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, source: int, on_mismatch: Callable[[int, TcpReceive, TcpMessage], None], on_failure: Callable[[str], None]
+    ) -> None:
         self.source = source
         self._on_mismatch, self._on_failure = on_mismatch, on_failure
         self._receives: dict[int, deque[TcpReceive]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}

@@ -22,7 +22,8 @@ from paceline.comm.tcp.progress import TcpProgress
 class TcpProcessGroup(DrivenProcessGroup):
     """A process group over links that outlive their connections. CPU tensors of any dtype, contiguous or not.
 
-    Made by `torch.distributed`, once `paceline.comm.tcp` is imported: `dist.init_process_group("tcp")`, `dist.new_group(backend="tcp")`.
+    Made by `torch.distributed`, once `paceline.comm.tcp` is imported: `dist.init_process_group("tcp")`,
+    `dist.new_group(backend="tcp")`.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
@@ -49,7 +50,9 @@ class TcpProcessGroup(DrivenProcessGroup):
                 yield
             message.end_loan()
 
-        return self._launch(MeshQueue(self._mesh), "send", f"send to rank {receiver}", steps(), self._awaited(under_way), [tensor])
+        return self._launch(
+            MeshQueue(self._mesh), "send", f"send to rank {receiver}", steps(), self._awaited(under_way), [tensor]
+        )
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
         return self._receive(tensors, sender, tag)
@@ -66,7 +69,11 @@ class TcpProcessGroup(DrivenProcessGroup):
             flat = flattened(tensor)
             call = _message(flat, tag)
             mesh = self._mesh
-            receive = mesh.receive_from_any(MESSAGE, call, flat) if sender is None else mesh.receive(sender, MESSAGE, call, flat)
+            receive = (
+                mesh.receive_from_any(MESSAGE, call, flat)
+                if sender is None
+                else mesh.receive(sender, MESSAGE, call, flat)
+            )
             under_way.append(receive)
             while not receive.done:
                 yield
@@ -74,7 +81,9 @@ class TcpProcessGroup(DrivenProcessGroup):
             return receive.source
 
         title, whom = ("recvAnySource", "any rank") if sender is None else ("recv", f"rank {sender}")
-        return self._launch(MeshQueue(self._mesh), title, f"receive from {whom}", steps(), self._awaited(under_way), [tensor])
+        return self._launch(
+            MeshQueue(self._mesh), title, f"receive from {whom}", steps(), self._awaited(under_way), [tensor]
+        )
 
     def _awaited(self, under_way: list[TcpSend | TcpReceive]) -> Callable[[], list[PeerLink]]:
         return lambda: self._mesh.links_of(under_way)

@@ -1,8 +1,8 @@
 """Progress of socket operations: a thread that waits drives all; a background thread the others.
 
-One thread at a time is the *driver*: it sleeps until a socket is ready, reads and writes, and continues all operations. Others that wait
-sleep until it has done theirs, or leaves off. While nobody waits, the thread looks in now and then: lost connections are made anew, and
-what was received is acknowledged, also while this rank computes.
+One thread at a time is the *driver*: it sleeps until a socket is ready, reads and writes, and continues all operations.
+Others that wait sleep until it has done theirs, or leaves off. While nobody waits, the thread looks in now and then:
+lost connections are made anew, and what was received is acknowledged, also while this rank computes.
 """
 
 from __future__ import annotations
@@ -226,7 +226,9 @@ class TcpProgress:
         """True if something is in progress that nobody waits for."""
         if not self._busy or self._waiting or self._driving:
             return False
-        oldest = min((queue.operations[0].started for queue in self._busy if queue.operations), default=time.monotonic())
+        oldest = min(
+            (queue.operations[0].started for queue in self._busy if queue.operations), default=time.monotonic()
+        )
         return self._urgent or time.monotonic() - oldest > _GRACE_S
 
 
@@ -246,6 +248,7 @@ def _lost(operation: Operation) -> Exception | None:
         states = "; ".join(peer.state() for peer in awaited)
         return SyncError(
             f"{operation.what}: timeout after {waited_s:.1f} s" + (f", waiting: {states}" if states else "") + ". "
-            "Look for the first error of the ranks that did not come; if they, or the network, are only slow, raise deadline_s."
+            "Look for the first error of the ranks that did not come; if they, or the network, are only slow, "
+            "raise deadline_s."
         )
     return None

@@ -1,8 +1,8 @@
 """A byte stream between two ranks that survives lost connections, without loss or repetition.
 
-Every byte has a position, counted from the stream's beginning. What was sent is kept until the other side says that it has it; each frame
-says how much has been received the other way. When a connection is lost, both sides tell on the next how far they have received, and the
-sender goes on from there.
+Every byte has a position, counted from the stream's beginning. What was sent is kept until the other side says that it
+has it; each frame says how much has been received the other way. When a connection is lost, both sides tell on the next
+how far they have received, and the sender goes on from there.
 
 A frame is a header (bytes that follow, bytes received so far) and the bytes.
 """
@@ -37,7 +37,10 @@ class Sink(Protocol):
 
 
 class OutgoingBytes:
-    """Bytes given to the stream: `start` is the position of the first. `lent`: the memory is the caller's, who may change it."""
+    """Bytes given to the stream: `start` is the position of the first.
+
+    `lent`: the memory is the caller's, who may change it.
+    """
 
     __slots__ = ("data", "lent", "start")
 
@@ -51,7 +54,10 @@ class OutgoingBytes:
 
 
 class ByteStream:
-    """One end. `attach` it to a connection; `read` and `write` raise OSError when that is lost, and then `detach` it."""
+    """One end.
+
+    `attach` it to a connection; `read` and `write` raise OSError when that is lost, and then `detach` it.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self.socket: socket.socket | None = None
@@ -75,7 +81,10 @@ class ByteStream:
     # Giving
 
     def give(self, data: memoryview, *, lent: bool) -> OutgoingBytes:
-        """Send bytes after all given before. Lent ones must stay as they are until `written` has passed them and `keep` was called."""
+        """Send bytes after all given before.
+
+        Lent ones must stay as they are until `written` has passed them and `keep` was called.
+        """
         piece = OutgoingBytes(self.given, data, lent)
         self._queued.append(piece)
         self.given = piece.end
@@ -95,7 +104,10 @@ class ByteStream:
         """End a loan: copy what may have to be sent again."""
         if piece.lent:
             begin = max(piece.start, self.acknowledged)
-            piece.data, piece.start = memoryview(bytes(piece.data[begin - piece.start :])) if begin < piece.end else memoryview(b""), begin
+            piece.data, piece.start = (
+                memoryview(bytes(piece.data[begin - piece.start :])) if begin < piece.end else memoryview(b""),
+                begin,
+            )
             piece.lent = False
 
     # Connections
@@ -108,7 +120,8 @@ class ByteStream:
         """
         if not self.acknowledged <= has_received <= self.given:
             raise SyncError(
-                f"the other side claims to have received {has_received} bytes, of {self.given} sent and {self.acknowledged} acknowledged"
+                f"the other side claims to have received {has_received} bytes, of {self.given} sent and "
+                f"{self.acknowledged} acknowledged"
             )
         self.detach()
         self.socket = connection

@@ -12,10 +12,10 @@ class Dimensions(Spec):
 
     For example `{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}`.
 
-    `ffn` is 4 × hidden where not given, `kv_heads` as many as heads. `gated`: three matrices in each feed-forward part (SwiGLU) instead of
-    two. `tied`: the head is the embedding. `positions`: a table of learned positions. `dropout`:
-    whether it has any (gated models have none). With `experts`, each layer has as many feed-forward
-    parts of `ffn`, and every token goes through `top_k` of them.
+    `ffn` is 4 × hidden where not given, `kv_heads` as many as heads. `gated`: three matrices in each feed-forward part
+    (SwiGLU) instead of two. `tied`: the head is the embedding. `positions`: a table of learned positions. `dropout`:
+    whether it has any (gated models have none). With `experts`, each layer has as many feed-forward parts of `ffn`, and
+    every token goes through `top_k` of them.
     """
 
     layers: int = Field(ge=1)

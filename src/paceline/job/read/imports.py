@@ -68,14 +68,18 @@ def import_path_of(function_or_class: Any) -> str:
     if name is None or module is None:
         raise ValueError(f"{function_or_class!r} is neither a function nor a class; give one that makes it")
     if "<" in name:
-        raise ValueError(f"{name} cannot be imported by other ranks; define it with a name of its own at the top of a module")
+        raise ValueError(
+            f"{name} cannot be imported by other ranks; define it with a name of its own at the top of a module"
+        )
     if module != "__main__":
         return f"{module}:{name}"
     main = sys.modules["__main__"]
     if main.__spec__ is not None:  # python -m pkg.mod
         return f"{main.__spec__.name}:{name}"
     if not Path(getattr(main, "__file__", None) or "").is_file():  # a notebook, a prompt, or a script from a pipe
-        raise ValueError(f"{name} was defined in an interactive session, where other ranks cannot import it; put it into a file")
+        raise ValueError(
+            f"{name} was defined in an interactive session, where other ranks cannot import it; put it into a file"
+        )
     return f"{Path(str(main.__file__)).resolve()}:{name}"
 
 

@@ -65,14 +65,19 @@ def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
 
 def _built_in(name: str) -> Callable[..., nn.Module]:
     if name not in _MODELS:
-        raise JobError(f'the zoo has no model "{name}". {nearest(name, _MODELS)} (A model of your own: pkg.mod:name or file.py:name)')
+        raise JobError(
+            f'the zoo has no model "{name}". {nearest(name, _MODELS)} (A model of your own: pkg.mod:name or '
+            "file.py:name)"
+        )
     return _MODELS[name]
 
 
 def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     factory = load_object(path)
     if isinstance(factory, nn.Module) or not callable(factory):
-        raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the model from the job's seed")
+        raise JobError(
+            f"{path} is a {type(factory).__name__}; name a function or class that makes the model from the job's seed"
+        )
     check_call(path, factory, **args)
     model = factory(**args)
     if not isinstance(model, nn.Module):

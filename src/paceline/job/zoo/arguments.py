@@ -48,4 +48,6 @@ def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: A
     try:
         signature.bind(*positional, **args)
     except TypeError as error:
-        raise JobError(f"{path}{signature} does not fit the job's args ({', '.join(args) or 'none'}): {error}") from None
+        raise JobError(
+            f"{path}{signature} does not fit the job's args ({', '.join(args) or 'none'}): {error}"
+        ) from None

@@ -1,7 +1,8 @@
 """Items that a loss is the mean over: its own `items`, or torch's definition.
 
-A batch is computed in parts (data-parallel ranks, microbatches). The parts' losses make up the loss of the batch only when each is weighed
-by the number of items that it is the mean over: samples for most losses, labels that are not ignored for others.
+A batch is computed in parts (data-parallel ranks, microbatches). The parts' losses make up the loss of the batch only
+when each is weighed by the number of items that it is the mean over: samples for most losses, labels that are not
+ignored for others.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def items_of(loss: object) -> Items | None:
         return None
     if type(loss) in _WITH_IGNORED:
         return functools.partial(_counted, ignored=loss.ignore_index, weight=loss.weight)  # type: ignore[attr-defined]
-    function, given = (loss.func, loss.keywords) if isinstance(loss, functools.partial) and not loss.args else (loss, {})
+    function, given = (
+        (loss.func, loss.keywords) if isinstance(loss, functools.partial) and not loss.args else (loss, {})
+    )
     if function in (F.cross_entropy, F.nll_loss):
         return functools.partial(_counted, ignored=given.get("ignore_index", -100), weight=given.get("weight"))
     return None
@@ -65,7 +68,12 @@ def adds_up(loss: object) -> bool:
 def is_known(loss: object) -> bool:
     """True if a loss is torch's own, whose mean is known; derived classes are not."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
-    return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in (F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss)
+    return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in (
+        F.cross_entropy,
+        F.nll_loss,
+        F.mse_loss,
+        F.l1_loss,
+    )
 
 
 def reads_models_loss(loss: object) -> bool:
@@ -73,7 +81,11 @@ def reads_models_loss(loss: object) -> bool:
 
     An example is `lambda output, _: output.loss`.
     """
-    call = loss if inspect.isfunction(loss) else getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
+    call = (
+        loss
+        if inspect.isfunction(loss)
+        else getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
+    )
     if not inspect.isfunction(call) or call.__code__.co_argcount < 1 + (call is not loss):
         return False
     output = call.__code__.co_varnames[int(call is not loss)]

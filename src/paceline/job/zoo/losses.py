@@ -26,12 +26,16 @@ def build_loss(spec: LossSpec) -> Loss:
     """The loss that `spec` names.
 
     Raises:
-        JobError: an unknown name (the nearest is named), an import that fails, or arguments that the loss does not take.
+        JobError: an unknown name (the nearest is named), an import that fails, or arguments that the loss does not
+            take.
     """
     if ":" in spec.name:
         return _users_loss(spec.name, spec.args)
     if spec.name not in _LOSSES:
-        raise JobError(f'there is no loss "{spec.name}". {nearest(spec.name, _LOSSES)} (A loss of your own: pkg.mod:name or file.py:name)')
+        raise JobError(
+            f'there is no loss "{spec.name}". {nearest(spec.name, _LOSSES)} (A loss of your own: pkg.mod:name '
+            "or file.py:name)"
+        )
     built_in = _LOSSES[spec.name]
     return built_in(**checked_args(f"loss {spec.name}", built_in, spec.args))
 
@@ -39,12 +43,15 @@ def build_loss(spec: LossSpec) -> Loss:
 class CrossEntropy:
     """The mean cross-entropy over the labels that are not -100; 0 where all are.
 
-    Output: logits (n, classes), (n, t, classes) for sequences, or (n, classes, h, w); target: whole numbers, the same without classes.
-    `weight` is one number per class; the mean is then over the weights of the labels.
+    Output: logits (n, classes), (n, t, classes) for sequences, or (n, classes, h, w); target: whole numbers, the same
+    without classes. `weight` is one number per class; the mean is then over the weights of the labels.
     """
 
     def __init__(
-        self, *, label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0, weight: list[Annotated[float, Field(ge=0)]] | None = None
+        self,
+        *,
+        label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0,
+        weight: list[Annotated[float, Field(ge=0)]] | None = None,
     ) -> None:
         self.label_smoothing = label_smoothing
         self.weight = None if weight is None else torch.tensor(weight)
@@ -53,8 +60,8 @@ class CrossEntropy:
         """The loss as a 0-dimensional tensor.
 
         Raises:
-            DataError: labels that are out of range, no whole numbers, or not of the output's shape. On a GPU, labels out of range end
-                the process with CUDA's own assertion; `check` on the host names them before.
+            DataError: labels that are out of range, no whole numbers, or not of the output's shape. On a GPU, labels
+                out of range end the process with CUDA's own assertion; `check` on the host names them before.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         weight = None
@@ -62,11 +69,14 @@ class CrossEntropy:
             self.weight = self.weight.to(logits.device)
             weight = self.weight.to(logits.dtype)
         try:
-            mean = F.cross_entropy(logits, labels, weight=weight, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+            mean = F.cross_entropy(
+                logits, labels, weight=weight, ignore_index=IGNORED, label_smoothing=self.label_smoothing
+            )
         except (IndexError, RuntimeError, ValueError):
             _explain_failure(logits, labels, weight)
             raise
-        if mean.device.type == "cpu" and not mean.isnan():  # to look is free on a CPU; a GPU would have to be waited for
+        # to look is free on a CPU; a GPU would have to be waited for
+        if mean.device.type == "cpu" and not mean.isnan():
             return mean
         return torch.where(self.items(target) > 0, mean, 0.0)
 
@@ -75,7 +85,8 @@ class CrossEntropy:
         counted = target != IGNORED
         if self.weight is None:
             return counted.sum()
-        of_each = self.weight.to(target.device)[target.long().clamp(0, len(self.weight) - 1)]  # what is out of range is `check`'s to name
+        # what is out of range is `check`'s to name
+        of_each = self.weight.to(target.device)[target.long().clamp(0, len(self.weight) - 1)]
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
@@ -137,7 +148,8 @@ class ModelsOwn:
     """The loss that the model computed itself: `output.loss` or `output["loss"]`.
 
     Attributes:
-        terms: what it is the mean over, by the parts of a batch; none: the samples. The engine finds out (`paceline.engine.model_loss`).
+        terms: what it is the mean over, by the parts of a batch; none: the samples. The engine finds out
+            (`paceline.engine.model_loss`).
     """
 
     def __init__(self) -> None:
@@ -145,7 +157,8 @@ class ModelsOwn:
 
     def items_in(self, batch: Any) -> float | Tensor:
         """Number of items in a batch's mean loss; `batch` is the model's input or labels."""
-        if isinstance(batch, Mapping) and "num_items_in_batch" in batch:  # whole sequences, of whose tokens this rank has some
+        # whole sequences, of whose tokens this rank has some
+        if isinstance(batch, Mapping) and "num_items_in_batch" in batch:
             items: Tensor = batch["num_items_in_batch"].sum()
             return items
         if self.terms and isinstance(batch, Mapping):
@@ -163,7 +176,8 @@ class ModelsOwn:
             keys = f" with {', '.join(output)}" if isinstance(output, Mapping) else ""
             raise JobError(
                 f"loss model: the model's output is a {type(output).__name__}{keys}, without a loss. "
-                "A Hugging Face model computes one when the sample has labels; other models need a loss of their own, e.g. cross_entropy"
+                "A Hugging Face model computes one when the sample has labels; other models need a loss of "
+                "their own, e.g. cross_entropy"
             )
         return loss
 
@@ -174,7 +188,8 @@ class Term:
 
     Attributes:
         shifted: each token is to predict the next one, so that the first label of a sequence is for none.
-        ignored: this label is left out; None: labels from the number of tokens of `input_ids` on (positions of answers).
+        ignored: this label is left out; None: labels from the number of tokens of `input_ids` on (positions of
+            answers).
         masked: labels where the batch's `attention_mask` is 0 are left out as well.
     """
 
@@ -207,8 +222,8 @@ def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int
 
     `where` says which labels these are, e.g. `in batch 37`. `in batch 37`.
 
-    `samples` are the indices in the data set of the rows of `target`, to be named. Costs a pass over the labels: for a whole data set's
-    labels once, or a batch on the host on its way to a GPU.
+    `samples` are the indices in the data set of the rows of `target`, to be named. Costs a pass over the labels: for a
+    whole data set's labels once, or a batch on the host on its way to a GPU.
 
     Raises:
         DataError: a label out of range; names it, its place and the range.
@@ -220,7 +235,10 @@ def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int
         at = f"at {place[0] if len(place) == 1 else tuple(place)}"
         if samples is not None:
             at = f"sample {samples[place[0]]}" + "".join(f", position {p}" for p in place[1:])
-        raise DataError(f"expected labels in 0..{classes - 1}, found {label} {where} ({at}, {int(wrong.sum())} of {target.numel()} labels)")
+        raise DataError(
+            f"expected labels in 0..{classes - 1}, found {label} {where} ({at}, {int(wrong.sum())} of "
+            f"{target.numel()} labels)"
+        )
 
 
 def logits_of(output: Any) -> Tensor:
@@ -231,21 +249,31 @@ def logits_of(output: Any) -> Tensor:
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        raise JobError(f"the loss needs a tensor or an object with .logits, but the model returned a {type(output).__name__}")
+        raise JobError(
+            f"the loss needs a tensor or an object with .logits, but the model returned a {type(output).__name__}"
+        )
     return logits
 
 
 def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (m, classes, …) and int64 labels (m, …) from those of a batch; sequences (n, t, classes) become one row per token.
+    """Logits (m, classes, …) and int64 labels (m, …) from those of a batch.
+
+    Sequences (n, t, classes) become one row per token.
 
     Raises:
         DataError: labels that are not whole numbers, or not one per sample or token.
     """
     if target.is_floating_point():
-        raise DataError(f"labels should be whole numbers, got {_sort(target)}; for numbers to be fitted take the loss mse, mae or bce")
+        raise DataError(
+            f"labels should be whole numbers, got {_sort(target)}; for numbers to be fitted take the loss "
+            "mse, mae or bce"
+        )
     if logits.dim() == 3:
         if target.shape != logits.shape[:2]:
-            raise DataError(f"the model returned logits {_sort(logits)} for labels {_sort(target)}; there should be one label per token")
+            raise DataError(
+                f"the model returned logits {_sort(logits)} for labels {_sort(target)}; there should be one "
+                "label per token"
+            )
         return logits.flatten(0, 1), target.flatten().long()
     return logits, target.long()
 
@@ -262,7 +290,8 @@ def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     if values.shape != target.shape:
         if values.shape != (*target.shape, 1) and target.shape != (*values.shape, 1):
             raise DataError(
-                f"{name} needs an output and a target of the same shape; the model returned {_sort(values)}, the target is {_sort(target)}"
+                f"{name} needs an output and a target of the same shape; the model returned {_sort(values)}, "
+                f"the target is {_sort(target)}"
             )
         target = target.reshape(values.shape)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -278,7 +307,8 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
     views = logits_of(output)
     if views.dim() != 3 or views.shape[1] != 2:
         raise DataError(
-            f"contrastive needs two views of each sample, (n, 2, d), but the model returned {_sort(views)}; the zoo's simclr makes them"
+            f"contrastive needs two views of each sample, (n, 2, d), but the model returned {_sort(views)}; "
+            "the zoo's simclr makes them"
         )
     flat = views.flatten(0, 1)
     similarity = (flat @ flat.T).fill_diagonal_(float("-inf"))
@@ -293,9 +323,12 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
         loss = loss(**args)
         args = {}
     if not callable(loss):
-        raise JobError(f"{path} is a {type(loss).__name__} and cannot be called; a loss is called as loss(output, target)")
+        raise JobError(
+            f"{path} is a {type(loss).__name__} and cannot be called; a loss is called as loss(output, target)"
+        )
     check_call(path, loss, "output", "target", **args)
-    return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss  # the wrapper has the attributes, too
+    # the wrapper has the attributes, too
+    return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss
 
 
 def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> None:
@@ -304,9 +337,14 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
     It looks at the values, so it is called only after a failure.
     """
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
-        raise DataError(f"the model returned logits {_sort(logits)} for labels {_sort(labels)}; there should be one label per sample")
+        raise DataError(
+            f"the model returned logits {_sort(logits)} for labels {_sort(labels)}; there should be one "
+            "label per sample"
+        )
     if weight is not None and len(weight) != logits.shape[1]:
-        raise JobError(f"loss cross_entropy: weight has {len(weight)} numbers, but the model has {logits.shape[1]} classes")
+        raise JobError(
+            f"loss cross_entropy: weight has {len(weight)} numbers, but the model has {logits.shape[1]} classes"
+        )
     check_labels(labels, logits.shape[1], "in a batch")
 
 

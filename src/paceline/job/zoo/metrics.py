@@ -23,12 +23,16 @@ def build_metric(name: str) -> Metric:
     """The metric that `name` names: a built-in one, or a factory by import path.
 
     Raises:
-        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a metric.
+        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a
+            metric.
     """
     if ":" in name:
         return _users_metric(name)
     if name not in _METRICS:
-        raise JobError(f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own: pkg.mod:factory or file.py:factory)')
+        raise JobError(
+            f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own: pkg.mod:factory or '
+            "file.py:factory)"
+        )
     measure, result = _METRICS[name]
     return BuiltIn(name, measure, result)
 
@@ -39,7 +43,9 @@ class BuiltIn:
     `result` turns the summed ratio into the metric.
     """
 
-    def __init__(self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]) -> None:
+    def __init__(
+        self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]
+    ) -> None:
         self.name = name
         self._measure = measure
         self._result = result
@@ -153,6 +159,13 @@ def _users_metric(path: str) -> Metric:
         raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
     check_call(path, factory)
     metric: Metric = factory()
-    if not (callable(metric) and isinstance(getattr(metric, "name", None), str) and callable(getattr(metric, "result", None))):
-        raise JobError(f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and result(total, count)")
+    if not (
+        callable(metric)
+        and isinstance(getattr(metric, "name", None), str)
+        and callable(getattr(metric, "result", None))
+    ):
+        raise JobError(
+            f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and "
+            "result(total, count)"
+        )
     return metric

@@ -16,8 +16,12 @@ from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # for which torch has fused steps; elsewhere the first step would raise
 
 
-def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
-    """The optimizer over those of a model's parameters that are trainable. Weight decay is on all of them, but for LARS and LAMB.
+def build_optimizer(
+    spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer over those of a model's parameters that are trainable.
+
+    Weight decay is on all of them, but for LARS and LAMB.
 
     `fused`: torch's fused step where it has one for these parameters' device and dtype; LARS and LAMB have none.
 
@@ -38,7 +42,8 @@ def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, 
 def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> float:
     """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
 
-    Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from its end on.
+    Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from its
+    end on.
 
     Raises:
         JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
@@ -51,7 +56,10 @@ def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> f
         return spec.factor ** sum(step >= milestone for milestone in spec.milestones)
     end = spec.decay_steps or total_steps
     if end is None:
-        raise JobError(f"schedule {spec.name} does not know where the decay ends: give schedule.decay_steps, or stop.epochs or stop.steps")
+        raise JobError(
+            f"schedule {spec.name} does not know where the decay ends: give schedule.decay_steps, or "
+            "stop.epochs or stop.steps"
+        )
     progress = min(1.0, (step - spec.warmup_steps) / max(1, end - spec.warmup_steps))
     remaining = 1 - progress if spec.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return spec.final + (1 - spec.final) * remaining
@@ -88,12 +96,18 @@ class _Layerwise(torch.optim.Optimizer):
 class LARS(_Layerwise):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
 
-    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none (biases, norms) are
-    neither scaled nor decayed, as is usual where LARS is used: their norms say little, and decay harms them.
+    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none
+    (biases, norms) are neither scaled nor decayed, as is usual where LARS is used: their norms say little, and decay
+    harms them.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 1e-3
+        self,
+        parameters: Iterable[Tensor],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
 
@@ -118,8 +132,9 @@ class LARS(_Layerwise):
 class LAMB(_Layerwise):
     """Layer-wise adaptive moments for batch training (You et al., 2020, arXiv:1904.00962, algorithm 2).
 
-    Adam's step with bias correction, plus decoupled weight decay, is scaled by the parameter's norm over the step's norm. Parameters of one
-    dimension or none (biases, norms) are neither scaled nor decayed, as in the authors' BERT training: for these it is Adam.
+    Adam's step with bias correction, plus decoupled weight decay, is scaled by the parameter's norm over the step's
+    norm. Parameters of one dimension or none (biases, norms) are neither scaled nor decayed, as in the authors' BERT
+    training: for these it is Adam.
     """
 
     def __init__(
@@ -164,10 +179,17 @@ class LAMB(_Layerwise):
         return updates
 
 
-def _torch_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool | None) -> torch.optim.Optimizer:
+def _torch_optimizer(
+    spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool | None
+) -> torch.optim.Optimizer:
     if spec.name == "sgd":
         return torch.optim.SGD(
-            parameters, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay, fused=fused
+            parameters,
+            lr=spec.lr,
+            momentum=spec.momentum,
+            nesterov=spec.nesterov,
+            weight_decay=spec.weight_decay,
+            fused=fused,
         )
     adam = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
     return adam(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)

@@ -12,9 +12,10 @@ from paceline.plans.plan import Plan
 def check_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
     """Every reason why a plan cannot run a job on a cluster.
 
-    Each reason names the value that would work. After the reasons comes the nearest plan that works, if one was found. If the plan
-    divides the model, the model is built, without memory for its weights if its code allows that. Problems that only the data and a
-    forward pass show are not found: activations, the last batch of an epoch, a loss of the user's own.
+    Each reason names the value that would work. After the reasons comes the nearest plan that works, if one was found.
+    If the plan divides the model, the model is built, without memory for its weights if its code allows that. Problems
+    that only the data and a forward pass show are not found: activations, the last batch of an epoch, a loss of the
+    user's own.
 
     Args:
         world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.

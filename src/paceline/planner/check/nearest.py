@@ -39,12 +39,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()) -> Plan | None:
+def nearest_plan(
+    plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()
+) -> Plan | None:
     """The plan that passes every check and differs least from `plan`.
 
-    It differs in the fewest keys, and among those in the degrees by least. No degree that is 1 in `plan` is raised, but for `dp`
-    and, if the state exceeds the memory, `fsdp`. It needs no more ranks than `plan` does or there are devices. Equal arguments give
-    equal results.
+    It differs in the fewest keys, and among those in the degrees by least. No degree that is 1 in `plan` is raised, but
+    for `dp` and, if the state exceeds the memory, `fsdp`. It needs no more ranks than `plan` does or there are devices.
+    Equal arguments give equal results.
 
     Args:
         world: the number of ranks that were started already; the plan then needs exactly these.
@@ -83,13 +85,20 @@ def nearest_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = Non
     return None
 
 
-def _with_other_degrees(asked: PlanContext, values: dict[str, list[int]], changes: int, ranks: int, exact: bool) -> Iterator[PlanContext]:
+def _with_other_degrees(
+    asked: PlanContext, values: dict[str, list[int]], changes: int, ranks: int, exact: bool
+) -> Iterator[PlanContext]:
     for degrees in islice(_degrees(asked.plan, values, changes, ranks, exact=exact), _MOST_DEGREES_TRIED):
         yield replace(asked, plan=replace(asked.plan, **degrees))
 
 
-def _degrees(plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool) -> Iterator[dict[str, Any]]:
-    """Values for exactly `changes` of the degrees, nearest first. Together they need at most (or exactly) `ranks` ranks."""
+def _degrees(
+    plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool
+) -> Iterator[dict[str, Any]]:
+    """Values for exactly `changes` of the degrees, nearest first.
+
+    Together they need at most (or exactly) `ranks` ranks.
+    """
     found = []
     for keys in combinations(values, changes):
         kept = plan.ranks // prod(getattr(plan, key) for key in keys)
@@ -130,7 +139,10 @@ def _values(context: PlanContext, key: str, most: int) -> list[int]:
 def _others_repaired(
     context: PlanContext, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)
 ) -> Plan | None:
-    """The plan with exactly `changes` other keys changed to pass the checks, or None. With `changes=None` any number may change."""
+    """The plan with exactly `changes` other keys changed to pass the checks, or None.
+
+    With `changes=None` any number may change.
+    """
     failed = next((check for check in checks if check.reason(context)), None)
     if failed is None:
         return None if changes else context.plan

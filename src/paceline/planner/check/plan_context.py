@@ -33,7 +33,8 @@ class PlanContext:
 
     Attributes:
         world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
-        weighed: True if the state is compared with the memory even if no rank divides the model; the model is then built.
+        weighed: True if the state is compared with the memory even if no rank divides the model; the model is then
+            built.
         per_host: number of ranks that fit on each host; taken from the cluster.
     """
 

@@ -28,8 +28,8 @@ _RANK_BYTES = 2**28
 def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
     """Every reason why the plan cannot run the job on the cluster.
 
-    Each reason names the value that would work. `world` is the number of ranks that were started already, on whatever devices there
-    are.
+    Each reason names the value that would work. `world` is the number of ranks that were started already, on whatever
+    devices there are.
     """
     return reasons_of(PlanContext(plan, job, cluster, world))
 
@@ -48,7 +48,10 @@ def _too_few_devices(context: PlanContext) -> str | None:
     plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
     if plan.ranks <= context.devices or cluster.kind == "cpu" or context.world is not None:
         return None
-    have = f"plan {plan} needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has {count(context.devices, 'device')}"
+    have = (
+        f"plan {plan} needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has "
+        f"{count(context.devices, 'device')}"
+    )
     if len(weights) > context.devices:
         limit = f"one per data-parallel rank: at most {context.devices} can work here"
         return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
@@ -82,7 +85,8 @@ def _other_weights(context: PlanContext) -> str | None:
     fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
     fitting = f"dp={len(weights) // others}, or " if fits else ""
     return (
-        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per {_data_rank(plan)}: "
+        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, "
+        f"one per {_data_rank(plan)}: "
         f"{fitting}{count(min(plan.data_ranks, room), 'weight')} in the job would fit."
     )
 
@@ -99,12 +103,14 @@ def _share_too_small(context: PlanContext) -> str | None:
     if share == 0 and (weights := context.job.partition.weights):
         enough = math.ceil(sum(weights) / min(weights))
         return (
-            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no sample: "
+            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a "
+            f"{_data_rank(plan)} no sample: "
             f"a global_batch of {enough} is enough."
         )
     if plan.microbatches > share:
         return (
-            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} parts, but the smallest share is "
+            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} "
+            "parts, but the smallest share is "
             f"{count(share, 'sample')}: microbatches is at most {share}."
         )
     return None
@@ -114,17 +120,28 @@ def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.microbatches == 1 or not context.job.loss.is_over_whole_batch:
         return None
-    return context.reason(whole_batch_in_parts(f"the {context.job.loss.name.rpartition(':')[2]} loss", plan.microbatches))
+    return context.reason(
+        whole_batch_in_parts(f"the {context.job.loss.name.rpartition(':')[2]} loss", plan.microbatches)
+    )
 
 
 def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
-    """Reason against a model's own loss that compares samples, computed in parts. Losses of parts cannot be combined then."""
+    """Reason against a model's own loss that compares samples, computed in parts.
+
+    Losses of parts cannot be combined then.
+    """
     plan = context.plan
-    if plan.microbatches * plan.data_ranks == 1 or context.job.loss.name != "model" or not context.model_info.compares_samples:
+    if (
+        plan.microbatches * plan.data_ranks == 1
+        or context.job.loss.name != "model"
+        or not context.model_info.compares_samples
+    ):
         return None
     return (
-        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss compares all samples of a "
-        f"batch with each other: {' '.join(f'{key}=1' for key in ('microbatches', *DATA_AXES) if getattr(plan, key) > 1)}. Or compute the "
+        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own "
+        "loss compares all samples of a "
+        "batch with each other: "
+        f"{' '.join(f'{key}=1' for key in ('microbatches', *DATA_AXES) if getattr(plan, key) > 1)}. Or compute the "
         "loss from the model's outputs by a function of your own that has whole_batch = True."
     )
 
@@ -154,7 +171,10 @@ def _no_cuda_graphs(context: PlanContext) -> str | None:
 def _no_such_transport(context: PlanContext) -> str | None:
     plan, cluster = context.plan, context.cluster
     if plan.transport != "auto" and cluster.kind == "cuda":
-        return f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: transport=auto."
+        return (
+            f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: "
+            "transport=auto."
+        )
     one_host = plan.transport != "auto" and TRANSPORTS[plan.transport].one_host
     if one_host and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
         return f"plan {plan} needs all ranks on one host, but they are on {hosts} hosts: transport=auto."
@@ -169,7 +189,10 @@ def _data_ranks(plan: Plan) -> str:
     """The plan's number of data-parallel ranks as text, with their degrees."""
     if plan.data_ranks == plan.dp:
         return count(plan.dp, "replica")
-    return f"{plan.data_ranks} data-parallel ranks ({' · '.join(f'{key}={n}' for key in DATA_AXES if (n := getattr(plan, key)) > 1)})"
+    return (
+        f"{plan.data_ranks} data-parallel ranks "
+        f"({' · '.join(f'{key}={n}' for key in DATA_AXES if (n := getattr(plan, key)) > 1)})"
+    )
 
 
 CHECKS: tuple[Check, ...] = (

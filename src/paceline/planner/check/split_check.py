@@ -25,7 +25,13 @@ from paceline.units import count
 
 # optimizers whose step of an element needs no other element, so that they work on any shard
 _BY_NUMBER = ("sgd", "adam", "adamw")
-MEANT_FOR = {"zero": ("fsdp", 3), "offload": ("fsdp", False), "sequence": ("tp", False), "schedule": ("pp", "1f1b"), "cut": ("pp", "")}
+MEANT_FOR = {
+    "zero": ("fsdp", 3),
+    "offload": ("fsdp", False),
+    "sequence": ("tp", False),
+    "schedule": ("pp", "1f1b"),
+    "cut": ("pp", ""),
+}
 
 
 def _without_its_degree(key: str) -> Check:
@@ -37,7 +43,10 @@ def _without_its_degree(key: str) -> Check:
         if value == default or getattr(context.plan, degree) > 1:
             return None
         shown = "on" if value is True else value
-        return f"plan {context.plan} has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out {key}."
+        return (
+            f"plan {context.plan} has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or "
+            f"leave out {key}."
+        )
 
     return Check(reason, (key, degree))
 
@@ -62,7 +71,9 @@ def _wrong_cuts(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.pp == 1 or not plan.cut:
         return None
-    return context.reason(wrong_cuts(plan.cut, plan.schedule, plan.pp, context.model_info.modules, context.model_info.blocks))
+    return context.reason(
+        wrong_cuts(plan.cut, plan.schedule, plan.pp, context.model_info.modules, context.model_info.blocks)
+    )
 
 
 def _heads_do_not_divide(context: PlanContext) -> str | None:
@@ -72,7 +83,10 @@ def _heads_do_not_divide(context: PlanContext) -> str | None:
     """
     if context.plan.tp == 1:
         return None
-    heads = {"attention heads": context.model_info.heads, "heads of keys and values": context.model_info.key_value_heads}
+    heads = {
+        "attention heads": context.model_info.heads,
+        "heads of keys and values": context.model_info.key_value_heads,
+    }
     return context.reason(undivided_heads(heads, context.plan.tp))
 
 
@@ -98,7 +112,10 @@ def _no_sequence_to_divide(context: PlanContext) -> str | None:
     if not plan.sequence or plan.tp == 1:
         return None
     if not context.model_info.heads or not context.model_info.blocks:
-        return f"plan {plan} divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
+        return (
+            f"plan {plan} divides the tokens between matrices, but the model has no blocks with attention over "
+            "tokens: sequence=off."
+        )
     return context.reason(undivided_tokens(context.tokens, "tp", plan.tp, plan.cp)) if context.tokens else None
 
 
@@ -120,7 +137,8 @@ def _norms_of_whole_layers(context: PlanContext) -> str | None:
     if name in _BY_NUMBER or not divided:
         return None
     return (
-        f"plan {plan} divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm of the whole layer: "
+        f"plan {plan} divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm "
+        "of the whole layer: "
         f"{', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
     )
 
@@ -128,13 +146,19 @@ def _norms_of_whole_layers(context: PlanContext) -> str | None:
 def _format_of_divided_images(context: PlanContext) -> str | None:
     if context.plan.memory_format != "channels_last" or not context.divides:
         return None
-    return f"plan {context.plan} divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous."
+    return (
+        f"plan {context.plan} divides the model, whose parts keep the ordinary layout of memory: "
+        "memory_format=contiguous."
+    )
 
 
 def _graphs_of_divided_models(context: PlanContext) -> str | None:
     if context.plan.compile != "reduce-overhead" or not context.divides or context.cluster.kind == "cpu":
         return None
-    return f"plan {context.plan} replays CUDA graphs, which cannot hold the communication inside a divided model: compile=on."
+    return (
+        f"plan {context.plan} replays CUDA graphs, which cannot hold the communication inside a divided "
+        "model: compile=on."
+    )
 
 
 def _nothing_to_compute_again(context: PlanContext) -> str | None:
@@ -149,7 +173,8 @@ def _compiled_zero_bubble(context: PlanContext) -> str | None:
     if plan.pp == 1 or plan.schedule != "zero-bubble" or plan.compile == "off":
         return None
     return (
-        f"plan {plan} computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do with compiled stages: "
+        f"plan {plan} computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do "
+        "with compiled stages: "
         "compile=off, or schedule=interleaved."
     )
 
@@ -168,7 +193,9 @@ def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
 def _state_beyond_memory(context: PlanContext) -> str | None:
     if not (context.divides or context.weighed) or (shortage := memory_shortage(context)) is None:
         return None
-    return f"plan {context.plan} keeps parameters, gradients and optimizer state of {shortage}: {_enough_fsdp(context)}."
+    return (
+        f"plan {context.plan} keeps parameters, gradients and optimizer state of {shortage}: {_enough_fsdp(context)}."
+    )
 
 
 def _enough_fsdp(context: PlanContext) -> str:

@@ -1,7 +1,7 @@
 """Least bytes of a model's state on a rank: parameters, gradients and optimizer state.
 
-This is a lower bound, without activations and torch's own memory: if it exceeds the memory, no run can succeed. ZeRO: Rajbhandari et
-al., 2020, arXiv:1910.02054.
+This is a lower bound, without activations and torch's own memory: if it exceeds the memory, no run can succeed. ZeRO:
+Rajbhandari et al., 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def memory_shortage(context: PlanContext) -> str | None:
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
-    """Numbers of all parameters, trained ones and the largest block's on a rank before fsdp. Each rank is assumed to have an equal part."""
+    """Numbers of all parameters, trained ones and the largest block's on a rank before fsdp.
+
+    Each rank is assumed to have an equal part.
+    """
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
 

@@ -24,7 +24,10 @@ def _nothing_to_try(context: PlanContext) -> str | None:
     info = sync_info(plan.sync)
     if plan.compress != "auto" or (info.compresses and not info.local_steps):
         return None
-    return f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: compress=int8."
+    return (
+        f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: "
+        "compress=int8."
+    )
 
 
 def _too_wide_to_compress(context: PlanContext) -> str | None:
@@ -39,7 +42,8 @@ def _cannot_go_back(context: PlanContext) -> str | None:
     if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
         return None
     return (
-        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of which the others do "
+        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not "
+        "finite, of which the others do "
         "not know: nonfinite: skip in the job, or sync=allreduce."
     )
 

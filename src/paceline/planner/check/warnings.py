@@ -51,17 +51,26 @@ def _more_ranks_than_cores(context: PlanContext) -> list[str]:
     plan, cluster = context.plan, context.cluster
     if cluster.kind == "cuda" or plan.ranks <= context.devices:
         return []
-    share = f"{plan.ranks} ranks share {count(context.devices, 'core')}, {context.devices / plan.ranks:.2f} of a core each"
+    share = (
+        f"{plan.ranks} ranks share {count(context.devices, 'core')}, {context.devices / plan.ranks:.2f} of a core each"
+    )
     if plan.ranks > plan.dp:
         return [f"plan {plan}: {share}; degrees that multiply to {context.devices} give each rank one."]
-    better = "" if context.job.partition.weights else f" {replace(plan, dp=context.devices)}, with a core for each rank, is likely faster."
+    better = (
+        ""
+        if context.job.partition.weights
+        else f" {replace(plan, dp=context.devices)}, with a core for each rank, is likely faster."
+    )
     return [f"plan {plan}: {share}, and every rank keeps a copy of the model.{better}"]
 
 
 def _more_threads_than_cores(context: PlanContext) -> list[str]:
     plan = context.plan
     return [
-        f"plan {plan} runs {ranks} × {plan.threads} threads on a host with {host.cores} cores; threads={max(1, host.cores // ranks)} fits."
+        (
+            f"plan {plan} runs {ranks} × {plan.threads} threads on a host with {host.cores} cores; "
+            f"threads={max(1, host.cores // ranks)} fits."
+        )
         for host, ranks in zip(context.cluster.hosts, context.ranks_per_host, strict=True)
         if ranks and plan.threads > max(1, host.cores // ranks)
     ]
@@ -70,7 +79,10 @@ def _more_threads_than_cores(context: PlanContext) -> list[str]:
 def _cores_shared_by_ranks(context: PlanContext) -> list[str]:
     plan = context.plan
     return [
-        f"plan {plan} pins {ranks} ranks to {host.cores} cores of a host, so that some share one; pin=off lets them move."
+        (
+            f"plan {plan} pins {ranks} ranks to {host.cores} cores of a host, so that some share one; pin=off "
+            "lets them move."
+        )
         for host, ranks in zip(context.cluster.hosts, context.ranks_per_host, strict=True)
         if plan.pin and ranks > max(host.cores, sum(map(len, host.affinity)))
     ]
@@ -82,7 +94,9 @@ def _slow_bf16(context: PlanContext) -> list[str]:
     if plan.precision_for(context.job) != "bf16" or not without:
         return []
     names = ", ".join(sorted(without))
-    return [f"plan {plan} computes in bf16, which {names} does only in software; precision=fp32 is likely faster there."]
+    return [
+        f"plan {plan} computes in bf16, which {names} does only in software; precision=fp32 is likely faster there."
+    ]
 
 
 def _matrices_across_hosts(context: PlanContext) -> list[str]:
@@ -92,7 +106,12 @@ def _matrices_across_hosts(context: PlanContext) -> list[str]:
     if plan.tp == 1 or not any(end % plan.tp and end < plan.ranks for end in ends):
         return []
     fitting = [n for n in range(1, plan.tp) if plan.tp % n == 0 and not any(end % n for end in ends)]
-    return [f"plan {plan} divides matrices across hosts, which then talk in every layer; tp={fitting[-1]} stays within a host."]
+    return [
+        (
+            f"plan {plan} divides matrices across hosts, which then talk in every layer; tp={fitting[-1]} stays "
+            "within a host."
+        )
+    ]
 
 
 def _parameters_gathered_often(plan: Plan) -> list[str]:
@@ -109,7 +128,12 @@ def _idle_stages(plan: Plan) -> list[str]:
     """Warning about a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
     if plan.pp == 1 or plan.microbatches >= plan.pp:
         return []
-    return [f"plan {plan} has fewer microbatches than pipeline ranks, so some always wait; microbatches={4 * plan.pp} keeps them busy."]
+    return [
+        (
+            f"plan {plan} has fewer microbatches than pipeline ranks, so some always wait; "
+            f"microbatches={4 * plan.pp} keeps them busy."
+        )
+    ]
 
 
 def _fewer_microbatches(context: PlanContext) -> list[str]:
@@ -120,7 +144,8 @@ def _fewer_microbatches(context: PlanContext) -> list[str]:
         return []
     per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches
     return [
-        f"plan {plan} has {per_rank}, which cannot be divided into {plan.microbatches} equal microbatches, so {fitting} will be used; "
+        f"plan {plan} has {per_rank}, which cannot be divided into {plan.microbatches} equal microbatches, so "
+        f"{fitting} will be used; "
         f"a global batch of {-(-context.job.global_batch // equal) * equal} would divide."
     ]
 
@@ -129,7 +154,10 @@ def _vocabulary_left_whole(context: PlanContext) -> list[str]:
     plan = context.plan
     wrong = [n for n in context.model_info.vocabulary if n % plan.tp] if plan.tp > 1 else []
     left = f"plan {plan} leaves the vocabulary whole on each rank"
-    return [f"{left}, for {n} is not a multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided." for n in wrong]
+    return [
+        f"{left}, for {n} is not a multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided."
+        for n in wrong
+    ]
 
 
 def _many_activations(plan: Plan) -> list[str]:
@@ -146,7 +174,8 @@ def _uneven_attention(context: PlanContext) -> list[str]:
     if plan.cp == 1 or tokens is None or tokens % (2 * plan.cp) == 0:
         return []
     return [
-        f"plan {plan}: {tokens} tokens are not a multiple of {2 * plan.cp}, so with causal attention the last of {plan.cp} ranks has the "
+        f"plan {plan}: {tokens} tokens are not a multiple of {2 * plan.cp}, so with causal attention the last "
+        f"of {plan.cp} ranks has the "
         f"most work; sequences of {-(-tokens // (2 * plan.cp)) * 2 * plan.cp} tokens are divided evenly."
     ]
 
@@ -155,7 +184,12 @@ def _nothing_to_offload_to(context: PlanContext) -> list[str]:
     plan, cluster = context.plan, context.cluster
     if not plan.offload or plan.fsdp == 1 or cluster.kind == "cuda":
         return []
-    return [f"plan {plan} keeps shards in host memory, where ranks without a GPU keep them anyway; offload=off does the same."]
+    return [
+        (
+            f"plan {plan} keeps shards in host memory, where ranks without a GPU keep them anyway; offload=off "
+            "does the same."
+        )
+    ]
 
 
 def _statistics_of_microbatches(context: PlanContext) -> list[str]:
@@ -178,7 +212,8 @@ def _statistics_of_microbatches(context: PlanContext) -> list[str]:
     )
     return [
         f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole "
-        f"share, and move the running ones {count(plan.microbatches, 'time')} a step: losses differ from those of microbatches=1."
+        f"share, and move the running ones {count(plan.microbatches, 'time')} a step: losses differ from those "
+        "of microbatches=1."
     ]
 
 
@@ -197,4 +232,9 @@ def _ends_between_agreements(context: PlanContext) -> list[str]:
     period = spec.period
     if plan.dp == 1 or steps is None or steps >= period:
         return []
-    return [f"plan {plan} agrees every {period} steps, and the job ends after {steps}; a period of {max(1, steps // 4)} agrees four times."]
+    return [
+        (
+            f"plan {plan} agrees every {period} steps, and the job ends after {steps}; a period of "
+            f"{max(1, steps // 4)} agrees four times."
+        )
+    ]

@@ -92,10 +92,14 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights) + attention * constants.FUSED_BACKWARD
     unfused = _softmax_is_unfused(block, config)
     scores = (
-        0.0 if config.attention else _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
+        0.0
+        if config.attention
+        else _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
     )
     inside = block.inside * (config.loss if block.kind == "head" else 1.0)
-    other = _pass_s(inside / config.tp / config.cp + block.outside / (config.tp if config.sequence else 1) / config.cp, config)
+    other = _pass_s(
+        inside / config.tp / config.cp + block.outside / (config.tp if config.sequence else 1) / config.cp, config
+    )
     squares = scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)
     held = block.matrices / config.tp + block.experts / config.tp / config.ep
     added = held * config.added_bytes / _vector_bandwidth(config.device)
@@ -123,7 +127,10 @@ def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
 
 
 def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
-    """Seconds of all products of this shape in a microbatch, forward or backward. The backward pass has two products for each."""
+    """Seconds of all products of this shape in a microbatch, forward or backward.
+
+    The backward pass has two products for each.
+    """
     rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
     times = float(gemm.times)
     if gemm.batch:
@@ -138,7 +145,11 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     elif gemm.divided == "k":
         k /= config.tp
     if gemm.batch:
-        return _both(config, rows, n, k, times) if backward else product_s(config.device, config.precision, rows, n, k, times)
+        return (
+            _both(config, rows, n, k, times)
+            if backward
+            else product_s(config.device, config.precision, rows, n, k, times)
+        )
     many = times if gemm.experts else 1.0
     repeated = 1.0 if gemm.experts else times
     if backward:
@@ -156,8 +167,8 @@ def _both(config: BlockConfig, rows: float, n: float, k: float, many: float) -> 
 def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: float, many: float = 1.0) -> float:
     """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
 
-    The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the sizes of
-    tiles that libraries have, the fastest is taken.
+    The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the
+    sizes of tiles that libraries have, the fastest is taken.
     """
     size = BYTES[precision]
     moved = many * (m * k + k * n + m * n) * size / _vector_bandwidth(device)
@@ -167,7 +178,13 @@ def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: 
     if alignment is None and size == 2 and many > 1:
         return max(2 * m * n * k * many / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
     units = device.multiprocessors
-    each = peak_flops(device, precision) * constants.GEMM_TOP * device.sustained * (alignment or constants.UNALIGNED) / units
+    each = (
+        peak_flops(device, precision)
+        * constants.GEMM_TOP
+        * device.sustained
+        * (alignment or constants.UNALIGNED)
+        / units
+    )
     fastest = float("inf")
     for rows, columns, use in constants.TILES:
         tiles = ceil(m / rows) * ceil(n / columns) * many

@@ -1,7 +1,7 @@
 """Physical constants of the cost model: one set for all models, machines and software.
 
-Those marked *fitted* come from `benchmarks/published_fit.py`: links from timings of NCCL, the others from a tenth of one table of
-runs. The others are properties of the hardware, with the source.
+Those marked *fitted* come from `benchmarks/published_fit.py`: links from timings of NCCL, the others from a tenth of
+one table of runs. The others are properties of the hardware, with the source.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ GEMM_START_K = 16
 TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
 # among how many multiprocessors a tile's inner loop may be split
 SPLITS = (1, 2, 4, 8)
-# Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's Guide")
-# bytes that divide the rows' length, and the speed that remains
+# Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
+# Guide") bytes that divide the rows' length, and the speed that remains
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
 UNALIGNED = 0.254  # fitted: below 16 bytes
 # below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
-# Attention in one kernel: of the peak, forward and backward together, long sequences (Dao, 2023, arXiv:2307.08691, figures 4 to 6)
+# Attention in one kernel: of the peak, forward and backward together, long sequences (Dao, 2023, arXiv:2307.08691,
+# figures 4 to 6)
 FUSED_ATTENTION = {1: 0.30, 2: 0.56}
 # the length of a sequence at which half of that is reached
 FUSED_ATTENTION_HALF = 400.0

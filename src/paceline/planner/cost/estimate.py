@@ -107,5 +107,7 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     """Time to read and write parameters, gradients and the optimizer's state once."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
-    each = constants.OPTIMIZER_PASSES * (2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes)
+    each = constants.OPTIMIZER_PASSES * (
+        2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
+    )
     return slow.parameters / shards * each / (device_of(layout).memory_bandwidth * constants.VECTOR_TOP)

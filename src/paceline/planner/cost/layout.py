@@ -35,8 +35,10 @@ class FrameworkProfile:
         attention: the generation of that kernel: FlashAttention 1, or 2 and later.
         loss: memory traffic of its loss over a vocabulary, relative to torch's.
         kernels: number of kernels launched for each of the trace's; above 1 if it is less fused.
-        softmax_of: its fused softmax needs a multiple of so many score matrices; for other numbers it takes several kernels.
-        stops_early: True if recomputation of a block stops before its last product, since all saved tensors are there (torch's does).
+        softmax_of: its fused softmax needs a multiple of so many score matrices; for other numbers it takes several
+            kernels.
+        stops_early: True if recomputation of a block stops before its last product, since all saved tensors are there
+            (torch's does).
         scatters_hops: True if the ranks of tp each send a part of a stage's output, and gather it in the next stage.
     """
 
@@ -86,14 +88,15 @@ class Machines:
 class Layout:
     """A plan, a model and machines, as numbers.
 
-    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless `order` says
-    otherwise.
+    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless
+    `order` says otherwise.
 
     Attributes:
         samples: samples of one microbatch of one data-parallel rank (dp × fsdp × ep of them).
         microbatches: microbatches of one data-parallel rank in a step.
         chunks: virtual stages of a pipeline's rank.
-        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 of others).
+        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 of
+            others).
         parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts to the optimizer.
         cut: number of blocks of each virtual stage, in order; (): as even as the blocks' times allow.
         sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.

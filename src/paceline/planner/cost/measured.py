@@ -1,11 +1,12 @@
 """Step time on CPUs from a calibration: the engine's order of work with measured times.
 
-A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at that size,
-with as many busy ranks, times the fraction that remains on one rank of tp, plus the overhead of each split. That overhead, and the
-time of updates and agreements, are fitted to the calibration points, a few steps of the engine at other sizes.
+A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at
+that size, with as many busy ranks, times the fraction that remains on one rank of tp, plus the overhead of each split.
+That overhead, and the time of updates and agreements, are fitted to the calibration points, a few steps of the engine
+at other sizes.
 
-Precisions and axes that were not measured get no benefit of the doubt: they count as slow as the measured ones, so that nothing is chosen
-for a speed that was never seen.
+Precisions and axes that were not measured get no benefit of the doubt: they count as slow as the measured ones, so that
+nothing is chosen for a speed that was never seen.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def calibration_of(layout: Layout) -> Calibration | None:
 
 def passes_of(layout: Layout, found: Calibration) -> Passes:
     """Passes at the layout's microbatch size, with as many busy ranks."""
-    return _times(layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat)
+    return _times(
+        layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -123,7 +126,8 @@ def _again(found: Calibration, remat: str) -> float:
 def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
     """The measured time of each block of the trace.
 
-    A segment has the name of its first module; a block without a segment's name gets a part of the current one by its FLOPs.
+    A segment has the name of its first module; a block without a segment's name gets a part of the current one by its
+    FLOPs.
     """
     places = {name: i for i, name in enumerate(segments)}
     last = len(segments) - 1
@@ -199,7 +203,10 @@ def _added(trace: ModelTrace, found: Calibration, precision: str, axis: str, ran
         over = [a.compute_s + a.bubble_s + a.comm_s - b for a, b in zip(points, bare, strict=True)]
         weights = [float(a.microbatches + layout.pp - 1) for a, layout in zip(points, layouts, strict=True)]
     else:
-        inside = [link.fsdp_s(layout) + a.microbatches * link.tp_s(layout) for a, layout, link in zip(points, layouts, links, strict=True)]
+        inside = [
+            link.fsdp_s(layout) + a.microbatches * link.tp_s(layout)
+            for a, layout, link in zip(points, layouts, links, strict=True)
+        ]
         computed = [a.compute_s - i for a, i in zip(points, inside, strict=True)]
         if axis == "tp":
             share = _remaining(points, computed, plain)
@@ -248,7 +255,9 @@ def _stages(layout: Layout, passes: Passes, added: Added, links: Links) -> tuple
     virtual = layout.pp * layout.chunks if layout.pp > 1 else 1
     cut = layout.cut if layout.pp > 1 and sum(layout.cut) == len(each) else contiguous(each, min(virtual, len(each)))
     ends = list(accumulate(cut))
-    tp, cp, ep = (seconds * layout.pp / len(cut) for seconds in (links.tp_s(layout), links.cp_s(layout), links.ep_s(layout)))
+    tp, cp, ep = (
+        seconds * layout.pp / len(cut) for seconds in (links.tp_s(layout), links.cp_s(layout), links.ep_s(layout))
+    )
     calls = _calls(layout) / 3 if layout.fsdp > 1 and layout.pp == 1 else 1.0
     costs = tuple(
         StageCost(
@@ -263,7 +272,11 @@ def _stages(layout: Layout, passes: Passes, added: Added, links: Links) -> tuple
         )
         for end, number in zip(ends, cut, strict=True)
     )
-    hop = links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0)) if layout.pp > 1 else 0.0
+    hop = (
+        links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0))
+        if layout.pp > 1
+        else 0.0
+    )
     return times_of(costs, layout.pp), hop
 
 

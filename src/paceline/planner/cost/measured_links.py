@@ -74,27 +74,40 @@ class Links:
             return 0.0
         width = layout.samples * layout.number_bytes
         again = {"none": 2, "selective": 2, "block": 3}[layout.remat]
-        return sum(again * count * self.all_reduce_s(size * width, "tp") for size, count in _reductions(layout.trace)) / layout.pp
+        return (
+            sum(again * count * self.all_reduce_s(size * width, "tp") for size, count in _reductions(layout.trace))
+            / layout.pp
+        )
 
     def cp_s(self, layout: Layout) -> float:
         """Seconds of passing one microbatch's keys and values around, forward and backward."""
         if layout.cp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
-        blocks = sum(self.gather_s(2 * block.boundary * width, "cp") for block in layout.trace.blocks if block.reductions)
+        blocks = sum(
+            self.gather_s(2 * block.boundary * width, "cp") for block in layout.trace.blocks if block.reductions
+        )
         return 3 * blocks / layout.pp
 
     def ep_s(self, layout: Layout) -> float:
         """Seconds of sending one microbatch's tokens to experts and back."""
         width = layout.samples * layout.number_bytes
-        return 4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed) if layout.ep > 1 else 0.0
+        return (
+            4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed)
+            if layout.ep > 1
+            else 0.0
+        )
 
     def fsdp_s(self, layout: Layout) -> float:
         """Seconds of gathering and scattering for all microbatches of a step."""
         if layout.fsdp == 1:
             return 0.0
         width = 2 if layout.precision == "bf16" else 4
-        gathers, scatters = {3: (2, 1), 2: (1 / layout.microbatches, 1), 1: (1 / layout.microbatches, 1 / layout.microbatches)}[layout.zero]
+        gathers, scatters = {
+            3: (2, 1),
+            2: (1 / layout.microbatches, 1),
+            1: (1 / layout.microbatches, 1 / layout.microbatches),
+        }[layout.zero]
         total = 0.0
         for parameters in _pieces(layout.trace, self.found):
             held = parameters / layout.tp / layout.pp
@@ -134,7 +147,11 @@ def links_of(layout: Layout, found: Calibration) -> Links:
     """Links of a layout, by its transport and its ranks' hosts."""
     machines = layout.machines
     asked = layout.transport
-    far = frozenset(axis for axis in ("dp", "cp", "ep", *_REPLICA) if getattr(layout, axis) > 1 and layout.link(axis) == machines.between)
+    far = frozenset(
+        axis
+        for axis in ("dp", "cp", "ep", *_REPLICA)
+        if getattr(layout, axis) > 1 and layout.link(axis) == machines.between
+    )
     within = "gloo" if asked == "gloo" or not _known(found, "shm") else "shm"
     across = "gloo" if asked == "gloo" or not _known(found, "tcp") else "tcp"
     return Links(found, within, across, far, machines.between.bandwidth * machines.per_host, machines.between.latency_s)
@@ -145,11 +162,14 @@ def here(found: Calibration) -> Machines:
     return Machines(CATALOGUE["CPU"], 1, max(found.cores, found.ranks), _NETWORK)
 
 
-def between_hosts_s(links: Links, size: float, backward_s: Sequence[float], weights: Sequence[float], *, whole: bool) -> float:
+def between_hosts_s(
+    links: Links, size: float, backward_s: Sequence[float], weights: Sequence[float], *, whole: bool
+) -> float:
     """Seconds of gradient all-reduces after the backward pass, with the slow-down they cause.
 
-    Gradients fill buckets from the last block to the first, and a full one is sent while others are computed; one at a time uses
-    the link, and the last starts at the end of the backward pass. With a divided model, all of them start then.
+    Gradients fill buckets from the last block to the first, and a full one is sent while others are computed; one at a
+    time uses the link, and the last starts at the end of the backward pass. With a divided model, all of them start
+    then.
     """
     count = max(1, round(size / BUCKET_BYTES + 0.499))
     each = size / count
@@ -165,7 +185,10 @@ def between_hosts_s(links: Links, size: float, backward_s: Sequence[float], weig
 
 
 def _ready(count: int, backward_s: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Times at which the buckets are full, relative to the backward pass's end, in seconds. The last one is full at its end."""
+    """Times at which the buckets are full, relative to the backward pass's end, in seconds.
+
+    The last one is full at its end.
+    """
     done, total = [0.0, *accumulate(reversed(weights))], sum(weights)
     clock = [0.0, *accumulate(reversed(backward_s))]
     ready = []

@@ -18,8 +18,8 @@ _MOST_BESIDE = 0.3
 def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
     """The bytes of `held`, adjusted to sum to the calibration's prediction.
 
-    They are unchanged without a calibration. A process holds more than tensors: `runtime` gets the difference, and if that is
-    negative, all are reduced in proportion.
+    They are unchanged without a calibration. A process holds more than tensors: `runtime` gets the difference, and if
+    that is negative, all are reduced in proportion.
     """
     found = layout.machines.calibration
     if found is None or not found.timings or not found.baseline_bytes:
@@ -66,7 +66,10 @@ def _known_bytes(layout: Layout, found: Calibration, point: CalibrationPoint) ->
 
 
 def _state_bytes(layout: Layout, found: Calibration) -> float:
-    """Bytes of parameters and optimizer state; gradients come with the pass. FSDP2 has one unit of the model gathered besides."""
+    """Bytes of parameters and optimizer state; gradients come with the pass.
+
+    FSDP2 has one unit of the model gathered besides.
+    """
     return found.parameters * (layout.parameter_bytes + layout.optimizer_bytes) / (layout.fsdp * layout.tp * layout.pp)
 
 
@@ -74,10 +77,16 @@ def _pass_bytes(layout: Layout, found: Calibration) -> float:
     """Bytes of gradients and of activations in flight on the first stage."""
     precision = found.nearest_precision(layout.precision)
     plain = found.timings_of(layout.ranks, precision)
-    whole = interpolated([timing.samples for timing in plain], [float(timing.peak_bytes) for timing in plain], layout.samples)
+    whole = interpolated(
+        [timing.samples for timing in plain], [float(timing.peak_bytes) for timing in plain], layout.samples
+    )
     again = found.timings_of(layout.ranks, precision, layout.remat) if layout.remat != "none" else []
     known = {timing.samples: timing.peak_bytes for timing in plain}
-    less = [(timing.samples, float(known[timing.samples] - timing.peak_bytes)) for timing in again if timing.samples in known]
+    less = [
+        (timing.samples, float(known[timing.samples] - timing.peak_bytes))
+        for timing in again
+        if timing.samples in known
+    ]
     if less:
         whole -= max(0.0, interpolated([samples for samples, _ in less], [size for _, size in less], layout.samples))
     gradients = min(found.parameters * layout.gradient_bytes, whole)

@@ -1,8 +1,8 @@
 """Peak bytes of the fullest rank of a plan, by holder.
 
-State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022, arXiv:2205.05198, §4),
-those of a pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473, §2.2; Qi et al., 2024,
-arXiv:2401.10241).
+State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022,
+arXiv:2205.05198, §4), those of a pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473,
+§2.2; Qi et al., 2024, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
 from paceline.trace.graph import BlockTrace, ModelTrace
 
-HOLDERS = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "gathered", "buffers", "fragments", "runtime")
+HOLDERS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "working",
+    "gathered",
+    "buffers",
+    "fragments",
+    "runtime",
+)
 # on a GPU: context, libraries' workspaces, NCCL's channel buffers
 RUNTIME_BYTES = 1.4e9
 # a process with torch, the engine and a small data set
@@ -98,7 +109,9 @@ class MemoryConfig(NamedTuple):
 def memory(layout: Layout) -> dict[str, float]:
     """Bytes of the worst rank by `HOLDERS`, the largest sum over a pipeline's ranks."""
     memory_model = _memory_model(layout.framework.name)
-    worst = max((_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum)
+    worst = max(
+        (_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum
+    )
     held = dict(zip(HOLDERS, worst, strict=False))
     on_gpu = layout.machines.device.kind != "cpu"
     held["buffers"] += memory_model.workspace_bytes if on_gpu else 0.0
@@ -113,7 +126,10 @@ def _memory_model(framework: str) -> MemoryModel:
 
 
 def capacity_bytes(layout: Layout) -> float:
-    """Memory of a rank's device. On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores."""
+    """Memory of a rank's device.
+
+    On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores.
+    """
     machines = layout.machines
     own = float(machines.memory_bytes or machines.device.memory_bytes)
     if machines.device.kind != "cpu":
@@ -127,7 +143,9 @@ def usable_bytes(layout: Layout) -> float:
     return capacity_bytes(layout) * (1 if layout.machines.device.kind == "cpu" else 1 - RESERVE)
 
 
-def _of_rank(layout: Layout, memory_model: MemoryModel, stage: int, chunks: tuple[BlockMemory, ...]) -> tuple[float, ...]:
+def _of_rank(
+    layout: Layout, memory_model: MemoryModel, stage: int, chunks: tuple[BlockMemory, ...]
+) -> tuple[float, ...]:
     """Bytes of a rank in the order of `HOLDERS`, up to the buffers."""
     sample = layout.samples / layout.cp * layout.number_bytes
     kept = logits = 0.0
@@ -148,7 +166,9 @@ def _of_rank(layout: Layout, memory_model: MemoryModel, stage: int, chunks: tupl
     return parameters, gradients, optimizer, kept, logits, working, gathered, received
 
 
-def _state(layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]) -> tuple[float, float, float, float, float]:
+def _state(
+    layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]
+) -> tuple[float, float, float, float, float]:
     """Bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
 
     Gathered by FSDP, temporary during an update.
@@ -211,7 +231,10 @@ def _in_flight(layout: Layout, stage: int) -> list[int]:
 
 
 def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[BlockMemory, ...]]]:
-    """Pipeline ranks with distinct content, with their chunks. Of equal ones the first, which has the most microbatches in flight."""
+    """Pipeline ranks with distinct content, with their chunks.
+
+    Of equal ones the first, which has the most microbatches in flight.
+    """
     config = _memory_config(layout, memory_model)
     cut = layout.cut or _even_cut(layout)
     key = (config, cut, layout.pp, layout.schedule == "zero-bubble")
@@ -241,7 +264,9 @@ def _even_cut(layout: Layout) -> tuple[int, ...]:
 
 
 def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
-    return MemoryConfig(layout.tp, layout.ep, layout.sequence, layout.remat, not layout.framework.flash, memory_model.products)
+    return MemoryConfig(
+        layout.tp, layout.ep, layout.sequence, layout.remat, not layout.framework.flash, memory_model.products
+    )
 
 
 def _chunks(trace: ModelTrace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
@@ -251,7 +276,9 @@ def _chunks(trace: ModelTrace, config: MemoryConfig, cut: tuple[int, ...]) -> li
 
 def _summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
     dense, experts, outside, largest, kept, logits, working, _ = zip(*memories, strict=True)
-    return BlockMemory(sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result)
+    return BlockMemory(
+        sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result
+    )
 
 
 def _block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
@@ -285,13 +312,17 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
         kept, working = min(products, kept), squares + max(kept - products, 0.0)
     else:
         kept += squares
-    return BlockMemory(dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result)
+    return BlockMemory(
+        dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result
+    )
 
 
 def _products(block: BlockTrace, tp: int, across: int) -> float:
     """Elements of the results of products with weights, and of attention's."""
     width = {"n": tp, "batch": tp}
-    weights = sum(gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch)
+    weights = sum(
+        gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch
+    )
     attention = [gemm.rows * gemm.n * gemm.batch * gemm.times / tp for gemm in block.gemms if gemm.batch]
     return weights + min(attention, default=0.0)
 

@@ -11,11 +11,14 @@ from paceline.planner.cost.stages import StageTimes
 from paceline.planner.cost.traffic import send_s
 
 
-def pipeline_s(forwards: Sequence[float], backwards: Sequence[float], microbatches: int, hop_s: float, ranks: int, schedule: str) -> float:
+def pipeline_s(
+    forwards: Sequence[float], backwards: Sequence[float], microbatches: int, hop_s: float, ranks: int, schedule: str
+) -> float:
     """Seconds from the first microbatch's start to the last gradient's end.
 
-    Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in sequence fill and drain the
-    pipeline, and the slowest rank determines the time between. Interleaved stages fill it by one chunk of each rank only.
+    Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in sequence fill and
+    drain the pipeline, and the slowest rank determines the time between. Interleaved stages fill it by one chunk of
+    each rank only.
     """
     times = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
     if ranks == 1:
@@ -35,13 +38,17 @@ def hop_s(layout: Layout) -> float:
     if layout.pp == 1:
         return 0.0
     boundary = max(block.boundary for block, _ in layout.trace.runs)
-    numbers = boundary * layout.samples / layout.cp / (layout.tp if layout.sequence or layout.framework.scatters_hops else 1)
+    numbers = (
+        boundary * layout.samples / layout.cp / (layout.tp if layout.sequence or layout.framework.scatters_hops else 1)
+    )
     return constants.PIPELINE_S + send_s(numbers * min(layout.number_bytes, 4), layout)
 
 
 def simulated(layout: Layout, times: StageTimes, hop: float) -> list[Span]:
     """Spans of every rank in one step of a layout's schedule."""
-    orders = [work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)]
+    orders = [
+        work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)
+    ]
     return simulate(times.forwards, times.backwards, orders, hop)
 
 
@@ -49,10 +56,13 @@ def simulated(layout: Layout, times: StageTimes, hop: float) -> list[Span]:
 Work = tuple[str, int, int]
 
 
-def simulate(forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float) -> list[Span]:
+def simulate(
+    forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float
+) -> list[Span]:
     """Spans of each rank, which does its work in order as inputs arrive.
 
-    Between two stages microbatches travel one after the other, independently in each direction: over a slow link they queue.
+    Between two stages microbatches travel one after the other, independently in each direction: over a slow link they
+    queue.
     """
     arrived: dict[Work, float] = {}
     clock, next_of, spans = [0.0] * len(orders), [0] * len(orders), []
@@ -104,7 +114,10 @@ def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int
 
 
 def _piece(what: str, index: int, rank: int, ranks: int, microbatches: int, chunks: int) -> Work:
-    """A rank's forward or backward number `index`. `ranks` microbatches run through one chunk, then through the next one."""
+    """A rank's forward or backward number `index`.
+
+    `ranks` microbatches run through one chunk, then through the next one.
+    """
     if chunks == 1:
         return (what, rank, index)
     group, inside = divmod(index, ranks * chunks)

@@ -49,19 +49,25 @@ class StageCost(NamedTuple):
     def forward(self) -> float:
         """Seconds from a microbatch's arrival to its departure."""
         device = self.forward_s + self.tp_forward_s + (self.cp_s + self.ep_s) / 3
-        return _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0) + self.added_s / 2
+        return (
+            _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0) + self.added_s / 2
+        )
 
     @property
     def backward(self) -> float:
         """Seconds from a gradient's arrival to its departure."""
         device = self.backward_s + self.again_s + self.tp_backward_s + (self.cp_s + self.ep_s) * 2 / 3
-        return _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0) + self.added_s / 2
+        return (
+            _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
+            + self.added_s / 2
+        )
 
 
 def _step_time_s(device_s: float, python_s: float, meets: bool) -> float:
     """Step time of Python and the device together. It is the slower of the two, as Python runs ahead.
 
-    With tensor parallelism every layer is a barrier, so launch and kernel jitter add up; modelled as a p-norm of the two times.
+    With tensor parallelism every layer is a barrier, so launch and kernel jitter add up; modelled as a p-norm of the
+    two times.
     """
     if not meets or not python_s:
         return max(device_s, python_s)
@@ -140,7 +146,9 @@ def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
     working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
     slowest = own[working.index(max(working))]
     total = StageCost(*[sum(values) for values in zip(*slowest, strict=True)])
-    return StageTimes(costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working))
+    return StageTimes(
+        costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working)
+    )
 
 
 def _between(start: StageCost, end: StageCost) -> StageCost:
@@ -162,7 +170,9 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=100_000)
-def block_cost(block: BlockTrace, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath) -> StageCost:
+def block_cost(
+    block: BlockTrace, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath
+) -> StageCost:
     """Cost of one block."""
     time = block_time(block, config)
     layer = block.kind not in ("embedding", "head")
@@ -170,7 +180,11 @@ def block_cost(block: BlockTrace, config: BlockConfig, remat: str, tp_path: Link
     number_bytes = BYTES[config.precision]
     width = config.samples / config.cp * number_bytes
     reduced = all_reduce_s(block.boundary * width, tp_path)
-    keys = (block.keys / config.tp or 2 * block.boundary) * config.samples * number_bytes if config.cp > 1 and layer else 0.0
+    keys = (
+        (block.keys / config.tp or 2 * block.boundary) * config.samples * number_bytes
+        if config.cp > 1 and layer
+        else 0.0
+    )
     routed = all_to_all_s(block.routed * width, ep_path)
     trained = 1 if block.trained else 0
     held = block.matrices / config.tp + block.vectors + block.experts / config.tp / config.ep

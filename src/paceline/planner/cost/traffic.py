@@ -54,7 +54,11 @@ def all_reduce_s(nbytes: float, path: LinkPath) -> float:
     """
     if path.ranks < 2:
         return 0.0
-    return constants.COLLECTIVE_S + 2 * nbytes * (path.ranks - 1) / path.ranks / path.bandwidth + min(2 * path.around_s, path.tree_s)
+    return (
+        constants.COLLECTIVE_S
+        + 2 * nbytes * (path.ranks - 1) / path.ranks / path.bandwidth
+        + min(2 * path.around_s, path.tree_s)
+    )
 
 
 def gather_s(nbytes: float, path: LinkPath) -> float:

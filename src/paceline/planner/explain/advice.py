@@ -1,6 +1,7 @@
 """Advice: changes that would make the job faster, each by itself.
 
-Other machines and batches are for the user to get; other rules, precisions and orders of ranks alter the training or are not the plan's.
+Other machines and batches are for the user to get; other rules, precisions and orders of ranks alter the training or
+are not the plan's.
 """
 
 from __future__ import annotations
@@ -89,19 +90,28 @@ class Advice:
 def other_machines(case: Case, found: SearchResult) -> tuple[Advice, ...]:
     """Other machines and batches, the most helpful first, unpredictable ones last."""
     case = case._replace(plans=tuple((candidate.plan, candidate.layout) for candidate in found.best))
-    return tuple(sorted(_other_machines(case, found.best[0]), key=lambda one: -(-1.0 if one.gain is None else one.gain)))
+    return tuple(
+        sorted(_other_machines(case, found.best[0]), key=lambda one: -(-1.0 if one.gain is None else one.gain))
+    )
 
 
 def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
     on, batches = best.layout.machines, 2 * case.job.global_batch
-    more = _predicted(Advice("twice the memory of a device", str(size(2 * capacity_bytes(best.layout)))), case, memory(2), best)
+    more = _predicted(
+        Advice("twice the memory of a device", str(size(2 * capacity_bytes(best.layout)))), case, memory(2), best
+    )
     # today's plan could still run, as fast as now
     worse = more.gain is not None and more.gain < 0
     yield replace(more, gain=0.0, plan=best.plan, prediction=best.prediction) if worse else more
-    grown = _predicted(Advice("twice the devices", f"{2 * on.devices:,}", but="twice the price an hour"), case, devices(2), best)
+    grown = _predicted(
+        Advice("twice the devices", f"{2 * on.devices:,}", but="twice the price an hour"), case, devices(2), best
+    )
     yield grown if grown.gain is not None else replace(grown, value="")
     yield _predicted(
-        Advice("twice the global batch", f"{batches:,}", but="another training: see --batch-advice"), case, batch(batches), best
+        Advice("twice the global batch", f"{batches:,}", but="another training: see --batch-advice"),
+        case,
+        batch(batches),
+        best,
     )
     if on.hosts > 1:
         rate = f"{2 * on.between.bandwidth * 8 / 1e9:,.4g} Gbit/s for each device"
@@ -143,11 +153,18 @@ def _other_precision(case: Case, best: Candidate) -> Iterator[tuple[str, str, Ch
     peaks = best.layout.machines.device.peak_flops
     slow = any(device.bf16 is False for host in case.cluster.hosts[:1] for device in host.devices)
     if best.plan.precision_for(case.job) == "fp32" and not slow and peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0):
-        yield "precision=bf16", "products are computed with fewer digits: other losses, by little", keys(precision="bf16")
+        yield (
+            "precision=bf16",
+            "products are computed with fewer digits: other losses, by little",
+            keys(precision="bf16"),
+        )
 
 
 def _other_orders(best: Candidate) -> Iterator[tuple[str, str, Change]]:
-    """Another axis between neighbours. A run's mesh has one order, in which the ranks that communicate most are nearest."""
+    """Another axis between neighbours.
+
+    A run's mesh has one order, in which the ranks that communicate most are nearest.
+    """
     usual = best.layout.order
     if best.layout.machines.hosts == 1:
         return

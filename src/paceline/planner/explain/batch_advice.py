@@ -1,7 +1,8 @@
 """Advice on the largest useful global batch and its learning rate; never applied by itself.
 
-The speed of a batch can be computed; how well it learns cannot, since the batch beyond which samples are wasted depends on the
-noise of the gradients (McCandlish et al., 2018, arXiv:1812.06162). So the advice is an upper bound, with its unknowns stated.
+The speed of a batch can be computed; how well it learns cannot, since the batch beyond which samples are wasted depends
+on the noise of the gradients (McCandlish et al., 2018, arXiv:1812.06162). So the advice is an upper bound, with its
+unknowns stated.
 """
 
 from __future__ import annotations
@@ -88,14 +89,21 @@ class BatchAdvice:
     def lines(self) -> list[str]:
         """The advice in words."""
         if self.keeps:
-            return [f"the global batch of {self.now.global_batch:,} is the useful one already: a larger one is less than 5 % faster"]
+            return [
+                (
+                    f"the global batch of {self.now.global_batch:,} is the useful one already: a larger one is "
+                    "less than 5 % faster"
+                )
+            ]
         if self.factor < 1:
             return [
-                f"a global batch of {self.useful.global_batch:,} is within 5 % as fast as the job's {self.now.global_batch:,}; it makes "
+                f"a global batch of {self.useful.global_batch:,} is within 5 % as fast as the job's "
+                f"{self.now.global_batch:,}; it makes "
                 "more steps of as many samples, from which a model seldom learns less"
             ]
         return [
-            f"a global batch of {self.useful.global_batch:,} instead of {self.now.global_batch:,}: +{percent(self.gain)} samples a second, "
+            f"a global batch of {self.useful.global_batch:,} instead of {self.now.global_batch:,}: "
+            f"+{percent(self.gain)} samples a second, "
             f"with learning rate {self.lr:.4g} ({self.rule} scaling)"
         ]
 
@@ -170,7 +178,11 @@ def advise(job: Job, cluster: Cluster, calibration: Calibration | None = None) -
     factor = useful.global_batch / now.global_batch
     rule = "square root" if job.optimizer.name in _WITH_SQUARE_ROOT else "linear"
     lr = job.optimizer.lr * (math.sqrt(factor) if rule == "square root" else factor)
-    unknown = () if samples else ("how many samples the data has is not known here; a batch beyond a small part of them is too large",)
+    unknown = (
+        ()
+        if samples
+        else ("how many samples the data has is not known here; a batch beyond a small part of them is too large",)
+    )
     return BatchAdvice(points, now, useful, rule, float(f"{lr:.4g}"), stopped, (*unknown, *_cautions(job, factor)))
 
 
@@ -244,23 +256,30 @@ class _StepCount:
 def _cautions(job: Job, factor: float) -> list[str]:
     """Facts that the user must know before accepting the advice."""
     cautions = [
-        "how large a batch still learns as much from each sample (the critical batch size) depends on the noise of the gradients and "
-        "cannot be known from shapes (McCandlish et al., 2018, arXiv:1812.06162): compare the losses after equal samples first"
+        "how large a batch still learns as much from each sample (the critical batch size) depends on the "
+        "noise of the gradients and "
+        "cannot be known from shapes (McCandlish et al., 2018, arXiv:1812.06162): compare the losses after "
+        "equal samples first"
     ]
     if factor == 1:
         return cautions
     if job.optimizer.name not in _WITH_SQUARE_ROOT:
         return [
-            "linear scaling of the learning rate holds for SGD with warm-up and up to some batch only, 8,192 images for ResNet-50 "
+            "linear scaling of the learning rate holds for SGD with warm-up and up to some batch only, 8,192 "
+            "images for ResNet-50 "
             "(Goyal et al., 2017, arXiv:1706.02677)",
             *cautions,
         ]
     beta = 1 - factor * (1 - job.optimizer.betas[1])
     moved = (
-        f", and beta2 from {job.optimizer.betas[1]:g} to {beta:.4g}" if 0 < beta < 1 else ", and the betas with it, which has no room here"
+        f", and beta2 from {job.optimizer.betas[1]:g} to {beta:.4g}"
+        if 0 < beta < 1
+        else ", and the betas with it, which has no room here"
     )
     return [
-        "square-root scaling of the learning rate is for Adam and its like where noise rules the gradients (Malladi et al., 2022, "
-        f"arXiv:2205.10287), whose rule also moves eps to {job.optimizer.eps / math.sqrt(factor):.2g}{moved}: not changed here",
+        "square-root scaling of the learning rate is for Adam and its like where noise rules the gradients "
+        "(Malladi et al., 2022, "
+        f"arXiv:2205.10287), whose rule also moves eps to {job.optimizer.eps / math.sqrt(factor):.2g}{moved}: "
+        "not changed here",
         *cautions,
     ]

@@ -89,7 +89,8 @@ class Explanation:
         memory: holders of the memory of its fullest rank, largest first.
         changes: other machines and batches, the most helpful first.
         trainings: faster choices at a price that the user decides on.
-        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None: equal parts.
+        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None:
+            equal parts.
         weights_gain: the fraction of the step's time that they save.
         cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
         cut_gain: the fraction of the step's time that it saves.
@@ -173,21 +174,32 @@ class Explanation:
         if self.weights:
             weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
             rows.append(
-                Suggestion(_grown(self.weights_gain), "shares of the batch by speed", f"in the job: partition: {{weights: [{weights}]}}")
+                Suggestion(
+                    _grown(self.weights_gain),
+                    "shares of the batch by speed",
+                    f"in the job: partition: {{weights: [{weights}]}}",
+                )
             )
         if self.cut:
-            rows.append(Suggestion(_grown(self.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(self.cut)}"))
+            rows.append(
+                Suggestion(_grown(self.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(self.cut)}")
+            )
         return sorted(rows, key=lambda row: -2.0 if row.gain is None else row.gain, reverse=True)
 
     @property
     def limit(self) -> str:
         """The parts of the winner's step in one sentence."""
         useful = sum(part.value for part in self.time if part.name == "compute")
-        others = sorted((part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share)
+        others = sorted(
+            (part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share
+        )
         if not others:
             return "the step is all computing: only faster devices, or more of them, help"
         lost = " and ".join(f"{PART_NAMES[part.name]} ({percent(part.share)})" for part in others[:2])
-        return f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the most beside it: {lost}"
+        return (
+            f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the most "
+            f"beside it: {lost}"
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -243,13 +255,18 @@ class Explanation:
 
 
 def explain(
-    job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None, *, what_would_help: bool = True
+    job: Job,
+    cluster: Cluster,
+    found: SearchResult,
+    calibration: Calibration | None = None,
+    *,
+    what_would_help: bool = True,
 ) -> Explanation:
     """Explain a search's result.
 
     Args:
-        what_would_help: predict what other machines, batches and trainings would gain, which takes a few times as long as the search
-            did.
+        what_would_help: predict what other machines, batches and trainings would gain, which takes a few times as long
+            as the search did.
 
     Raises:
         PlanError: no plan was found.
@@ -285,7 +302,9 @@ def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
     prediction = candidate.prediction
     parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
     parts["compute"] += sum(seconds for seconds in parts.values() if seconds < 0)
-    return tuple(Portion(part, seconds, seconds / prediction.step_time_s) for part, seconds in parts.items() if seconds > 0)
+    return tuple(
+        Portion(part, seconds, seconds / prediction.step_time_s) for part, seconds in parts.items() if seconds > 0
+    )
 
 
 def shares_of_memory(candidate: Candidate) -> tuple[Portion, ...]:
@@ -302,7 +321,11 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
         f"every figure is predicted; the speeds of devices and links are {basis}",
         "waiting for data, evaluations and checkpoints are not in the step",
     )
-    return tuple(dict.fromkeys((*best.layout.trace.notes, *best.prediction.notes, *(calibration.notes if calibration else ()), *always)))
+    return tuple(
+        dict.fromkeys(
+            (*best.layout.trace.notes, *best.prediction.notes, *(calibration.notes if calibration else ()), *always)
+        )
+    )
 
 
 def _grown(saved: float) -> float:

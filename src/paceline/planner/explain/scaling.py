@@ -48,7 +48,9 @@ class ScaledPlan:
         }
 
 
-def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None) -> tuple[ScaledPlan, ...]:
+def scaling(
+    job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None
+) -> tuple[ScaledPlan, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
     case = Case(job, cluster, calibration)
     points: list[ScaledPlan] = []
@@ -59,7 +61,9 @@ def scaling(job: Job, cluster: Cluster, found: SearchResult, calibration: Calibr
         count = resized.devices if resized and factor != 1 else cluster.devices
         outcome = Outcome(found.best[0]) if factor == 1 else what_if(case, devices(factor))
         best = outcome.best
-        points.append(_compared(points, count, best.plan, best.prediction) if best else ScaledPlan(count, why=outcome.why))
+        points.append(
+            _compared(points, count, best.plan, best.prediction) if best else ScaledPlan(count, why=outcome.why)
+        )
     return tuple(points)
 
 

@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
     """Weights of a plan's data-parallel ranks by their slowest rank's speed, and the saved fraction.
 
-    None if all are equally fast, if the job has weights already, if stages of a pipeline need equal parts, or if the batch
-    is too small for other parts.
+    None if all are equally fast, if the job has weights already, if stages of a pipeline need equal parts, or if the
+    batch is too small for other parts.
     """
     layout = best.layout
     if not layout.machines.speeds or case.job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
@@ -54,7 +54,8 @@ def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
         return (), 0.0
     speeds = _speeds(layout, ("pp",))
     blocks = [
-        cost.forward + cost.backward for cost in stages(replace(layout, pp=len(layout.trace.blocks), cut=(1,) * len(layout.trace.blocks)))
+        cost.forward + cost.backward
+        for cost in stages(replace(layout, pp=len(layout.trace.blocks), cut=(1,) * len(layout.trace.blocks)))
     ]
     cut = contiguous(blocks, len(speeds), speeds.tolist())
     before = [cost.forward + cost.backward for cost in stages(layout)]
@@ -64,7 +65,11 @@ def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
     gain = saved / (best.prediction.step_time_s * _slowest(before, speeds) / max(before))
     names = tuple(layout.trace.blocks[end].name for end in ends[:-1])
     named = len(set(names)) == len(names) and all(names)
-    if gain < _LEAST_GAIN or not named or reasons_against(replace(best.plan, cut=",".join(names)), case.job, case.cluster):
+    if (
+        gain < _LEAST_GAIN
+        or not named
+        or reasons_against(replace(best.plan, cut=",".join(names)), case.job, case.cluster)
+    ):
         return (), 0.0
     then, _ = what_if(_of(case, best), layouts(lambda layout: replace(layout, cut=cut)))
     return (names, gain) if then and then.prediction.fits else ((), 0.0)
@@ -85,7 +90,9 @@ def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
 
 def _shares(job: Job, weights: tuple[float, ...]) -> NDArray[np.int64]:
     spec, batch = PartitionSpec(weights=weights), job.global_batch
-    return np.array(Partition(spec, samples=batch, global_batch=batch, seed=0, replica=0, replicas=len(weights)).shares(0), np.int64)
+    return np.array(
+        Partition(spec, samples=batch, global_batch=batch, seed=0, replica=0, replicas=len(weights)).shares(0), np.int64
+    )
 
 
 def _slowest(seconds: list[float], speeds: Floats) -> float:

@@ -1,7 +1,7 @@
 """Prediction with one thing changed, behind all advice on a job and a cluster.
 
-A change of the job or of the cluster alters which plans can run, so the best one is searched anew. A change of speeds, or of one plan's
-keys, does not: known plans are predicted again.
+A change of the job or of the cluster alters which plans can run, so the best one is searched anew. A change of speeds,
+or of one plan's keys, does not: known plans are predicted again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def what_if(case: Case, change: Change) -> Outcome:
             return Outcome(search(changed.job, changed.cluster, top=1, calibration=changed.calibration).best[0])
     except PacelineError as error:
         return Outcome(None, error)
-    again = (Candidate(plan, layout, priced(estimate(layout), changed.job, changed.cluster, plan)) for plan, layout in changed.plans)
+    again = (
+        Candidate(plan, layout, priced(estimate(layout), changed.job, changed.cluster, plan))
+        for plan, layout in changed.plans
+    )
     return Outcome(min(again, key=lambda candidate: candidate.prediction.step_time_s))
 
 
@@ -78,7 +81,9 @@ def memory(times: int) -> Change:
         gpus = tuple(gpu.model_copy(update={"memory_bytes": gpu.memory_bytes * times}) for gpu in host.gpus)
         return host.model_copy(update={"gpus": gpus, "memory_bytes": host.memory_bytes * times})
 
-    return lambda case: case._replace(cluster=case.cluster.model_copy(update={"hosts": tuple(map(grown, case.cluster.hosts))}), plans=())
+    return lambda case: case._replace(
+        cluster=case.cluster.model_copy(update={"hosts": tuple(map(grown, case.cluster.hosts))}), plans=()
+    )
 
 
 def devices(times: float) -> Change:
@@ -109,7 +114,9 @@ def keys(**values: Any) -> Change:
 
     def change(case: Case) -> Case:
         plans = ((replace(plan, **values), layout) for plan, layout in case.plans)
-        return case._replace(plans=tuple((plan, Layouts(case.job, layout.machines).of(plan, layout.threads)) for plan, layout in plans))
+        return case._replace(
+            plans=tuple((plan, Layouts(case.job, layout.machines).of(plan, layout.threads)) for plan, layout in plans)
+        )
 
     return change
 
@@ -124,7 +131,9 @@ def links_inside(times: float) -> Change:
 
     def faster(layout: Layout) -> Layout:
         device = layout.machines.device
-        return replace(layout, machines=replace(layout.machines, device=replace(device, inside=_faster(device.inside, times))))
+        return replace(
+            layout, machines=replace(layout.machines, device=replace(device, inside=_faster(device.inside, times)))
+        )
 
     return layouts(faster)
 
@@ -146,7 +155,9 @@ def with_devices(cluster: Cluster, times: float) -> Cluster | None:
     if not float(hosts).is_integer() or (hosts > len(cluster.hosts) and not _linked(cluster.hosts[0])):
         return None
     first = cluster.hosts[0]
-    more = tuple(first.model_copy(update={"name": f"{first.name}+{i}"}) for i in range(1, int(hosts) - len(cluster.hosts) + 1))
+    more = tuple(
+        first.model_copy(update={"name": f"{first.name}+{i}"}) for i in range(1, int(hosts) - len(cluster.hosts) + 1)
+    )
     return _of_hosts(cluster, (*cluster.hosts, *more)[: int(hosts)])
 
 
@@ -154,7 +165,10 @@ def _alike(cluster: Cluster) -> bool:
     """True if all hosts are equal, so that one more can be added."""
     emulate = cluster.emulate
     limits = len({*zip(emulate.rates_bps, emulate.cores, strict=True)}) if emulate else 1
-    return limits == 1 and len({(len(host.devices), host.cpu, tuple(gpu.name for gpu in host.gpus)) for host in cluster.hosts}) == 1
+    return (
+        limits == 1
+        and len({(len(host.devices), host.cpu, tuple(gpu.name for gpu in host.gpus)) for host in cluster.hosts}) == 1
+    )
 
 
 def _part_of_a_host(cluster: Cluster, part: float) -> Cluster | None:
@@ -165,7 +179,11 @@ def _part_of_a_host(cluster: Cluster, part: float) -> Cluster | None:
     if host.gpus:
         smaller = host.model_copy(update={"gpus": host.gpus[: int(devices)]})
     else:
-        cores = {"cores": int(devices), "affinity": host.affinity[: int(devices)], "memory_bytes": int(host.memory_bytes * part)}
+        cores = {
+            "cores": int(devices),
+            "affinity": host.affinity[: int(devices)],
+            "memory_bytes": int(host.memory_bytes * part),
+        }
         smaller = host.model_copy(update=cores)
     return _of_hosts(cluster, (smaller,))
 

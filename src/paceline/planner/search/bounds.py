@@ -1,8 +1,9 @@
 """Lower bounds of a plan's time and memory, which keep the search exact.
 
-A bound is admissible: never above the prediction. Time: the work of a microbatch, evenly over the stages, as often as it is on the
-schedule's critical path; one pass of the optimizer; and the part of the gradients' sum that no backward pass can overlap.
-Memory: the state and the activations of an average rank, or of the pipeline's first one, which has the most microbatches in flight.
+A bound is admissible: never above the prediction. Time: the work of a microbatch, evenly over the stages, as often as
+it is on the schedule's critical path; one pass of the optimizer; and the part of the gradients' sum that no backward
+pass can overlap. Memory: the state and the activations of an average rank, or of the pipeline's first one, which has
+the most microbatches in flight.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ class Bounds:
         """Least seconds of a step for each row of degrees, with the best microbatch size."""
         keys, place = numbered(rows["tp"], rows["cp"], rows["ep"], rows["threads"])
         rate = np.array([self.rate_s(tp, cp, ep, threads, sequence, remat) for tp, cp, ep, threads in keys])
-        return np.asarray(rate[place] * rows["samples"] * rows["microbatches"] / rows["pp"]) if len(keys) else np.zeros(0)
+        return (
+            np.asarray(rate[place] * rows["samples"] * rows["microbatches"] / rows["pp"]) if len(keys) else np.zeros(0)
+        )
 
     def passes(self, pp: int, microbatches: int, schedule: str) -> tuple[float, float]:
         """Numbers of microbatches and of hops on the critical path of even stages."""
@@ -160,7 +163,10 @@ class Bounds:
         return self._sums[key]
 
     def state_bytes(self, pp: Ints, microbatches: Ints, fsdp: Ints, zero: int) -> Floats:
-        """State bytes per parameter of a rank, between and during steps. Gathered tensors that stay during a step are included."""
+        """State bytes per parameter of a rank, between and during steps.
+
+        Gathered tensors that stay during a step are included.
+        """
         layout = self.layout
         divided, pipelined = fsdp > 1, pp > 1
         shared = (layout.parameter_bytes + layout.gradient_bytes + layout.optimizer_bytes) / fsdp
@@ -175,7 +181,9 @@ class Bounds:
         """
         narrow = min(self.layout.parameter_bytes, self.layout.number_bytes)
         whole = (pp > 1) | (zero < 3)
-        gathered: Floats = layer * (narrow + self.layout.gradient_bytes + np.where(whole, 0.0, GATHERED_AT_ONCE * narrow))
+        gathered: Floats = layer * (
+            narrow + self.layout.gradient_bytes + np.where(whole, 0.0, GATHERED_AT_ONCE * narrow)
+        )
         return np.where(fsdp > 1, (1 + FRAGMENTS) * gathered, 0.0)
 
     def activations_bytes(self, kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
@@ -229,15 +237,22 @@ class Bounds:
         return self._each[tp]
 
     def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """Bytes per sample that each block kind saves, and seconds of one and two hops. The hops send one and two samples to a stage."""
+        """Bytes per sample that each block kind saves, and seconds of one and two hops.
+
+        The hops send one and two samples to a stage.
+        """
         key = layout.tp, layout.cp, layout.ep, layout.sequence, layout.remat
         found = self._samples.get(key)
         if found is None:
             one = replace(layout, samples=1.0, microbatches=2)
             twice = [
-                ModelTrace((block,) * min(count, 2)) for block, count in zip(self._each_at(layout.tp).blocks, self._counts, strict=True)
+                ModelTrace((block,) * min(count, 2))
+                for block, count in zip(self._each_at(layout.tp).blocks, self._counts, strict=True)
             ]
-            kept = [(1 + FRAGMENTS) * memory(replace(one, trace=trace))["activations"] / len(trace.blocks) for trace in twice]
+            kept = [
+                (1 + FRAGMENTS) * memory(replace(one, trace=trace))["activations"] / len(trace.blocks)
+                for trace in twice
+            ]
             found = self._samples[key] = kept, [hop_s(replace(layout, pp=2, samples=samples)) for samples in (1.0, 2.0)]
         return found
 

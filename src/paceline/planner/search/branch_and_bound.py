@@ -176,10 +176,14 @@ class BranchAndBound:
         hopeful = self._of(cost, "seconds")[0] * table["microbatches"][rows] / table["pp"][rows] < self.limit
         rows, cost, least = rows[hopeful], cost[hopeful], least[hopeful]
         pp, microbatches, shared = (table[key][rows] for key in ("pp", "microbatches", "shared"))
-        seconds, parameters, kept, repeated_kept, received, hop = self._of(cost, "seconds parameters kept repeated_kept received hop_s")
+        seconds, parameters, kept, repeated_kept, received, hop = self._of(
+            cost, "seconds parameters kept repeated_kept received hop_s"
+        )
         uneven = bounds.unevenness_s(seconds, self._of(cost, "repeated_s")[0], pp, microbatches)
         least_state = (
-            np.maximum(parameters - bounds.layout.trace.tied, 0.0) / pp * bounds.state_bytes(np.ones_like(pp), np.ones_like(pp), shared, 3)
+            np.maximum(parameters - bounds.layout.trace.tied, 0.0)
+            / pp
+            * bounds.state_bytes(np.ones_like(pp), np.ones_like(pp), shared, 3)
         )
         found = []
         for number, schedule in enumerate(SCHEDULES):
@@ -192,7 +196,9 @@ class BranchAndBound:
             # gradients appear while activations are freed
             held[(pp == 1) & (microbatches == 1) & (shared == 1)] = 0.0
             out_of_memory = works & (least_state + held > bounds.model_capacity)
-            self.rejections.count_out_of_memory((least_state + held)[out_of_memory], space.factorisations[rows[out_of_memory]])
+            self.rejections.count_out_of_memory(
+                (least_state + held)[out_of_memory], space.factorisations[rows[out_of_memory]]
+            )
             some = np.flatnonzero(works & ~out_of_memory & (times < self.limit))
             ones = np.ones(len(some), np.int64)
             same = (number * ones, remat * ones, sequence * ones)
@@ -220,7 +226,9 @@ class BranchAndBound:
         keys, place = numbered(apart, shared // plans.fsdp)
         sums = np.array([bounds.sum_s_per_byte(*key) for key in keys])[place] if len(keys) else np.zeros(0)
         sent = sums * shard * self.layout.sync_bytes / self.layout.sync_every
-        plans.bound_s = plans.bound_s + np.maximum(sent - (backward / pp if self.layout.framework.overlaps_gradients else 0.0), 0.0)
+        plans.bound_s = plans.bound_s + np.maximum(
+            sent - (backward / pp if self.layout.framework.overlaps_gradients else 0.0), 0.0
+        )
         return PlanTable.joined([self._fitting(plans, zero) for zero in (3, 2, 1)])
 
     def _fitting(self, plans: PlanTable, zero: int) -> PlanTable:
@@ -255,7 +263,9 @@ class BranchAndBound:
     def _evaluate(self, key: tuple[int, ...], knobs: dict[str, Any]) -> None:
         """Predict a plan if it is legal and fits, and keep the best. The best is kept for each set of degrees."""
         row, schedule, remat, sequence, fsdp, zero = key
-        values: dict[str, Any] = {name: int(self.space.rows[name][row]) for name in ("tp", "cp", "ep", "pp", "microbatches")}
+        values: dict[str, Any] = {
+            name: int(self.space.rows[name][row]) for name in ("tp", "cp", "ep", "pp", "microbatches")
+        }
         values |= {"dp": int(self.space.rows["shared"][row]) // fsdp, "fsdp": fsdp, "zero": zero}
         values |= {"schedule": SCHEDULES[schedule], "remat": REMATS[remat], "sequence": bool(sequence)}
         if (refusal := self.space.legal.refusal(values | knobs)) is not None:
@@ -283,7 +293,9 @@ class BranchAndBound:
         prediction = estimate(layout)
         key = tuple(values[name] for name in DEGREES)
         known = self.found.get(key)
-        if prediction.step_time_s < self._last_s and (known is None or prediction.step_time_s < known.prediction.step_time_s):
+        if prediction.step_time_s < self._last_s and (
+            known is None or prediction.step_time_s < known.prediction.step_time_s
+        ):
             plan = replace(self.space.base, **values)
             if (refusal := self.space.legal.out_of_memory(plan)) is not None:
                 self.rejections.refuse(*refusal)
@@ -343,4 +355,6 @@ class BranchAndBound:
     def _of(self, costs: Ints, names: str) -> list[Floats]:
         """Attributes of the rank costs at these indices."""
         several, place = np.unique(costs, return_inverse=True)
-        return [np.array([getattr(self._rank_costs[i], name) for i in several], np.float64)[place] for name in names.split()]
+        return [
+            np.array([getattr(self._rank_costs[i], name) for i in several], np.float64)[place] for name in names.split()
+        ]

@@ -38,10 +38,13 @@ class SmallestMemory(NamedTuple):
 
 
 def smallest_that_works(layout: Layout, global_batch: int) -> str:
-    """Message on a model that does not fit, or "" if it does. It names the missing memory and the smallest sufficient cluster.
+    """Message on a model that does not fit, or "" if it does.
+
+    It names the missing memory and the smallest sufficient cluster.
 
     Args:
-        layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not its degrees.
+        layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not
+            its degrees.
         global_batch: samples of a step; a plan cannot have more data-parallel ranks.
     """
     here = least(layout, global_batch)
@@ -58,12 +61,21 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     if enough:
         return f"{said} It fits on {', or on '.join(enough)}."
     what, most = max(memory(more.layout).items(), key=lambda item: item[1])
-    return f"{said} More such hosts do not help: {what} alone would still take {size(most)}. Shorter samples or smaller layers would."
+    return (
+        f"{said} More such hosts do not help: {what} alone would still take {size(most)}. Shorter samples or "
+        "smaller layers would."
+    )
 
 
 def least(layout: Layout, global_batch: int) -> SmallestMemory:
-    """The plan on the layout's machines whose fullest rank needs the least of its device. Only plans that shard everything are tried."""
-    options = (SmallestMemory(sum(memory(option).values()), usable_bytes(option), option) for option in _frugal(layout, global_batch))
+    """The plan on the layout's machines whose fullest rank needs the least of its device.
+
+    Only plans that shard everything are tried.
+    """
+    options = (
+        SmallestMemory(sum(memory(option).values()), usable_bytes(option), option)
+        for option in _frugal(layout, global_batch)
+    )
     return min(options, key=lambda option: option.needed / option.room)
 
 
@@ -119,11 +131,18 @@ def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
     if tp == 1:
         return trace.tokens % cp == 0
     gemms = [gemm for block, _ in trace.runs for gemm in block.gemms if gemm.divided != "none"]
-    return bool(gemms) and trace.tokens % cp == 0 and all(gemm.batch % tp == 0 for gemm in gemms if gemm.divided == "batch")
+    return (
+        bool(gemms)
+        and trace.tokens % cp == 0
+        and all(gemm.batch % tp == 0 for gemm in gemms if gemm.divided == "batch")
+    )
 
 
 def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on the smallest sufficient number of the same hosts, found by bisection. If no number is enough, on very many of them."""
+    """Fit on the smallest sufficient number of the same hosts, found by bisection.
+
+    If no number is enough, on very many of them.
+    """
 
     def on(hosts: int) -> SmallestMemory:
         return least(replace(layout, machines=replace(layout.machines, hosts=hosts, speeds=())), global_batch)
@@ -139,7 +158,10 @@ def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on as many devices of the smallest sufficient kind in the catalogue. If none is sufficient, on the largest."""
+    """Fit on as many devices of the smallest sufficient kind in the catalogue.
+
+    If none is sufficient, on the largest.
+    """
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
     larger = [device for device in CATALOGUE.values() if device.kind == kind != "cpu" and device.memory_bytes > own]

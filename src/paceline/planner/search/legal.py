@@ -31,7 +31,9 @@ class LegalPlans:
     def __init__(self, job: Job, cluster: Cluster, base: Plan, blocks: int) -> None:
         self.blocks = blocks
         self.context = PlanContext(base, job, cluster, weighed=True)
-        self._known: list[tuple[Check, dict[tuple[Any, ...], str | None]]] = [(check, {}) for check in CHECKS if check.keys != MEMORY]
+        self._known: list[tuple[Check, dict[tuple[Any, ...], str | None]]] = [
+            (check, {}) for check in CHECKS if check.keys != MEMORY
+        ]
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
 
     def refusal(self, values: dict[str, Any], among: Iterable[str] | None = None) -> Refusal | None:
@@ -66,7 +68,9 @@ class LegalPlans:
         return self.refusal({key: value}, together) or (self._too_many_stages(value) if key == "pp" else None)
 
     def _too_many_stages(self, pp: int) -> Refusal | None:
-        one_a_rank = [self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) for schedule in ("1f1b", "gpipe")]
+        one_a_rank = [
+            self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) for schedule in ("1f1b", "gpipe")
+        ]
         if all(one_a_rank):
             return next(iter(one_a_rank))
         apart = f"no more than {count(self.blocks, 'block')} of the model can be predicted apart"
@@ -79,7 +83,9 @@ class LegalPlans:
     def schedule_fits(self, schedule: str, pp: int) -> bool:
         """True if the model has blocks for the schedule's stages."""
         stages = pp * STAGES_PER_RANK[schedule] if pp > 1 else 1
-        return stages <= self.blocks and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
+        return (
+            stages <= self.blocks and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
+        )
 
     def fsdp_refusal(self, schedule: str, pp: int) -> Refusal | None:
         """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""

@@ -27,7 +27,9 @@ class MeasuredBounds(Bounds):
         names = ("tp", "cp", "ep", "pp", "shared", "size")
         keys, place = numbered(*(rows[name] for name in names))
         samples = dict(zip(rows["size"].tolist(), rows["samples"].tolist(), strict=True))
-        each = np.array([self._microbatch_s(tp, cp, ep, pp, shared, samples[size], remat) for tp, cp, ep, pp, shared, size in keys])
+        each = np.array(
+            [self._microbatch_s(tp, cp, ep, pp, shared, samples[size], remat) for tp, cp, ep, pp, shared, size in keys]
+        )
         return np.asarray(each[place] * rows["microbatches"]) if len(keys) else np.zeros(0)
 
     def rank_cost(self, config: ShardConfig) -> RankCost:

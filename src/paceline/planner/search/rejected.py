@@ -71,11 +71,16 @@ class RejectionCounts:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
         if self.out_of_memory:
-            needs = f"need {size(self.least_bytes)}" + (f" to {size(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else "")
+            needs = f"need {size(self.least_bytes)}" + (
+                f" to {size(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else ""
+            )
             found.append(
                 Excluded(
                     "memory",
-                    f"does not fit: {self.out_of_memory:,} plans {needs} on a device that has {size(self.capacity)} to give",
+                    (
+                        f"does not fit: {self.out_of_memory:,} plans {needs} on a device that has "
+                        f"{size(self.capacity)} to give"
+                    ),
                     self.out_of_memory,
                 )
             )
@@ -86,17 +91,25 @@ def why_it_wins(winner: Candidate) -> str:
     """Parts of the winner's step, the largest first."""
     step = winner.prediction.step_time_s
     parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
-    return ", ".join(f"{percent(seconds / step, 0)} {_WORDS.get(part, part)}" for part, seconds in parts if seconds >= 2 * _SMALL * step)
+    return ", ".join(
+        f"{percent(seconds / step, 0)} {_WORDS.get(part, part)}"
+        for part, seconds in parts
+        if seconds >= 2 * _SMALL * step
+    )
 
 
 def why_it_loses(other: Candidate, winner: Candidate) -> str:
     """Parts in which a plan takes longer than the winner, with causes. They are fractions of the winner's step."""
     step = winner.prediction.step_time_s
-    more = {part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()}
+    more = {
+        part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()
+    }
     worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
     if not worst:
         return "as fast, as far as the model can tell"
-    return "; ".join(f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst)
+    return "; ".join(
+        f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst
+    )
 
 
 def _cause(part: str, other: Candidate, winner: Candidate) -> str:
@@ -136,13 +149,19 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
 
 
 def _uneven_batch(space: Space) -> Excluded | None:
-    """Exclusion of numbers of data-parallel ranks that do not divide the batch. All ranks would wait for the fullest."""
+    """Exclusion of numbers of data-parallel ranks that do not divide the batch.
+
+    All ranks would wait for the fullest.
+    """
     batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
     even = [n for n in range(1, most + 1) if batch % n == 0]
     if space.job.partition.weights is not None or len(even) == most:
         return None
     shown = ", ".join(map(str, even[:12])) + (", …" if len(even) > 12 else "")
-    reason = f"a global batch of {batch:,} deals evenly to {shown} data-parallel ranks; with others all wait for those with one sample more"
+    reason = (
+        f"a global batch of {batch:,} deals evenly to {shown} data-parallel ranks; with others all wait for those "
+        "with one sample more"
+    )
     return Excluded("dp × fsdp × ep", reason)
 
 
@@ -150,7 +169,8 @@ def _no_rows(space: Space) -> str:
     batch, weights = space.job.global_batch, space.job.partition.weights
     if weights is not None:
         return (
-            f"the job's partition has {len(weights)} weights, one for each data-parallel rank, and {space.cluster.name} has "
+            f"the job's partition has {len(weights)} weights, one for each data-parallel rank, and "
+            f"{space.cluster.name} has "
             f"{space.devices} devices: give at most {space.devices} weights, or none for equal shares."
         )
     return f"no plan divides a global batch of {batch} over {space.devices} devices of {space.cluster.name}."

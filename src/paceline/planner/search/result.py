@@ -9,10 +9,11 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.prediction import Prediction
 from paceline.plans.plan import Plan
 
-# Mean error of a predicted step time: over 868 published runs, nearly all on A100s, and over 53 plans measured on two cores.
+# Mean error of a predicted step time: over 868 published runs, nearly all on A100s, and over 53 plans measured on two
+# cores.
 ERROR = 0.05
-# Mean error over 37 runs of other hardware and software (`mean_error_elsewhere` of benchmarks/published.py); of these only TensorFlow's
-# derating was fitted, to 3 more rows.
+# Mean error over 37 runs of other hardware and software (`mean_error_elsewhere` of benchmarks/published.py); of these
+# only TensorFlow's derating was fitted, to 3 more rows.
 ERROR_ELSEWHERE = 0.28
 _MOVING = {
     "fsdp": 1,
@@ -68,8 +69,8 @@ class SearchResult:
         best: the fastest first; of each set of degrees only its best variant.
         excluded: the reasons, the most plans first.
         considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
-        gap: relative time by which the best may miss the predicted optimum: 0 when all other plans were evaluated or bounded away,
-            1 if nothing is known of the untried ones.
+        gap: relative time by which the best may miss the predicted optimum: 0 when all other plans were evaluated or
+            bounded away, 1 if nothing is known of the untried ones.
         seconds: duration of the search.
         evaluated: number of plans predicted in full.
         pruned: number of plans that a lower bound, or dominance, excluded without a prediction.

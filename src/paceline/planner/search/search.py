@@ -1,8 +1,9 @@
 """Search of the fastest legal plans of a job on a cluster.
 
-Rows (degrees and microbatches) are taken in the order of their lower bounds; each is expanded to its variants, and these to the
-factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best found. So all omitted plans are
-slower, and the result is that of trying all of them. It depends on nothing but its arguments: no clock ends it.
+Rows (degrees and microbatches) are taken in the order of their lower bounds; each is expanded to its variants, and
+these to the factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best
+found. So all omitted plans are slower, and the result is that of trying all of them. It depends on nothing but its
+arguments: no clock ends it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,13 @@ def search(
         raise nothing_fits(space, solver.rejections, solver.layout)
     ordered = sorted(solver.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
     winner = ordered[0]
-    best = [replace(c, prediction=priced(c.prediction, job, cluster, c.plan), why=why_it_loses(c, winner)) for c in ordered[1:]]
-    best.insert(0, replace(winner, prediction=priced(winner.prediction, job, cluster, winner.plan), why=why_it_wins(winner)))
+    best = [
+        replace(c, prediction=priced(c.prediction, job, cluster, c.plan), why=why_it_loses(c, winner))
+        for c in ordered[1:]
+    ]
+    best.insert(
+        0, replace(winner, prediction=priced(winner.prediction, job, cluster, winner.plan), why=why_it_wins(winner))
+    )
     found = SearchResult(
         best=tuple(best),
         excluded=solver.rejections.excluded(space),

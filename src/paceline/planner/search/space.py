@@ -53,25 +53,33 @@ class Space:
     def rows(self) -> dict[str, NDArray[Any]]:
         """Table with a row for each legal tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches.
 
-        Further columns are the samples of a microbatch (`size` is equal if they are), and the threads of a rank on CPUs.
+        Further columns are the samples of a microbatch (`size` is equal if they are), and the threads of a rank on
+        CPUs.
         """
         pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
-        rows: dict[str, NDArray[Any]] = {key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)}
+        rows: dict[str, NDArray[Any]] = {
+            key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)
+        }
         if not self.legal.allows_microbatches():
             rows = {key: column[rows["microbatches"] == 1] for key, column in rows.items()}
         rows["ranks"] = rows["tp"] * rows["cp"] * rows["ep"] * rows["pp"] * rows["shared"]
         several, place = numbered(rows["ranks"])
         threads = [self._threads(*key) for key in several]
         rows["threads"] = np.array(threads, np.int64)[place]
-        rows["knobs"] = np.array([len(self._knobs(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64)[place]
+        rows["knobs"] = np.array(
+            [len(self._knobs(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64
+        )[place]
         sizes, place = numbered(rows["shared"] * rows["ep"] * rows["microbatches"])
         rows["size"], rows["samples"] = place, np.array([self.job.global_batch / key[0] for key in sizes])[place]
         return rows
 
     @cached_property
     def factorisations(self) -> Ints:
-        """Number of variants of each row. They are factorisations into dp × fsdp, each with its `zero` stages and knobs."""
+        """Number of variants of each row.
+
+        They are factorisations into dp × fsdp, each with its `zero` stages and knobs.
+        """
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
         return np.asarray((ways + np.where(self.rows["pp"] == 1, 2 * (ways - 1), 0)) * self.rows["knobs"])
@@ -81,7 +89,9 @@ class Space:
         """Number of plans of each row."""
         every = np.arange(len(self.rows["tp"]))
         schedules = sum(self.runs(every, schedule).astype(np.int64) for schedule in SCHEDULES)
-        variants = sum(self.allows(every, sequence, remat).astype(np.int64) for sequence in (False, True) for remat in REMATS)
+        variants = sum(
+            self.allows(every, sequence, remat).astype(np.int64) for sequence in (False, True) for remat in REMATS
+        )
         return np.asarray(schedules * variants * self.factorisations)
 
     def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
@@ -119,8 +129,14 @@ class Space:
     def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
         if self.cluster.kind == "cuda":
             return [{}]
-        transports = [{"transport": name} for name in _TRANSPORTS] if ranks > 1 and self.base.transport == "auto" else [{}]
-        threads = [0, *(2**n for n in range(most.bit_length()) if 2**n < most)] if self.base.threads == 0 else [self.base.threads]
+        transports = (
+            [{"transport": name} for name in _TRANSPORTS] if ranks > 1 and self.base.transport == "auto" else [{}]
+        )
+        threads = (
+            [0, *(2**n for n in range(most.bit_length()) if 2**n < most)]
+            if self.base.threads == 0
+            else [self.base.threads]
+        )
         return [{"threads": n, **transport} for transport in transports for n in threads]
 
     def _threads(self, ranks: int) -> int:
@@ -144,7 +160,9 @@ class Space:
         context = self.legal.context
         most = self.devices
         if key == "pp":
-            pieces = len(context.model_info.blocks) or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
+            pieces = len(context.model_info.blocks) or sum(
+                len(shape.sizes) > 1 for shape in context.model_info.parameters
+            )
             return list(range(1, min(most, max(pieces, 1)) + 1))
         if key == "cp" and not context.model_info.takes_parts_of_sequences:
             return [1]
@@ -186,8 +204,8 @@ class Space:
     def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
         """Values of dp × fsdp: numbers of data-parallel ranks that divide the batch evenly.
 
-        Without a pipeline also numbers with uneven parts that no smaller one matches: the fullest data-parallel rank sets the pace, so of
-        equally full ones the fewest data-parallel ranks win.
+        Without a pipeline also numbers with uneven parts that no smaller one matches: the fullest data-parallel rank
+        sets the pace, so of equally full ones the fewest data-parallel ranks win.
         """
         weights = self.job.partition.weights
         if weights is not None:
@@ -212,8 +230,8 @@ def _useful_data_ranks(batch: int, equal: bool) -> tuple[int, ...]:
 def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
     """Rows of (data-parallel ranks, microbatches) whose microbatches divide a rank's samples evenly.
 
-    Uneven parts are divided as evenly as possible. Ranks without a pipeline compute one microbatch after the other, so of numbers
-    with equally large microbatches only the least is listed.
+    Uneven parts are divided as evenly as possible. Ranks without a pipeline compute one microbatch after the other, so
+    of numbers with equally large microbatches only the least is listed.
     """
     share, smallest = -(-batch // data_ranks), batch // data_ranks
     if equal:

@@ -9,7 +9,8 @@ from typing import Any
 from paceline.trace.recording.graph import Graph, PythonCall, Ref
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# Further functions that mix the tokens of a sequence. By name, since each exists as a function, a method and an operator.
+# Further functions that mix the tokens of a sequence. By name, since each exists as a function, a method and an
+# operator.
 _OTHER_ATTENTION = ("multi_head_attention_forward", "flex_attention")
 _RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -18,7 +19,10 @@ _ALONG_A_DIMENSION = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of `F.scaled_dot_product_attention`. `query` and `key` are shapes; `module` is the innermost module that makes the call."""
+    """One call of `F.scaled_dot_product_attention`.
+
+    `query` and `key` are shapes; `module` is the innermost module that makes the call.
+    """
 
     module: str
     query: tuple[int, ...]
@@ -39,7 +43,9 @@ def attention_calls(graph: Graph) -> list[AttentionCall]:
         if call.name == "scaled_dot_product_attention":
             given = {**dict(zip(_PARAMETERS, call.args, strict=False)), **call.kwargs}
             query, key = (shape_of(graph, given[name]) for name in ("query", "key"))
-            found.append(AttentionCall(call.path, query, key, given.get("attn_mask") is not None, given.get("dropout_p", 0.0)))
+            found.append(
+                AttentionCall(call.path, query, key, given.get("attn_mask") is not None, given.get("dropout_p", 0.0))
+            )
     return found
 
 
@@ -67,7 +73,9 @@ def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | Non
         return f"a recurrence ({call.name})"
     if call.name in _CONVOLUTIONS and tokens in shape[2:]:
         return f"a convolution ({call.name}) along the tokens"
-    if call.name in _ALONG_A_DIMENSION and any(shape[d] == tokens for d in _dims(call) if -len(shape) <= d < len(shape)):
+    if call.name in _ALONG_A_DIMENSION and any(
+        shape[d] == tokens for d in _dims(call) if -len(shape) <= d < len(shape)
+    ):
         return f"{call.name} along the tokens"
     if call.name == "softmax" and len(shape) >= 4 and shape[-2:] == (tokens, tokens):
         return "attention by softmax, where only that by scaled_dot_product_attention can be divided,"

@@ -19,8 +19,8 @@ def state_dtype(query: Tensor) -> torch.dtype:
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention output (n, heads, t, size) and the scores' log-sum-exp (n, heads, t).
 
-    Both are in `state_dtype`. Key and value are (n, key heads, keys, size), with `heads` a multiple of `key heads`. `causal`
-    requires as many queries as keys.
+    Both are in `state_dtype`. Key and value are (n, key heads, keys, size), with `heads` a multiple of `key heads`.
+    `causal` requires as many queries as keys.
     """
     if query.device.type == "cpu":
         mixed, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
@@ -66,7 +66,10 @@ def attend_backward(
 
 
 def attend_by_matrices(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend` for float32 and float64 on a GPU, where no kernel computes it. Holds all scores of the block in memory."""
+    """`attend` for float32 and float64 on a GPU, where no kernel computes it.
+
+    Holds all scores of the block in memory.
+    """
     scores = _scores(query, key, causal, scale)
     log_sum = scores.logsumexp(-1)
     mixed = (scores - log_sum.unsqueeze(-1)).exp_() @ _grouped(value)
@@ -92,7 +95,9 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     """Attention scores (n, key heads, heads per key head, queries, keys)."""
     scores: Tensor = query.unflatten(1, (key.shape[1], -1)).to(state_dtype(query)) @ _grouped(key).mT * scale
     if causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1), float("-inf"))
+        scores.masked_fill_(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1), float("-inf")
+        )
     return scores
 
 

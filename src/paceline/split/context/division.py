@@ -32,10 +32,10 @@ from paceline.trace.recording.record import Call, record_graph
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
     """Make a model attend over the tokens of all ranks of `cp`, two or more.
 
-    Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of `example`)
-    use ring attention, Hugging Face models leave out their masks, and the model gets the positions of the rank's tokens as
-    `position_ids`. The gradients of all parameters become partial sums over `cp`. Where this is impossible, every rank keeps all
-    tokens and computes its own rows of the large modules (`divide_rows`).
+    Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of
+    `example`) use ring attention, Hugging Face models leave out their masks, and the model gets the positions of the
+    rank's tokens as `position_ids`. The gradients of all parameters become partial sums over `cp`. Where this is
+    impossible, every rank keeps all tokens and computes its own rows of the large modules (`divide_rows`).
 
     Args:
         model: any model that attends; on any device, meta too.
@@ -86,8 +86,8 @@ class Context:
     """Division of the run's sequences, as seen from one rank.
 
     Attributes:
-        whole: True if every rank has all tokens and the same loss, and computes its rows of some modules. If False, each rank has its
-            own tokens only.
+        whole: True if every rank has all tokens and the same loss, and computes its rows of some modules. If False,
+            each rank has its own tokens only.
         lines: report of the division, one line each.
     """
 
@@ -99,8 +99,9 @@ class Context:
     def shard(self, batch: Batch) -> Batch:
         """This rank's tokens of a batch, labels too: a part of tensors (n, tokens, …).
 
-        If the model computes its own loss, the labels are shifted here, since another rank holds the label of a rank's last token;
-        the loss is then a sum divided by the number of labels of the whole sequences, so that the ranks' losses add up to the mean.
+        If the model computes its own loss, the labels are shifted here, since another rank holds the label of a rank's
+        last token; the loss is then a sum divided by the number of labels of the whole sequences, so that the ranks'
+        losses add up to the mean.
 
         Raises:
             DataError: a number of tokens that cannot be divided, or masked tokens.
@@ -170,7 +171,8 @@ class _Attend(OwnAttention):
         """Ring attention with the signature of torch's function."""
         if attn_mask is not None or dropout_p > 0:
             raise PlanError(
-                f"attention over cp ranks has {'no mask' if attn_mask is not None else 'no dropout'}, and the model asks for it"
+                f"attention over cp ranks has {'no mask' if attn_mask is not None else 'no dropout'}, and the "
+                "model asks for it"
             )
         # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
         if query.is_meta:
@@ -179,7 +181,10 @@ class _Attend(OwnAttention):
 
 
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
-    """Make a Hugging Face model build no masks. It would take the positions of a part of the tokens for several sequences."""
+    """Make a Hugging Face model build no masks.
+
+    It would take the positions of a part of the tokens for several sequences.
+    """
     from transformers import AttentionInterface
 
     name, before = f"paceline_cp{ranks}", model.config._attn_implementation
@@ -187,7 +192,8 @@ def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise PlanError(
-            f"cp={ranks}: {type(model).__name__} does not let its attention be replaced (transformers' AttentionInterface): cp=1"
+            f"cp={ranks}: {type(model).__name__} does not let its attention be replaced (transformers' "
+            "AttentionInterface): cp=1"
         )
     return functools.partial(model.set_attn_implementation, before)
 
@@ -206,15 +212,25 @@ def _hugging_face_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention. Takes (n, heads, t, size), returns (n, t, heads, size) and no weights."""
+    """Attention in transformers' calling convention.
+
+    Takes (n, heads, t, size), returns (n, t, heads, size) and no weights.
+    """
     tokens = query.shape[2] * ranks
     if sliding_window is not None and sliding_window < tokens:
-        raise PlanError(f"cp={ranks}: attention in a window of {sliding_window} tokens is not divided; use sequences of at most that many")
+        raise PlanError(
+            f"cp={ranks}: attention in a window of {sliding_window} tokens is not divided; use sequences of at "
+            "most that many"
+        )
     if refused := [name for name in _REFUSED if others.get(name) is not None]:
-        raise PlanError(f"cp={ranks}: attention with {', '.join(refused)} is not divided over ranks; use cp=1 for this model")
+        raise PlanError(
+            f"cp={ranks}: attention with {', '.join(refused)} is not divided over ranks; use cp=1 for this model"
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     grouped = key.shape[1] != query.shape[1]
-    mixed = F.scaled_dot_product_attention(query, key, value, attention_mask, dropout, bool(causal), scale=scaling, enable_gqa=grouped)
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, bool(causal), scale=scaling, enable_gqa=grouped
+    )
     return mixed.transpose(1, 2).contiguous(), None
 
 

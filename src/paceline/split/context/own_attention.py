@@ -36,7 +36,10 @@ class OwnAttention(TorchFunctionMode):
         """Attention with the signature of torch's function; `kwargs` are `scale` and `enable_gqa`."""
 
     def install(self, module: nn.Module) -> Callable[[], None]:
-        """Run one module under this attention, in recomputation and compiled code too. Returns a function that undoes this."""
+        """Run one module under this attention, in recomputation and compiled code too.
+
+        Returns a function that undoes this.
+        """
 
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self:

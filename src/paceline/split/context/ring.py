@@ -1,9 +1,9 @@
 """Ring attention: exact attention over tokens that are divided among ranks.
 
 Ranks pass their keys and values around a ring (arXiv:2310.01889). PyTorch's own `context_parallel`
-(torch.distributed.tensor.experimental) does the same, but has CUDA kernels only, needs DTensors for query, key and value, and patches
-`scaled_dot_product_attention` for the whole process. Here tensors are plain, the CPU works as well, and the ring is one operator, which
-torch.compile and activation checkpointing handle as any other.
+(torch.distributed.tensor.experimental) does the same, but has CUDA kernels only, needs DTensors for query, key and
+value, and patches `scaled_dot_product_attention` for the whole process. Here tensors are plain, the CPU works as well,
+and the ring is one operator, which torch.compile and activation checkpointing handle as any other.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def join_ring(group: Group) -> str:
 def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
     """Intervals of a sequence of `tokens` that a rank holds, in order.
 
-    With causal attention a late token attends to more tokens than an early one. So the sequence is cut into 2 * `ranks` chunks and
-    rank r holds the chunks r and 2 * ranks - 1 - r, which makes every rank's work equal (Llama 3, arXiv:2407.21783, section 3.3.2).
-    A sequence that cannot be cut into so many is cut into `ranks` chunks; then the last rank has the most work.
+    With causal attention a late token attends to more tokens than an early one. So the sequence is cut into 2 * `ranks`
+    chunks and rank r holds the chunks r and 2 * ranks - 1 - r, which makes every rank's work equal (Llama 3,
+    arXiv:2407.21783, section 3.3.2). A sequence that cannot be cut into so many is cut into `ranks` chunks; then the
+    last rank has the most work.
 
     Raises:
         ValueError: `tokens` is not a multiple of `ranks`.
@@ -54,10 +55,13 @@ def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
     return [(first * chunk, (first + 1) * chunk) for first in (rank, 2 * ranks - 1 - rank)]
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, *, causal: bool, scale: float | None = None) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, ring: str, *, causal: bool, scale: float | None = None
+) -> Tensor:
     """`F.scaled_dot_product_attention` over all ranks' tokens, for this rank's queries.
 
-    Every rank sends its keys and values `ranks - 1` times, and in the backward pass their gradients as well, while it computes.
+    Every rank sends its keys and values `ranks - 1` times, and in the backward pass their gradients as well, while it
+    computes.
 
     Args:
         query: (n, heads, t, size), the t tokens that the rank holds by `held`.
@@ -86,7 +90,9 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, *, caus
 
 
 @torch.library.custom_op("paceline::ring_attention", mutates_args=())
-def _ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention output (n, heads, t, size) and each row's log-sum-exp of scores (n, heads, t)."""
     neighbours = _Neighbours(_RINGS[ring])
     tokens, pair = query.shape[2], _Pair.of(key, value)
@@ -114,9 +120,20 @@ def _(query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale:
 
 @torch.library.custom_op("paceline::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, ring: str, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    log_sum: Tensor,
+    ring: str,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. Those of keys and values travel one step behind them, and end on their own rank."""
+    """Gradients of query, key and value.
+
+    Those of keys and values travel one step behind them, and end on their own rank.
+    """
     neighbours = _Neighbours(_RINGS[ring])
     tokens, pair = query.shape[2], _Pair.of(key, value)
     # the kernels want the last dimension dense
@@ -130,7 +147,14 @@ def _ring_attention_backward(
         if seen is not None:
             rows, columns = (slice(None), slice(None), seen.rows), (slice(None), slice(None), seen.columns)
             added = attend_backward(
-                grad[rows], query[rows], pair.key[columns], pair.value[columns], mixed[rows], log_sum[rows], seen.causal, scale
+                grad[rows],
+                query[rows],
+                pair.key[columns],
+                pair.value[columns],
+                mixed[rows],
+                log_sum[rows],
+                seen.causal,
+                scale,
             )
         if travelling is not None:
             gradients = gradients.with_packed(travelling.wait())
@@ -152,13 +176,23 @@ def _ring_attention_backward(
 
 @_ring_attention_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, ring: str, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    log_sum: Tensor,
+    ring: str,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like_by_token(query), _like_by_token(key), _like_by_token(value)
 
 
 def _save(
-    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, str, bool, float], output: tuple[Tensor, Tensor]
+    ctx: torch.autograd.function.FunctionCtx,
+    inputs: tuple[Tensor, Tensor, Tensor, str, bool, float],
+    output: tuple[Tensor, Tensor],
 ) -> None:
     query, key, value, *ctx.settings = inputs  # type: ignore[attr-defined]
     ctx.save_for_backward(query, key, value, *output)
@@ -188,8 +222,9 @@ class _Seen:
 def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
     """Keys of `owner` that the queries of `rank` attend to, of `tokens`; None for none.
 
-    An even number of tokens is two chunks, one early and one late (see `held`). The late chunk of every rank comes after the early
-    ones of all, and where rank < owner, its early chunk comes before the owner's and its late one after the owner's.
+    An even number of tokens is two chunks, one early and one late (see `held`). The late chunk of every rank comes
+    after the early ones of all, and where rank < owner, its early chunk comes before the owner's and its late one after
+    the owner's.
     """
     everything, half = slice(0, tokens), tokens // 2
     if not causal or owner == rank:

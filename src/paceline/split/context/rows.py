@@ -1,8 +1,9 @@
 """Context parallelism without ring attention: ranks hold all tokens, compute some rows.
 
-The model runs as it is written: masks, positions, biases and the loss see whole sequences. Modules that treat each token
-alone (projections, MLPs, heads) and the queries of `F.scaled_dot_product_attention` are computed for this rank's tokens
-only, and their outputs are gathered. So work and the activations inside of these modules are divided, but not those between them.
+The model runs as it is written: masks, positions, biases and the loss see whole sequences. Modules that treat each
+token alone (projections, MLPs, heads) and the queries of `F.scaled_dot_product_attention` are computed for this rank's
+tokens only, and their outputs are gathered. So work and the activations inside of these modules are divided, but not
+those between them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from paceline.trace.recording.graph import Entry, Graph, Ref
 from paceline.trace.recording.record import record_graph
 
 _POINTWISE = torch.Tag.pointwise
-_OF_LAST_DIM = ("softmax", "_softmax", "log_softmax", "chunk", "split", "split_with_sizes", "tensor_split", "glu", "cat")
+_OF_LAST_DIM = (
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "chunk",
+    "split",
+    "split_with_sizes",
+    "tensor_split",
+    "glu",
+    "cat",
+)
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std")
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 _SAME = ("dropout", "native_dropout", "clone", "contiguous", "alias", "detach", "_to_copy")
@@ -42,7 +53,10 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     """
     names = tokenwise_modules(graph, model)
     if not names:
-        raise PlanError(f"cp={group.size}: no module of the model treats each token alone, so that ranks could compute their own: cp=1")
+        raise PlanError(
+            f"cp={group.size}: no module of the model treats each token alone, so that ranks could compute "
+            "their own: cp=1"
+        )
     modules = dict(model.named_modules())
     undo: list[Callable[[], object]] = []
     for name in names:
@@ -55,15 +69,18 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     for name in calls:
         undo.append(_OwnQueries(group).install(modules[name]))
     attention = f"attention ({len(calls)} modules) for its own queries" if calls else "attention for all tokens"
-    line = f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own, {attention}, the remainder for all"
+    line = (
+        f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own, {attention}, "
+        "the remainder for all"
+    )
     return undo, line
 
 
 def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
     """Outermost modules with matrices that map (n, tokens, features) token by token.
 
-    Only modules whose parameters are used nowhere else: a gradient must be either a partial sum over ranks in all uses or whole in
-    all.
+    Only modules whose parameters are used nowhere else: a gradient must be either a partial sum over ranks in all uses
+    or whole in all.
     """
     by_path: dict[str, list[Entry]] = {}
     for entry in graph.entries:
@@ -71,7 +88,12 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
     found: list[str] = []
     for path, entries in by_path.items():
         inside = any(path.startswith(f"{other}.") for other in found)
-        if not path or inside or path in graph.opaque or not all(_treats_tokens_alone(graph, entry) for entry in entries):
+        if (
+            not path
+            or inside
+            or path in graph.opaque
+            or not all(_treats_tokens_alone(graph, entry) for entry in entries)
+        ):
             continue
         if all(_asks_for_no_length(graph, model.get_submodule(path), entry) for entry in entries[:1]):
             found.append(path)
@@ -99,7 +121,10 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
 
     def done(tokens: int) -> list[Any]:
         seen = record_graph(module, (torch.empty(n, tokens, size, device="meta"),), call)
-        return [tree_map(lambda x: "tensor" if isinstance(x, Ref) else x, (str(node.op), node.args, node.kwargs)) for node in seen.nodes]
+        return [
+            tree_map(lambda x: "tensor" if isinstance(x, Ref) else x, (str(node.op), node.args, node.kwargs))
+            for node in seen.nodes
+        ]
 
     try:
         return done(tokens) == done(-(-tokens // 2)) == done(1)
@@ -192,10 +217,14 @@ def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any
         return forward(*args, **kwargs)
     if given.dim() != 3:
         raise PlanError(
-            f"cp={group.size}: {name} was given {list(given.shape)}, where it had (n, tokens, features) when it was divided: cp=1"
+            f"cp={group.size}: {name} was given {list(given.shape)}, where it had (n, tokens, features) when "
+            "it was divided: cp=1"
         )
     own = _Own.apply(given, 1, group)
-    args, kwargs = tuple(own if x is given else x for x in args), {k: own if x is given else x for k, x in kwargs.items()}
+    args, kwargs = (
+        tuple(own if x is given else x for x in args),
+        {k: own if x is given else x for k, x in kwargs.items()},
+    )
     return _Gathered.apply(forward(*args, **kwargs), 1, given.shape[1], group)
 
 

@@ -16,14 +16,16 @@ from paceline.split.parameter_hooks import carry_hooks
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
     """Give every parameter and buffer of `module` memory on `device`.
 
-    Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.parts.local`; real buffers and
-    parameters keep their values and move. A tensor that is used in several places stays one tensor and keeps its attributes.
-    `local` of an FSDP2 parameter must be called after this: FSDP2 pads uneven shards and so replaces their memory once more.
+    Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.parts.local`; real
+    buffers and parameters keep their values and move. A tensor that is used in several places stays one tensor and
+    keeps its attributes. `local` of an FSDP2 parameter must be called after this: FSDP2 pads uneven shards and so
+    replaces their memory once more.
 
     Args:
         module: plain, or sharded by `shard_fully`.
         device: the device that the rank computes on.
-        offload: put FSDP2's shards in host memory instead (`CPUOffloadPolicy` demands it); all other tensors still go to `device`.
+        offload: put FSDP2's shards in host memory instead (`CPUOffloadPolicy` demands it); all other tensors still go
+            to `device`.
     """
     sharded_on = torch.device("cpu") if offload else device
     made: dict[Tensor, Tensor] = {}  # tensors are hashed by identity
@@ -40,7 +42,9 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
             submodule._apply(_identity, recurse=False)
 
 
-def _parameter(parameter: nn.Parameter, device: torch.device, sharded_on: torch.device, made: dict[Tensor, Tensor]) -> nn.Parameter:
+def _parameter(
+    parameter: nn.Parameter, device: torch.device, sharded_on: torch.device, made: dict[Tensor, Tensor]
+) -> nn.Parameter:
     if parameter in made:
         return made[parameter]  # type: ignore[return-value]
     sharded = isinstance(parameter, DTensor)

@@ -1,7 +1,8 @@
 """Deferred initialisation: a model built without memory, whose weights are made one at a time.
 
-The construction runs once on shapes while its operations are recorded (`recorder`); every rank then replays the log (`operation_log`)
-and keeps its part of each parameter. All ranks draw all random numbers, so weights are bit-equal to those of one process.
+The construction runs once on shapes while its operations are recorded (`recorder`); every rank then replays the log
+(`operation_log`) and keeps its part of each parameter. All ranks draw all random numbers, so weights are bit-equal to
+those of one process.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class DeferredModel:
     def replay(self, take: Take, names: Collection[str] | None = None) -> None:
         """Call `take(name, full tensor)` for every parameter and every meta buffer.
 
-        Names are those of the undivided model; a tied tensor comes once, under its first name. The tensor is freed when `take`
-        returns, unless it keeps a reference; parameters come in the order in which they are finished. torch's random state is set
-        to that at the start of the construction, and ends as it does after a plain one. Bits are those of a plain construction with
-        as many threads: random numbers do not depend on the number of threads, but linear algebra (orthogonal initialisation)
-        rounds by it.
+        Names are those of the undivided model; a tied tensor comes once, under its first name. The tensor is freed when
+        `take` returns, unless it keeps a reference; parameters come in the order in which they are finished. torch's
+        random state is set to that at the start of the construction, and ends as it does after a plain one. Bits are
+        those of a plain construction with as many threads: random numbers do not depend on the number of threads, but
+        linear algebra (orthogonal initialisation) rounds by it.
 
         Args:
             take: receives each tensor.
@@ -58,8 +59,8 @@ class DeferredModel:
 def record(build: Callable[[], nn.Module]) -> DeferredModel:
     """Run the construction of a model without memory for its floating-point tensors.
 
-    torch's random state stays as it is. A construction that cannot be recorded, because it reads random values or uses an operation
-    without a meta implementation, is run again with memory, and the note says so.
+    torch's random state stays as it is. A construction that cannot be recorded, because it reads random values or uses
+    an operation without a meta implementation, is run again with memory, and the note says so.
 
     Raises:
         JobError: the construction leaves parameters on the meta device, or of unknown shape.
@@ -76,7 +77,9 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
         if problem is None:
             return _from_log(model, recorder)
     except Exception as error:  # noqa: BLE001 - an error that the model's own code causes is raised again below
-        problem = recorder.problem or (str(error) if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}")
+        problem = recorder.problem or (
+            str(error) if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}"
+        )
     random.setstate(others[0])
     np.random.set_state(others[1])
     return _built_whole(build, problem)
@@ -117,7 +120,9 @@ def _built_whole(build: Callable[[], nn.Module], why: str) -> DeferredModel:
         recorded._replay(wanted, take)
         torch.set_rng_state(end)
 
-    return DeferredModel(model, f"every rank held the whole model at first, for its construction cannot be recorded: {why}", replay)
+    return DeferredModel(
+        model, f"every rank held the whole model at first, for its construction cannot be recorded: {why}", replay
+    )
 
 
 def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel:
@@ -138,7 +143,8 @@ def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel
     total = sum(p.nbytes for p in model.parameters())
     if recorder.constant_bytes > _MUCH * total:
         note = (
-            f"every rank holds {recorder.constant_bytes:,} bytes that the model's construction brings along (weights that it loads or "
+            f"every rank holds {recorder.constant_bytes:,} bytes that the model's construction brings along "
+            "(weights that it loads or "
             f"computes outside torch), of {total:,} bytes of parameters"
         )
     return DeferredModel(model, note, replay)
@@ -182,7 +188,9 @@ def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> Non
                     continue
                 real = recorder.log.value(recorder.view(tensor))
                 if real is None:
-                    raise NotRecordable(f"{path or 'the model'} keeps random numbers in {name}, which is neither parameter nor buffer")
+                    raise NotRecordable(
+                        f"{path or 'the model'} keeps random numbers in {name}, which is neither parameter nor buffer"
+                    )
                 holder[key] = real
 
 
@@ -200,8 +208,11 @@ def _check(model: nn.Module) -> None:
         raise JobError(f"the construction returns a {type(model).__name__}, not an nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise PlanError(
-            "a model compiled by torch.jit cannot be divided: give the module that it was made from, or divide nothing (dp only)"
+            "a model compiled by torch.jit cannot be divided: give the module that it was made from, or divide "
+            "nothing (dp only)"
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise JobError(f"parameter {name} gets its shape from the first batch: run one through the model in its factory")
+            raise JobError(
+                f"parameter {name} gets its shape from the first batch: run one through the model in its factory"
+            )

@@ -39,7 +39,10 @@ class StorageSpec:
 
 @dataclass(frozen=True)
 class RestoreRNG:
-    """Restore a generator's state as the construction did. `to` is a state, or the index of the draw after which it was reached."""
+    """Restore a generator's state as the construction did.
+
+    `to` is a state, or the index of the draw after which it was reached.
+    """
 
     generator: torch.Generator
     to: int | Tensor
@@ -93,8 +96,8 @@ class OperationLog:
     def replay(self, wanted: Mapping[str, View], take: Take) -> None:
         """Run the construction again and call `take` for each of `wanted` when it is finished.
 
-        Other tensors are not computed, but all random numbers are drawn, so the generators end as after a plain construction.
-        Memory holds only tensors that are begun and not finished: for most models one.
+        Other tensors are not computed, but all random numbers are drawn, so the generators end as after a plain
+        construction. Memory holds only tensors that are begun and not finished: for most models one.
         """
         memory = _Memory(self.storages)
         actions = self._actions({view.storage for view in wanted.values()})
@@ -117,7 +120,11 @@ class OperationLog:
     def value(self, view: View) -> Tensor | None:
         """Value of a tensor after the log, or None if it is random."""
         memory = _Memory(self.storages)
-        needed = [step for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True) if action == "run"]
+        needed = [
+            step
+            for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True)
+            if action == "run"
+        ]
         for step in needed:
             if not isinstance(step, LoggedOperation) or step.draws is not None:
                 return None
@@ -127,8 +134,8 @@ class OperationLog:
     def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
         """Action for each step if the storages `live` are needed at the end, computed backwards.
 
-        A step without use is skipped, unless it draws: then only its random numbers are drawn. If their number may depend on the
-        tensors that it reads, it runs with its inputs.
+        A step without use is skipped, unless it draws: then only its random numbers are drawn. If their number may
+        depend on the tensors that it reads, it runs with its inputs.
         """
         actions: list[Action] = []
         for step in reversed(self.steps):
@@ -149,7 +156,12 @@ class OperationLog:
         names: dict[int, list[str]] = defaultdict(list)
         for name, view in wanted.items():
             names[view.storage].append(name)
-        last = {s: i for i, (step, action) in enumerate(zip(self.steps, actions, strict=True)) if action == "run" for s in _touched(step)}
+        last = {
+            s: i
+            for i, (step, action) in enumerate(zip(self.steps, actions, strict=True))
+            if action == "run"
+            for s in _touched(step)
+        }
         finished: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
         for storage, index in last.items():
             finished[index].append((storage, names[storage]))
@@ -187,7 +199,9 @@ class _Memory:
 
     def tensor(self, view: View) -> Tensor:
         storage = self._held[view.storage]
-        return torch.empty(0, dtype=view.dtype, device=storage.device).set_(storage, view.offset, view.shape, view.stride)
+        return torch.empty(0, dtype=view.dtype, device=storage.device).set_(
+            storage, view.offset, view.shape, view.stride
+        )
 
     def free(self, storage: int) -> None:
         del self._held[storage]
@@ -215,7 +229,9 @@ class _Draws:
     """Generators during a replay: set to their first states, and to later ones by `RestoreRNG`."""
 
     def __init__(self, log: OperationLog) -> None:
-        returned_to = [(step.generator, step.to) for step in log.steps if isinstance(step, RestoreRNG) and isinstance(step.to, int)]
+        returned_to = [
+            (step.generator, step.to) for step in log.steps if isinstance(step, RestoreRNG) and isinstance(step.to, int)
+        ]
         self._saved: dict[tuple[torch.Generator, int], Tensor | None] = dict.fromkeys(returned_to)
         for generator, state in log.starts:
             generator.set_state(state)

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.split.deferred_init.operation_log import LoggedOperation, OperationLog, RestoreRNG, StorageSpec, View
 
-# Floating-point results of these operations get no memory while recording; the value is their fill value. Others (arange, linspace,
-# tensor(...)) stay real: constructions compute and read layer counts, drop rates and rotary frequencies with them.
+# Floating-point results of these operations get no memory while recording; the value is their fill value. Others
+# (arange, linspace, tensor(...)) stay real: constructions compute and read layer counts, drop rates and rotary
+# frequencies with them.
 _FILLED: dict[str, float | None] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
@@ -28,7 +29,18 @@ _FILLED: dict[str, float | None] = {
     **dict.fromkeys(("full", "full_like", "new_full")),
 }
 # These operations do not read the tensor that they write to.
-_OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "fill_", "zero_", "copy_"}
+_OVERWRITE = {
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+    "fill_",
+    "zero_",
+    "copy_",
+}
 _CPU = torch.device("cpu")
 
 
@@ -80,7 +92,9 @@ class ConstructionRecorder:
         """
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
-            raise NotRecordable("it uses numbers that torch has put where no recording sees them, such as those of weight[[0, 1]]")
+            raise NotRecordable(
+                "it uses numbers that torch has put where no recording sees them, such as those of weight[[0, 1]]"
+            )
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotRecordable("it makes a sparse or lazily conjugated tensor")
         return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
@@ -90,7 +104,9 @@ class ConstructionRecorder:
         return self.log.storages[self._numbers[tensor.untyped_storage()._cdata]].device
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation of torch: on shapes, and logged, unless all values are known. If they are known it runs as it is.
+        """Run one operation of torch: on shapes, and logged, unless all values are known.
+
+        If they are known it runs as it is.
 
         Raises:
             NotRecordable: the operation cannot be logged.
@@ -113,9 +129,16 @@ class ConstructionRecorder:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if any(not x.is_meta and x.numel() for x in written):
-            raise NotRecordable("it makes values that it knows already, such as those of torch.tensor(...), depend on random ones")
+            raise NotRecordable(
+                "it makes values that it knows already, such as those of torch.tensor(...), depend on random ones"
+            )
         result = self._shaped(func, args, kwargs, written, create=not recorded)
-        if fills and not recorded and not beside and not (result.numel() and (result.is_floating_point() or result.is_complex())):
+        if (
+            fills
+            and not recorded
+            and not beside
+            and not (result.numel() and (result.is_floating_point() or result.is_complex()))
+        ):
             return self._known(func, args, kwargs)
         self._note(func, name, args, kwargs, written, result)
         return result
@@ -125,7 +148,10 @@ class ConstructionRecorder:
         view = self.view(tensor)
         covers = frozenset([view.storage]) if self._is_all(tensor) else frozenset()
         kwargs = {"generator": generator}
-        self._add(LoggedOperation(func, (view, *args), kwargs, frozenset(), (view,), covers, ()), generator or torch.default_generator)
+        self._add(
+            LoggedOperation(func, (view, *args), kwargs, frozenset(), (view,), covers, ()),
+            generator or torch.default_generator,
+        )
 
     def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(x.untyped_storage()._cdata in self._constants for x in _written(func, args, kwargs)):
@@ -140,7 +166,9 @@ class ConstructionRecorder:
             raise NotRecordable("it reads random numbers (.item(), .tolist(), or an `if` on a tensor)")
         return func(value)
 
-    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], *, create: bool) -> Any:
+    def _shaped(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], *, create: bool
+    ) -> Any:
         """Result of an operation on shapes."""
         sizes = [x.untyped_storage().nbytes() for x in written]
         args, kwargs = tree_map(_shape_only, (args, kwargs))
@@ -152,7 +180,9 @@ class ConstructionRecorder:
             raise NotRecordable(f"{func} resizes a tensor")
         return result
 
-    def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], result: Any) -> None:
+    def _note(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], result: Any
+    ) -> None:
         """Log an operation, unless it only returns a view or a fact about shapes."""
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for tensor in inputs:
@@ -246,7 +276,9 @@ class _RecordingMode(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run one operation through the recorder."""
         try:
             # the answers of `_Attributes` are not meant for the recorder
@@ -265,7 +297,9 @@ class _Attributes(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Answer questions about a tensor's device; run everything else."""
         if func in _ANSWERS and self._recorder.holds(args[0]):
             return _ANSWERS[func](self._recorder.device(args[0]))
@@ -291,7 +325,10 @@ class _GeneratorStates:
         self._drawn = 0
 
     def moved(self) -> int | Tensor | None:
-        """State that the construction set since the last draw. It is an earlier draw's index, a new state, or None if there was none."""
+        """State that the construction set since the last draw.
+
+        It is an earlier draw's index, a new state, or None if there was none.
+        """
         state = self.generator.get_state()
         digest = _digest(state)
         if digest == self._last:
@@ -318,7 +355,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Deep copy of a logged tensor, without copying its storage. PyTorch copies the storage, which has no memory here."""
+    """Deep copy of a logged tensor, without copying its storage.
+
+    PyTorch copies the storage, which has no memory here.
+    """
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copied: Tensor = memo[id(tensor)]
@@ -330,7 +370,9 @@ def _truncated_normal_recorded(recorder: ConstructionRecorder) -> Iterator[None]
     """Log torch's truncated normal as one operation. It redraws rejected values, so the number of its draws varies."""
     original: Any = torch.nn.init._no_grad_trunc_normal_
 
-    def fill(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
+    def fill(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             if recorder.holds(tensor):
                 recorder.fill(original, tensor, mean, std, a, b, generator=generator)
@@ -345,7 +387,9 @@ def _truncated_normal_recorded(recorder: ConstructionRecorder) -> Iterator[None]
         torch.nn.init._no_grad_trunc_normal_ = original
 
 
-def _filled(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, value: float | None) -> Tensor:
+def _filled(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, value: float | None
+) -> Tensor:
     made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return made if value is None else made.fill_(value)
 

@@ -23,13 +23,20 @@ _RUNS = 8
 
 
 def costs(
-    model: nn.Module, trace: ForwardTrace, cuts: Sequence[Cut], batch: Batch, call: Call, device: torch.device, *, runs: int = _RUNS
+    model: nn.Module,
+    trace: ForwardTrace,
+    cuts: Sequence[Cut],
+    batch: Batch,
+    call: Call,
+    device: torch.device,
+    *,
+    runs: int = _RUNS,
 ) -> list[float]:
     """Seconds of a forward and a backward pass of each segment between two cuts.
 
-    There are `len(cuts) + 1` segments. Each is computed alone, with random weights of its own, as a stage of a pipeline would be;
-    equal segments (the same types of modules, parameters and activations) are measured once. At most one segment is in memory at a
-    time. The loss is not included in the last one.
+    There are `len(cuts) + 1` segments. Each is computed alone, with random weights of its own, as a stage of a pipeline
+    would be; equal segments (the same types of modules, parameters and activations) are measured once. At most one
+    segment is in memory at a time. The loss is not included in the last one.
 
     Ranks that split the inside of a segment (tensor parallel) must call this together, for its collectives.
 
@@ -69,7 +76,11 @@ def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, de
             for _ in range(runs):
                 received = _received(bounds, device)
                 started = _now(device)
-                outputs = [t for t in tree_leaves(stage.module(*received, batch=batch)) if isinstance(t, Tensor) and t.requires_grad]
+                outputs = [
+                    t
+                    for t in tree_leaves(stage.module(*received, batch=batch))
+                    if isinstance(t, Tensor) and t.requires_grad
+                ]
                 torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
                 seconds.append(_now(device) - started)
     except (PlanError, torch.OutOfMemoryError):
@@ -79,7 +90,8 @@ def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, de
         where = f"from {bounds.first.before}" if bounds.first else "from the beginning"
         until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
-            f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: {first}). Its code may reach "
+            f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: "
+            f"{first}). Its code may reach "
             "other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
         ) from error
     return min(seconds)
@@ -103,7 +115,11 @@ def _fill(module: nn.Module, device: torch.device) -> None:
                 part._parameters[name] = made.setdefault(id(p), nn.Parameter(value, requires_grad=p.requires_grad))  # type: ignore[assignment]
         for name, b in part._buffers.items():
             if b is not None:
-                part._buffers[name] = torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.detach().to(device, copy=True)
+                part._buffers[name] = (
+                    torch.zeros(b.shape, dtype=b.dtype, device=device)
+                    if b.is_meta
+                    else b.detach().to(device, copy=True)
+                )
 
 
 def _now(device: torch.device) -> float:

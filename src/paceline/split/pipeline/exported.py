@@ -32,7 +32,8 @@ class StageGraph:
 
     Attributes:
         received, sent: the tensors that come in and go out.
-        names: the model's name of each parameter and buffer, by the graph's, which has several where a module is called twice.
+        names: the model's name of each parameter and buffer, by the graph's, which has several where a module is called
+            twice.
     """
 
     graph: nn.Module
@@ -54,9 +55,13 @@ class StageGraph:
         """The buffers that the stage computes with or changes."""
         return {self.names[name] for name, _ in self.graph.named_buffers(remove_duplicate=False) if name in self.names}
 
-    def run(self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:
+    def run(
+        self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None
+    ) -> dict[fx.Node, Any]:
         """Run the stage; returns the values of all nodes known after it."""
-        known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(zip(self.inputs, _tensors(batch), strict=True))
+        known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(
+            zip(self.inputs, _tensors(batch), strict=True)
+        )
         args = fx.node.map_arg(self.node.args, lambda node: known[node])
         made = self.graph(*args) if tensors is None else torch.func.functional_call(self.graph, dict(tensors), args)
         known[self.node] = made
@@ -91,18 +96,23 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
-            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that depends on data (an `if` on a "
-            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp divides any model)."
+            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that "
+            "depends on data (an `if` on a "
+            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp "
+            "divides any model)."
         ) from error
     nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     if len(nodes) != len(cuts) + 1:
         raise PlanError(
-            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at modules that are called "
+            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: "
+            "cut at modules that are called "
             "once"
         )
     stage_graphs = _stage_graphs(pipe.split_gm, nodes, output, set(_named_tensors(model)))
     try:
-        _infer_shapes(stage_graphs, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)))
+        _infer_shapes(
+            stage_graphs, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch))
+        )
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
@@ -113,7 +123,10 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
 
 
 class ExportedStage:
-    """Like `Stage`, for a `StageGraph`. It has no blocks; its graph computes with the parameters of `module`, sharded or not."""
+    """Like `Stage`, for a `StageGraph`.
+
+    It has no blocks; its graph computes with the parameters of `module`, sharded or not.
+    """
 
     def __init__(
         self,
@@ -129,7 +142,11 @@ class ExportedStage:
         self._graph_of, self._last = (lambda batch: graphs_of(batch)[i]), i == len(stage_graphs) - 1
         self.module = copied(model)
         drop_parameters(self.module, model, own, device)
-        drop_buffers(self.module, set().union(*(stage_graph.buffers() for stage_graph in stage_graphs)) - stage_graphs[i].buffers(), device)
+        drop_buffers(
+            self.module,
+            set().union(*(stage_graph.buffers() for stage_graph in stage_graphs)) - stage_graphs[i].buffers(),
+            device,
+        )
         self.module.__dict__["forward"] = self._forward
 
     def _forward(self, *received: Tensor, batch: Batch) -> Any:
@@ -137,7 +154,8 @@ class ExportedStage:
         tensors = _named_tensors(self.module)
         if missing := sorted(set(stage_graph.names.values()) - tensors.keys()):
             raise PlanError(
-                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another stage's: give all batches the "
+                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another "
+                "stage's: give all batches the "
                 "same shape, or train without pp."
             )
         known = stage_graph.run(batch, received, {name: tensors[own] for name, own in stage_graph.names.items()})
@@ -175,13 +193,17 @@ class _Flat(nn.Module):
         super().__init__()
         self.model = model
         keys = list(batch) if isinstance(batch, Mapping) else None
-        self._run = lambda model, tensors: output.tensors(call(model, tensors if keys is None else dict(zip(keys, tensors, strict=True))))
+        self._run = lambda model, tensors: output.tensors(
+            call(model, tensors if keys is None else dict(zip(keys, tensors, strict=True)))
+        )
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self._run(self.model, tensors)
 
 
-def _stage_graphs(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output, known: set[str]) -> list[StageGraph]:
+def _stage_graphs(
+    split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure: _Output, known: set[str]
+) -> list[StageGraph]:
     order = {node: i for i, node in enumerate(nodes)}
     inputs = [node for node in split_gm.graph.nodes if node.op == "placeholder"]
     [output] = [node for node in split_gm.graph.nodes if node.op == "output"]
@@ -195,7 +217,9 @@ def _stage_graphs(split_gm: fx.GraphModule, nodes: Sequence[fx.Node], structure:
     crossing = [[n for n, i in made.items() if i < k <= needed_until(n)] for k in range(len(nodes) + 1)]
     graphs = [split_gm.get_submodule(str(node.target)) for node in nodes]
     return [
-        StageGraph(graph, _model_names(graph, known), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of)
+        StageGraph(
+            graph, _model_names(graph, known), node, inputs, crossing[k], crossing[k + 1], results, [], [], structure.of
+        )
         for k, (graph, node) in enumerate(zip(graphs, nodes, strict=True))
     ]
 
@@ -212,7 +236,10 @@ def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _infer_shapes(stage_graphs: Sequence[StageGraph], batch: tuple[Tensor, ...]) -> None:

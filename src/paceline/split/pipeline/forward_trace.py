@@ -170,9 +170,16 @@ class ForwardTrace:
         needed, parameters, problem = self._needed(time, sources)
         if problem:
             return f"a cut before {before}: {problem}"
-        changed = {storage for step in self.steps if not self._within(step.module_call, time) for storage in step.changes}
+        changed = {
+            storage for step in self.steps if not self._within(step.module_call, time) for storage in step.changes
+        }
         values = [
-            CutTensor(tuple((v.name, v.call_index, i) for v, i in found), node, found[-1][0].leaves[found[-1][1]], node[0] in changed)
+            CutTensor(
+                tuple((v.name, v.call_index, i) for v, i in found),
+                node,
+                found[-1][0].leaves[found[-1][1]],
+                node[0] in changed,
+            )
             for node, found in sources.items()
             if node in needed
         ]
@@ -184,15 +191,22 @@ class ForwardTrace:
         """Reason why a model cannot be cut at a time, whatever crosses there; or None."""
         if before in self.observed.transformed or any(v.name in self.observed.transformed for v in done):
             return "the model calls modules inside of a transform of torch.func, whose tensors cannot be sent"
-        if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.checkpointed):
+        if any(
+            start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.checkpointed
+        ):
             return "it would divide what the model computes as one activation checkpoint"
         if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.functions):
-            return "it would divide what the model computes in one torch.autograd.Function, whose backward pass is its own"
+            return (
+                "it would divide what the model computes in one torch.autograd.Function, whose backward pass is its own"
+            )
         for name, key in self.observed.keeps:
             if any(is_in(name, v.name) for v in done):
                 return f"{name} keeps tensors in its {key}, from where later modules may take them"
         late = self.buffers_changed_after(time)
-        if read := {self.buffers[n[0]] for s in self.steps if s.time < time for n in s.reads if n[0] in self.buffers} & late:
+        if (
+            read := {self.buffers[n[0]] for s in self.steps if s.time < time for n in s.reads if n[0] in self.buffers}
+            & late
+        ):
             return f"the buffer {min(read)} is read before it, and changed after it for the next forward pass"
         for module_call in self.module_calls:
             if module_call.enter < time < module_call.leave and module_call.name in self.hooked:
@@ -200,7 +214,9 @@ class ForwardTrace:
         for module_call in done:
             if module_call.name in self.hooked and self.model.get_submodule(module_call.name)._forward_hooks:
                 return f"{module_call.name} has forward and backward hooks"
-            if module_call.name in self.hooked and any(v.name == module_call.name and v.enter > time for v in self.module_calls):
+            if module_call.name in self.hooked and any(
+                v.name == module_call.name and v.enter > time for v in self.module_calls
+            ):
                 return f"{module_call.name} has a backward hook, and is called on both sides"
         return None
 
@@ -211,11 +227,17 @@ class ForwardTrace:
 
     def done(self, time: int) -> list[ModuleCall]:
         """Outermost calls that ended before `time` and computed with parameters."""
-        return [v for v in self.module_calls if v.uses_parameters and v.leave <= time and not self._ended(v.parent, time)]
+        return [
+            v for v in self.module_calls if v.uses_parameters and v.leave <= time and not self._ended(v.parent, time)
+        ]
 
     def to_come(self, time: int) -> list[ModuleCall]:
         """Outermost calls that begin at `time` or later."""
-        return [v for v in self.module_calls if v.enter >= time and (v.parent < 0 or self.module_calls[v.parent].enter < time)]
+        return [
+            v
+            for v in self.module_calls
+            if v.enter >= time and (v.parent < 0 or self.module_calls[v.parent].enter < time)
+        ]
 
     def used(self, start: int, stop: int) -> set[str]:
         """Parameters that are read between two times."""
@@ -228,7 +250,9 @@ class ForwardTrace:
 
     def changed_elsewhere(self, module_call: ModuleCall) -> set[int]:
         """Indices of a call's output leaves that other code changes in place."""
-        outside = {s for step in self.steps if not module_call.enter < step.time < module_call.leave for s in step.changes}
+        outside = {
+            s for step in self.steps if not module_call.enter < step.time < module_call.leave for s in step.changes
+        }
         return {i for i, node in enumerate(module_call.nodes) if node is not None and node[0] in outside}
 
     def _ended(self, module_call: int, time: int) -> bool:
@@ -241,10 +265,15 @@ class ForwardTrace:
         """
         outside = [s for s in self.steps if s.time < time and not self._within(s.module_call, time)]
         updates = [s for s in outside if any(c in self.buffers for c in s.changes)]
-        # What code looks at comes first in the list and so last in the search; a draw (layer drop) may be looked at on every stage.
-        open_ = [(node, step.time) for step in outside if step.looks for node in step.reads if node[0] not in self.buffers]
+        # What code looks at comes first in the list and so last in the search; a draw (layer drop) may be looked at on
+        # every stage.
+        open_ = [
+            (node, step.time) for step in outside if step.looks for node in step.reads if node[0] not in self.buffers
+        ]
         looked_at = len(open_)
-        open_ += self._read_after(time) + [(node, step.time) for step in updates for node in step.reads if node[0] not in self.buffers]
+        open_ += self._read_after(time) + [
+            (node, step.time) for step in updates for node in step.reads if node[0] not in self.buffers
+        ]
         seen: set[tuple[Node, int]] = set()
         crossing: set[Node] = set()
         parameters: set[str] = set()
@@ -259,7 +288,9 @@ class ForwardTrace:
                 crossing.add(node)
                 if problem := self._changed_since(node, read, time, [v for v, _ in sources[node]]):
                     return crossing, parameters, problem
-                changes = [s for s in self._changers[node[0]] if s.time < time and not self._within(s.module_call, time)]
+                changes = [
+                    s for s in self._changers[node[0]] if s.time < time and not self._within(s.module_call, time)
+                ]
                 open_ += [(n, step.time) for step in changes for n in step.reads]
                 parameters |= {self.parameters[n[0]] for step in changes for n in step.reads if n[0] in self.parameters}
                 continue
@@ -277,7 +308,11 @@ class ForwardTrace:
                 if step.random and only_looked_at:
                     continue
                 if step.random:
-                    return crossing, parameters, f"what {step.name} draws before it is used after it, and each stage would draw its own"
+                    return (
+                        crossing,
+                        parameters,
+                        f"what {step.name} draws before it is used after it, and each stage would draw its own",
+                    )
                 open_ += [(n, step.time) for n in step.reads]
                 parameters |= {self.parameters[n[0]] for n in step.reads if n[0] in self.parameters}
         return crossing, parameters, None
@@ -341,4 +376,11 @@ def is_in(module: str, outer: str) -> bool:
 
 def strange_type(leaves: Sequence[Any]) -> str | None:
     """Type name of the first leaf of an output that could hide tensors, or None."""
-    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, TensorShape, int, float, str, type(None)))), None)
+    return next(
+        (
+            type(leaf).__name__
+            for leaf in leaves
+            if not isinstance(leaf, (Tensor, TensorShape, int, float, str, type(None)))
+        ),
+        None,
+    )

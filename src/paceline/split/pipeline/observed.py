@@ -91,8 +91,8 @@ class Observed:
 def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Let re-entrant checkpoints run as the other kind, which computes the same.
 
-    The re-entrant kind hides the graph of autograd, so that a tensor received from another stage could not be found in it. As with the
-    re-entrant kind, nothing has a gradient where no input has one.
+    The re-entrant kind hides the graph of autograd, so that a tensor received from another stage could not be found in
+    it. As with the re-entrant kind, nothing has a gradient where no input has one.
     """
     original = checkpointing.CheckpointFunction
 
@@ -137,7 +137,11 @@ def _states(model: nn.Module) -> list[_Saved]:
     found: list[_Saved] = []
     for module in model.modules():
         found.append((module.__dict__, dict(module.__dict__)))
-        found += [(value, copy.copy(value)) for value in module.__dict__.values() if isinstance(value, (list, dict, set, deque))]
+        found += [
+            (value, copy.copy(value))
+            for value in module.__dict__.values()
+            if isinstance(value, (list, dict, set, deque))
+        ]
     return found
 
 

@@ -45,12 +45,13 @@ _SHAPES_KEPT = 8
 class Pipeline:
     """This rank's stages of a model, and the schedule that runs them.
 
-    Every stage runs the model's own forward pass on the same batch, in which placeholders replace the modules of other stages:
-    masks and positions are computed by the model's own code, and no module or parameter has another name than in the undivided
-    model. The tensors that cross between stages are found by tracing one forward pass (`ForwardTrace`): any number of them, such as T5's
-    position bias, if modules return them.
+    Every stage runs the model's own forward pass on the same batch, in which placeholders replace the modules of other
+    stages: masks and positions are computed by the model's own code, and no module or parameter has another name than
+    in the undivided model. The tensors that cross between stages are found by tracing one forward pass
+    (`ForwardTrace`): any number of them, such as T5's position bias, if modules return them.
 
-    Zero bubble is the V schedule (Qi et al., 2024, arXiv:2401.10241): two stages a rank, the first and the last on rank 0.
+    Zero bubble is the V schedule (Qi et al., 2024, arXiv:2401.10241): two stages a rank, the first and the last on rank
+    0.
 
     Attributes:
         stages: this rank's stages: one, or two for interleaved and zero-bubble.
@@ -59,7 +60,8 @@ class Pipeline:
         trace: trace of the example; None if `torch.export` traced the model.
 
     Args:
-        model: the undivided model on the meta device; it stays as it is. A stage is a copy of its structure with its own parameters only.
+        model: the undivided model on the meta device; it stays as it is. A stage is a copy of its structure with its
+            own parameters only.
         parts: loses the entries of other stages; those of parameters on several stages are marked.
         example: one microbatch.
         call: runs the model on a batch.
@@ -68,7 +70,9 @@ class Pipeline:
         PlanError: the model cannot be cut so. The message says where it can.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, plan: Plan, pp: Group, example: Batch, call: Call, *, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, parts: Parts, plan: Plan, pp: Group, example: Batch, call: Call, *, device: torch.device
+    ) -> None:
         self._model, self._pp, self._call, self._device, self._schedule_name = model, pp, call, device, plan.schedule
         self._block_names = find_blocks(model)
         self._whole = {name.rsplit(".", i)[0] for name in self._block_names for i in range(1, name.count(".") + 1)}
@@ -87,9 +91,13 @@ class Pipeline:
         owners = self._owners(stage_bounds)
         self._refuse_shards_of_shared(owners, plan)
         self.trace = next((bounds.trace for bounds in stage_bounds if isinstance(bounds, StageBounds)), None)
-        self._stages: dict[int, Stage | ExportedStage] = {i: self._stage(i, stage_bounds[i], example, owners) for i in self._own}
+        self._stages: dict[int, Stage | ExportedStage] = {
+            i: self._stage(i, stage_bounds[i], example, owners) for i in self._own
+        }
         splits_backward = plan.schedule == "zero-bubble"
-        self._deferred = {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
+        self._deferred = (
+            {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
+        )
         self.stages = [stage.module for stage in self._stages.values()]
         self.shared = self._note(parts, owners)
         self.lines += self._described(stage_bounds)
@@ -108,7 +116,9 @@ class Pipeline:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by their names in the undivided model. Tied ones have their first name."""
-        return {self._names[name]: p for stage in self.stages for name, p in stage.named_parameters(remove_duplicate=False)}
+        return {
+            self._names[name]: p for stage in self.stages for name, p in stage.named_parameters(remove_duplicate=False)
+        }
 
     def named_buffers(self) -> dict[str, Tensor]:
         """This rank's buffers by their names in the undivided model.
@@ -136,7 +146,9 @@ class Pipeline:
             PlanError: the rows are not a multiple of `microbatches`.
         """
         if rows(batch) % microbatches:
-            raise PlanError(f"a pipeline needs equal microbatches, and {rows(batch)} samples are not a multiple of {microbatches}")
+            raise PlanError(
+                f"a pipeline needs equal microbatches, and {rows(batch)} samples are not a multiple of {microbatches}"
+            )
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
         parts = list(split(batch, microbatches))
@@ -159,7 +171,10 @@ class Pipeline:
                 raise
 
     def forward(self, batch: Batch) -> Any | None:
-        """The model's output on the last stage, None elsewhere; without gradients. Calls may follow one another without waiting."""
+        """The model's output on the last stage, None elsewhere; without gradients.
+
+        Calls may follow one another without waiting.
+        """
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
         stage_bounds = self._bounds_of(batch)
@@ -187,7 +202,10 @@ class Pipeline:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds of the newest step in which this rank waited for its neighbours. On CUDA it waits for the end of that step."""
+        """Seconds of the newest step in which this rank waited for its neighbours.
+
+        On CUDA it waits for the end of that step.
+        """
         return self._timer.waited_s()
 
     def close(self) -> None:
@@ -199,7 +217,10 @@ class Pipeline:
     # Cuts
 
     def _choose(self, example: Batch, plan: Plan) -> tuple[bool, list[str]]:
-        """Choose the modules before which the model is cut. The first value is True if `torch.export` has to trace it."""
+        """Choose the modules before which the model is cut.
+
+        The first value is True if `torch.export` has to trace it.
+        """
         names = plan.cut.split(",") if plan.cut else []
         modules = [name for name, _ in self._model.named_modules() if name]
         if names and (reason := wrong_cuts(plan.cut, plan.schedule, plan.pp, modules, self._block_names)):
@@ -212,8 +233,12 @@ class Pipeline:
         refuse_unsupported_code(self._observed)
         if trace is not None:
             cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self._block_names)
-            if reason := too_many_stages(plan.pp, plan.schedule, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"):
-                reasons = [f"plan {plan} {reason} (fsdp and tp divide any model).{f' {reasons[0]}.' if reasons else ''}"]
+            if reason := too_many_stages(
+                plan.pp, plan.schedule, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"
+            ):
+                reasons = [
+                    f"plan {plan} {reason} (fsdp and tp divide any model).{f' {reasons[0]}.' if reasons else ''}"
+                ]
         # the model cannot be cut between all blocks
         if reasons:
             names = names or even_cuts(self._block_names, self._count)
@@ -236,7 +261,9 @@ class Pipeline:
         if len(cuts) + 1 == self._count:
             costs(self._model, trace, cuts, example, self._call, self._device, runs=1)
             return cuts
-        seconds = torch.tensor(costs(self._model, trace, cuts, example, self._call, self._device), dtype=torch.float64, device=self._device)
+        seconds = torch.tensor(
+            costs(self._model, trace, cuts, example, self._call, self._device), dtype=torch.float64, device=self._device
+        )
         # over all ranks, as every replica and every shard of a stage must be cut alike
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return [cuts[i - 1] for i in starts(contiguous(seconds.tolist(), self._count))]
@@ -251,7 +278,12 @@ class Pipeline:
             if not stages:
                 stages.add(
                     next(
-                        (i for i, bounds in enumerate(stage_bounds) if isinstance(bounds, StageBounds) and bounds.calls_module_of(name)), 0
+                        (
+                            i
+                            for i, bounds in enumerate(stage_bounds)
+                            if isinstance(bounds, StageBounds) and bounds.calls_module_of(name)
+                        ),
+                        0,
                     )
                 )
         return owners
@@ -261,11 +293,17 @@ class Pipeline:
             if plan.fsdp > 1 and len({self._rank_of(i) for i in stages}) < len(stages):
                 raise PlanError(f"plan {plan} {sharded_twice(name, plan.schedule)}")
 
-    def _stage(self, i: int, bounds: StageBounds | StageGraph, example: Batch, owners: dict[str, set[int]]) -> Stage | ExportedStage:
+    def _stage(
+        self, i: int, bounds: StageBounds | StageGraph, example: Batch, owners: dict[str, set[int]]
+    ) -> Stage | ExportedStage:
         own = {name for name, stages in owners.items() if i in stages}
         if isinstance(bounds, StageGraph):
-            return ExportedStage(self._model, lambda b: cast(Sequence[StageGraph], self._bounds_of(b)), example, i, self._device, own)
-        return Stage(self._model, bounds, lambda b: cast(StageBounds, self._bounds_of(b)[i]), self._call, self._device, own)
+            return ExportedStage(
+                self._model, lambda b: cast(Sequence[StageGraph], self._bounds_of(b)), example, i, self._device, own
+            )
+        return Stage(
+            self._model, bounds, lambda b: cast(StageBounds, self._bounds_of(b)[i]), self._call, self._device, own
+        )
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:
         """Mark in `parts` what this rank holds; returns the ranks of every shared parameter."""
@@ -284,8 +322,17 @@ class Pipeline:
         shapes = [" + ".join(str(list(shape.size)) for shape in bounds.received) for bounds in stage_bounds[1:]]
         crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in zip(self._cuts, shapes, strict=True))
         how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self.by_export else ""
-        tied = [f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed" for name, ranks in self.shared.items()]
-        return [f"pp: {self._count} stages on {self._pp.size} ranks,{how} schedule {self._schedule_name}; cut before {crossing}", *tied]
+        tied = [
+            f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed"
+            for name, ranks in self.shared.items()
+        ]
+        return [
+            (
+                f"pp: {self._count} stages on {self._pp.size} ranks,{how} schedule {self._schedule_name}; cut "
+                f"before {crossing}"
+            ),
+            *tied,
+        ]
 
     def _rank_of(self, stage: int) -> int:
         size = self._pp.size
@@ -297,7 +344,13 @@ class Pipeline:
         observed = Observed()
         try:
             return trace_forward(
-                self._model, batch, self._call, self._device, whole=self._whole, remembered=self._remembered, observed=observed
+                self._model,
+                batch,
+                self._call,
+                self._device,
+                whole=self._whole,
+                remembered=self._remembered,
+                observed=observed,
             )
         finally:
             self._observed = observed
@@ -334,10 +387,19 @@ class Pipeline:
 
     def _timed(self, i: int, bounds: StageBounds | StageGraph) -> TimedStage:
         last = i == self._count - 1
-        sent = (torch.empty((), device="meta", requires_grad=True),) if last else tuple(s.on("meta") for s in bounds.sent)
+        sent = (
+            (torch.empty((), device="meta", requires_grad=True),) if last else tuple(s.on("meta") for s in bounds.sent)
+        )
         received = tuple(s.on("meta") for s in bounds.received)
         stage = TimedStage(
-            self._stages[i].module, i, self._count, self._device, received, sent, group=self._pp.backend, dw_builder=self._deferred.get(i)
+            self._stages[i].module,
+            i,
+            self._count,
+            self._device,
+            received,
+            sent,
+            group=self._pp.backend,
+            dw_builder=self._deferred.get(i),
         )
         stage.timer = self._timer
         return stage
@@ -369,7 +431,11 @@ class Pipeline:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         received[self._pp.rank] = own_gradient.clone()
-        total = torch.stack([received[r] for r in holders]).sum(0) if len(holders) > 2 else received[holders[0]] + received[holders[1]]
+        total = (
+            torch.stack([received[r] for r in holders]).sum(0)
+            if len(holders) > 2
+            else received[holders[0]] + received[holders[1]]
+        )
         if parameter.grad is None:
             # of the parameter's own kind, since a DTensor needs a DTensor gradient
             parameter.grad = parameter.detach().clone()
@@ -377,7 +443,10 @@ class Pipeline:
 
 
 def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
-    """torch's schedule class. If there are too few microbatches for it, one with the same stages that takes any number."""
+    """torch's schedule class.
+
+    If there are too few microbatches for it, one with the same stages that takes any number.
+    """
     if name == "interleaved":
         return ScheduleInterleaved1F1B if microbatches_fit(name, ranks, microbatches) else ScheduleLoopedBFS
     if name == "zero-bubble":

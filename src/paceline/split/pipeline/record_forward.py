@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Attribute, ForwardTrace, ModuleCall, Node, TensorShape, TracedOperation, strange_type
+from paceline.split.pipeline.forward_trace import (
+    Attribute,
+    ForwardTrace,
+    ModuleCall,
+    Node,
+    TensorShape,
+    TracedOperation,
+    strange_type,
+)
 from paceline.split.pipeline.observed import Observed, in_transform, restored_afterwards
 from paceline.trace.recording.operation_mode import OperationMode
 from paceline.trace.recording.trees import tensors_in
@@ -39,20 +47,24 @@ def trace_forward(
 ) -> ForwardTrace:
     """Trace of one forward pass.
 
-    The modules run with parameters that have shapes and no memory (torch's fake tensors), and everything that does not depend on a
-    parameter (positions, masks) is computed for real, so code may read its values. A module whose code reads values that do depend on
-    parameters (the routing of a mixture of experts) is run alone with random weights, and its output's shape is taken from that.
+    The modules run with parameters that have shapes and no memory (torch's fake tensors), and everything that does not
+    depend on a parameter (positions, masks) is computed for real, so code may read its values. A module whose code
+    reads values that do depend on parameters (the routing of a mixture of experts) is run alone with random weights,
+    and its output's shape is taken from that.
 
     Args:
         model: parameters on the meta device or real; they are not read.
         whole: names of modules that may not be run with real weights, since they hold (nearly) all of them.
-        remembered: for modules that had to be run, the input that each output resembles; filled here, and used by later traces.
+        remembered: for modules that had to be run, the input that each output resembles; filled here, and used by later
+            traces.
         observed: receives all other observations, also of a forward pass that fails.
 
     Raises:
         PlanError: the model's own code, outside of the modules that could be run alone, reads values.
     """
-    recorder = _Recorder(model, device, whole, {} if remembered is None else remembered, Observed() if observed is None else observed)
+    recorder = _Recorder(
+        model, device, whole, {} if remembered is None else remembered, Observed() if observed is None else observed
+    )
     recorder.run(batch, call)
     return recorder.trace
 
@@ -60,7 +72,9 @@ def trace_forward(
 class _Recorder:
     """Recorder of a forward pass into `trace`."""
 
-    def __init__(self, model: nn.Module, device: torch.device, whole: set[str], remembered: dict[str, Any], observed: Observed) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, whole: set[str], remembered: dict[str, Any], observed: Observed
+    ) -> None:
         self.trace = ForwardTrace(model, observed)
         self.trace.hooked = {n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
         self.model, self.device, self.observed = model, device, observed
@@ -110,7 +124,9 @@ class _Recorder:
     def _without_memory(self) -> None:
         """Replace parameters by fakes and buffers by copies, until `restored_afterwards` restores them."""
         made: dict[int, Tensor] = {}
-        names, buffers = ({id(t): n for n, t in named} for named in (self.model.named_parameters(), self.model.named_buffers()))
+        names, buffers = (
+            {id(t): n for n, t in named} for named in (self.model.named_parameters(), self.model.named_buffers())
+        )
         for module in self.model.modules():
             for name, p in module._parameters.items():
                 if p is not None and id(p) not in made:
@@ -201,8 +217,10 @@ class _Recorder:
         kind = type(self.model.get_submodule(self._stuck)).__name__
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
-            f"pp: {where} cannot be followed without its weights, as its own code decides by values that depend on them, "
-            f"takes something else than tensors, or fails: {first}. Move that decision into a module that takes and returns tensors, "
+            f"pp: {where} cannot be followed without its weights, as its own code decides by values that "
+            "depend on them, "
+            f"takes something else than tensors, or fails: {first}. Move that decision into a module that "
+            "takes and returns tensors, "
             "below the blocks, or train without pp."
         )
 
@@ -216,7 +234,10 @@ class _Recorder:
             output = self._random_output(module, forward, args, kwargs)
             leaves, spec = tree_flatten(output)
             if strange := strange_type(leaves):
-                raise PlanError(f"pp: {name} returns a {strange}; what a stage passes on are tensors, alone or in tuples and dictionaries")
+                raise PlanError(
+                    f"pp: {name} returns a {strange}; what a stage passes on are tensors, alone or in tuples "
+                    "and dictionaries"
+                )
             like = [
                 next((i for i, t in enumerate(inputs) if t.shape == leaf.shape and t.dtype == leaf.dtype), None)
                 if isinstance(leaf, Tensor)
@@ -249,7 +270,14 @@ class _Recorder:
             self._watching = True
 
     def _note(
-        self, name: str, read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor], *, random: bool, looks: bool = False
+        self,
+        name: str,
+        read: Sequence[Tensor],
+        made: Sequence[Tensor],
+        changed: Sequence[Tensor],
+        *,
+        random: bool,
+        looks: bool = False,
     ) -> None:
         """Record an operation."""
         reads = [self._node(t) for t in read]
@@ -264,7 +292,9 @@ class _Recorder:
             while at >= 0:
                 self.trace.module_calls[at].uses_parameters = True
                 at = self.trace.module_calls[at].parent
-        self.trace.steps.append(TracedOperation(self._tick(), self._current, reads, makes, changes, random, name, looks))
+        self.trace.steps.append(
+            TracedOperation(self._tick(), self._current, reads, makes, changes, random, name, looks)
+        )
 
     def _note_operation(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record an ATen operation."""
@@ -272,10 +302,14 @@ class _Recorder:
         if not self._watching or func.namespace == "prim":
             return
         written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-        places = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments) if written[i]]
+        places = [
+            args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments) if written[i]
+        ]
         looks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         random = torch.Tag.nondeterministic_seeded in func.tags
-        self._note(str(func), tensors_in((args, kwargs)), tensors_in(output), tensors_in(places), random=random, looks=looks)
+        self._note(
+            str(func), tensors_in((args, kwargs)), tensors_in(output), tensors_in(places), random=random, looks=looks
+        )
 
     def _tick(self) -> int:
         self._clock += 1
@@ -313,7 +347,9 @@ def _random(t: Tensor, device: torch.device) -> Tensor:
     if t.is_floating_point():
         return torch.empty(t.shape, dtype=t.dtype, device=device).normal_(std=0.02)
     return (
-        torch.zeros(t.shape, dtype=t.dtype, device=device) if t.dtype != torch.bool else torch.ones(t.shape, dtype=t.dtype, device=device)
+        torch.zeros(t.shape, dtype=t.dtype, device=device)
+        if t.dtype != torch.bool
+        else torch.ones(t.shape, dtype=t.dtype, device=device)
     )
 
 
@@ -331,8 +367,13 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's logs and warnings about tensors without values. Failures are reported by our own errors, or tried in another way."""
-    logs = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
+    """Silence torch's logs and warnings about tensors without values.
+
+    Failures are reported by our own errors, or tried in another way.
+    """
+    logs = [
+        logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    ]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)

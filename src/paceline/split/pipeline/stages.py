@@ -58,7 +58,9 @@ class StageBounds:
         self._given = {s: i for i, value in enumerate(self.first.values) for s in value.sources} if self.first else {}
         self._changed = {key: self.trace.changed_elsewhere(v) for key, v in self.placeholders.items()}
         self._received_nodes = {value.node: i for i, value in enumerate(self.first.values)} if self.first else {}
-        self.changed_before_sending = {s for value in self.last.values if value.changed for s in value.sources} if self.last else set()
+        self.changed_before_sending = (
+            {s for value in self.last.values if value.changed for s in value.sources} if self.last else set()
+        )
 
     @property
     def start(self) -> int:
@@ -86,7 +88,10 @@ class StageBounds:
         return bool(module_calls) and self.start <= max(module_calls, key=lambda v: len(v.name)).enter < self.stop
 
     def placeholder_output(self, key: CallKey, received: tuple[Tensor, ...], device: torch.device) -> Any:
-        """Output of a call before the stage. Tensors that were received are in it, others are zeros of the right shapes."""
+        """Output of a call before the stage.
+
+        Tensors that were received are in it, others are zeros of the right shapes.
+        """
         module_call = self.placeholders[key]
         leaves = list(module_call.leaves)
         for i, leaf in enumerate(leaves):
@@ -94,7 +99,11 @@ class StageBounds:
                 assert self.first is not None
                 leaves[i] = received[place].clone() if self.first.values[place].changed else received[place]
             elif isinstance(leaf, TensorShape):
-                leaves[i] = torch.zeros(leaf.size, dtype=leaf.dtype, device=device) if i in self._changed[key] else leaf.zero(device)
+                leaves[i] = (
+                    torch.zeros(leaf.size, dtype=leaf.dtype, device=device)
+                    if i in self._changed[key]
+                    else leaf.zero(device)
+                )
         return module_call.output(leaves)
 
     def attributes(self, name: str) -> Iterator[tuple[Attribute, int]]:
@@ -113,7 +122,10 @@ class StageBounds:
 
 
 class _End(BaseException):
-    """Raised at the end of the stage's part of the forward pass. It is not an `Exception`, so that the model's code does not catch it."""
+    """Raised at the end of the stage's part of the forward pass.
+
+    It is not an `Exception`, so that the model's code does not catch it.
+    """
 
 
 @dataclass
@@ -132,7 +144,8 @@ class Stage:
     It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last one.
 
     Attributes:
-        module: a copy of the model's structure that holds this stage's parameters only, under their names. Calling it calls this.
+        module: a copy of the model's structure that holds this stage's parameters only, under their names. Calling it
+            calls this.
         finish: applied to the model's output on the last stage.
     """
 
@@ -172,7 +185,9 @@ class Stage:
             self._pass = None
         if self._is_last:
             return self.finish(output)
-        sent = tuple((received[s] if isinstance(s, int) else _returned(current, s)).contiguous() for s in bounds.sources())
+        sent = tuple(
+            (received[s] if isinstance(s, int) else _returned(current, s)).contiguous() for s in bounds.sources()
+        )
         return sent if len(sent) > 1 else sent[0]
 
     @contextmanager
@@ -237,8 +252,9 @@ class Stage:
 def copied(model: nn.Module) -> nn.Module:
     """A copy of the tree of modules that shares parameters, buffers and other attributes.
 
-    Attributes set on the copy do not show in the model. Functions that a module keeps as attributes or hooks, and that are bound to
-    a module or have captured one, get its copy instead; so do lists, tuples and dictionaries that hold modules.
+    Attributes set on the copy do not show in the model. Functions that a module keeps as attributes or hooks, and that
+    are bound to a module or have captured one, get its copy instead; so do lists, tuples and dictionaries that hold
+    modules.
     """
     copies: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -262,7 +278,8 @@ def copied(model: nn.Module) -> nn.Module:
 def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
     """Replace parameters of a model's copy that are not `own` by zeros.
 
-    The zeros are not parameters. Code of the model may still read their dtype or device, or compute unused values with them.
+    The zeros are not parameters. Code of the model may still read their dtype or device, or compute unused values with
+    them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for module in copy_.modules():
@@ -313,7 +330,8 @@ def _bound_function(function: FunctionType, copies: Mapping[int, nn.Module]) -> 
 def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
     """Remove buffers and hooks from placeholder modules, and from submodules that only they use.
 
-    Forward hooks of a placeholder itself stay, as they may pass on its output; of its pre-forward hooks only the users' stay.
+    Forward hooks of a placeholder itself stay, as they may pass on its output; of its pre-forward hooks only the users'
+    stay.
     """
     others: set[nn.Module] = set()
     _reachable(root, set(away), others)
@@ -364,8 +382,10 @@ def _then(forward: Callable[..., Any], keep: Callable[[Any], None], *args: Any, 
 def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
     if source not in current.returned:
         raise PlanError(
-            f"pp: {source[0]} was not called as when the pipeline was built, so what the next stage needs is not there. A model that calls "
-            "other modules from batch to batch (layer drop, early exit) cannot be cut there; switch that off, or train without pp."
+            f"pp: {source[0]} was not called as when the pipeline was built, so what the next stage needs is "
+            "not there. A model that calls "
+            "other modules from batch to batch (layer drop, early exit) cannot be cut there; switch that off, "
+            "or train without pp."
         )
     return current.returned[source]
 

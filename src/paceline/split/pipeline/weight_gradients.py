@@ -14,15 +14,19 @@ from torch import Tensor, nn
 class DeferredWeights:
     """Weight gradients of a stage's linear layers, deferred in a backward pass until requested.
 
-    All other gradients come with the backward pass. torch's own split of it (`stage_backward_input`) finds the weights in the
-    autograd graph; where tensors computed from weights reach several layers (T5's position bias) it raises or counts gradients
-    twice (torch 2.13), so `dw_builder`, its hook for a custom split, is used.
+    All other gradients come with the backward pass. torch's own split of it (`stage_backward_input`) finds the weights
+    in the autograd graph; where tensors computed from weights reach several layers (T5's position bias) it raises or
+    counts gradients twice (torch 2.13), so `dw_builder`, its hook for a custom split, is used.
     """
 
     def __init__(self, stage: nn.Module) -> None:
         self._pending: list[Callable[[], None]] = []
         for module in stage.modules():
-            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+            if (
+                isinstance(module, nn.Linear)
+                and type(module).forward is nn.Linear.forward
+                and "forward" not in module.__dict__
+            ):
                 module.__dict__["forward"] = partial(_linear, module, self._pending)
 
     def __call__(self) -> Callable[[], None]:

@@ -1,13 +1,14 @@
 """Tensor parallelism for any module: matrices sharded over ranks that compute on the same samples.
 
-Regions to divide are found in a trace of the model, not in a list of architectures (`trace/tensor`), and verified: the divided
-model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that fails, layers stay replicated,
-or gather their outputs if they are large. So results are right for every model; only speed and memory differ.
+Regions to divide are found in a trace of the model, not in a list of architectures (`trace/tensor`), and verified: the
+divided model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that
+fails, layers stay replicated, or gather their outputs if they are large. So results are right for every model; only
+speed and memory differ.
 
 Dropout inside a divided region draws other masks on each rank, elsewhere the same ones (`dropout`).
 
-On GPUs only the process group differs. Asynchronous TP (matrix products that overlap with the collectives) is left to inductor, from
-the functional collectives of a compiled graph, and has not been run.
+On GPUs only the process group differs. Asynchronous TP (matrix products that overlap with the collectives) is left to
+inductor, from the functional collectives of a compiled graph, and has not been run.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TensorReport:
         done: path of a module -> `column`, `row`, `vocabulary` or `gathered`, as a phrase.
         whole: path of a linear layer or embedding that every rank holds in full -> reason.
         notes: sentences about the model as a whole.
-        vocabulary_head: the switch of the output head, if its output is the model's own and is divided over the vocabulary.
+        vocabulary_head: the switch of the output head, if its output is the model's own and is divided over the
+            vocabulary.
     """
 
     done: dict[str, str] = field(default_factory=dict)
@@ -88,7 +90,8 @@ def shard_tensors(
         vocabulary: also divide embeddings and the output head, along the vocabulary.
 
     Raises:
-        PlanError: heads that cannot be divided, with degrees that can; `sequence` without such blocks, or tokens that cannot be divided.
+        PlanError: heads that cannot be divided, with degrees that can; `sequence` without such blocks, or tokens that
+            cannot be divided.
     """
     if tp.size == 1:
         return TensorReport()
@@ -101,7 +104,9 @@ def shard_tensors(
         unpaired = find_unpaired(model, proof, tp.size, vocabulary=vocabulary)
     else:
         report.notes.append(f"between the matrices, {region} divides the tokens")
-        unpaired = find_unpaired(model, proof, tp.size, vocabulary=vocabulary, partial=region.parameters, own=region.inside)
+        unpaired = find_unpaired(
+            model, proof, tp.size, vocabulary=vocabulary, partial=region.parameters, own=region.inside
+        )
     _divide_regions(model, parts, tp, proof, region, report)
     _join_regions(model, tp, proof, region)
     if proof.graph is not None:
@@ -112,11 +117,15 @@ def shard_tensors(
     report.whole = {path: why for path, why in (unpaired.whole | report.whole).items() if path not in divided.done}
     report.vocabulary_head = divided.head
     if not report.done:
-        report.notes.append(f"nothing can be divided: all {tp.size} ranks of tp compute the same, so use dp or fsdp instead")
+        report.notes.append(
+            f"nothing can be divided: all {tp.size} ranks of tp compute the same, so use dp or fsdp instead"
+        )
     return report
 
 
-def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, sequence: SequenceRegion | None, report: TensorReport) -> None:
+def _divide_regions(
+    model: nn.Module, parts: Parts, tp: Group, proof: Proof, sequence: SequenceRegion | None, report: TensorReport
+) -> None:
     """Shard every parameter of the regions, and rewrite the code that uses full sizes."""
     if proof.graph is None:
         return
@@ -140,7 +149,10 @@ def _divide_regions(model: nn.Module, parts: Parts, tp: Group, proof: Proof, seq
 
 
 def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceRegion | None) -> None:
-    """Install the collectives at the ends of the regions. Copies where replicated tensors enter, sums behind row-parallel layers."""
+    """Install the collectives at the ends of the regions.
+
+    Copies where replicated tensors enter, sums behind row-parallel layers.
+    """
     if proof.graph is None:
         return
     for entry, value in proof.boundaries.copies:
@@ -164,7 +176,9 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceR
                 convert_arguments(module, places_of(full.entry, value), partial(gather, group=tp, dim=TOKENS))
             convert_result(module, partial(take, group=tp))
         for span in sequence.spans:
-            convert_arguments(model.get_submodule(span.first.path), places_of(span.first, span.enters), partial(take, group=tp))
+            convert_arguments(
+                model.get_submodule(span.first.path), places_of(span.first, span.enters), partial(take, group=tp)
+            )
             convert_result(model.get_submodule(span.last.path), partial(gather, group=tp, dim=TOKENS))
 
 

@@ -1,8 +1,9 @@
 """Dropout under tensor parallelism: own masks for sharded tensors, common ones for replicated tensors.
 
-Ranks of tp have the same seed, so that they drop the same elements of replicated tensors. Around a module that draws for sharded tensors,
-the generator is seeded from that common stream and the rank. The common stream advances by one number, and no other state is kept,
-so activations that are recomputed in the backward pass get the same masks again. While torch.compile traces, all ranks' masks are equal.
+Ranks of tp have the same seed, so that they drop the same elements of replicated tensors. Around a module that draws
+for sharded tensors, the generator is seeded from that common stream and the rank. The common stream advances by one
+number, and no other state is kept, so activations that are recomputed in the backward pass get the same masks again.
+While torch.compile traces, all ranks' masks are equal.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _draws(node: Node) -> bool:
 
 
 def _with_own_masks(forward: Callable[..., Any], module: nn.Module, rank: int, *args: Any, **kwargs: Any) -> Any:
-    device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not without_values(x)), None)
+    device = next(
+        (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not without_values(x)), None
+    )
     if device is None or not module.training or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     seed = int(torch.randint(1 << 62, (), device="cpu"))

@@ -1,8 +1,9 @@
 """Layers and collectives of tensor parallelism: Megatron-LM's conjugate pairs as autograd functions.
 
-The pairs are copy and reduce, gather and take, gather and reduce-scatter along the tokens (Shoeybi et al., 2019, arXiv:1909.08053;
-Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile traces, they are functional collectives, which inductor can overlap with
-the matrix products (asynchronous TP, on GPUs); otherwise they call the group directly.
+The pairs are copy and reduce, gather and take, gather and reduce-scatter along the tokens (Shoeybi et al., 2019,
+arXiv:1909.08053; Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile traces, they are functional
+collectives, which inductor can overlap with the matrix products (asynchronous TP, on GPUs); otherwise they call the
+group directly.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """All-gather of `x` along `dim`; the gradient is this rank's slice. Every rank must use the result in the same way."""
+    """All-gather of `x` along `dim`; the gradient is this rank's slice.
+
+    Every rank must use the result in the same way.
+    """
     return _applied("gather", x, group, dim)
 
 
@@ -65,7 +69,10 @@ def take(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
 
 
 def gather_partial(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """All-gather of `x` whose gradients are partial sums: they are reduce-scattered. Each rank uses the result in another way."""
+    """All-gather of `x` whose gradients are partial sums: they are reduce-scattered.
+
+    Each rank uses the result in another way.
+    """
     return _applied("gather_partial", x, group, dim)
 
 
@@ -104,7 +111,10 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Conjugate(torch.autograd.Function):
-    """One of `_CONJUGATES`; its backward pass is the other of its pair, for gradients of gradients as well."""
+    """A collective of `_CONJUGATES`, with the other of its pair as backward pass.
+
+    So gradients of gradients are exact, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, name: str) -> Tensor:
@@ -122,7 +132,10 @@ def _applied(name: str, x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:
-    """True if a trace has shapes only, so that nothing is sent. A dry run sends its shapes all the same, to ranks that do not exist."""
+    """True if a trace has shapes only, so that nothing is sent.
+
+    A dry run sends its shapes all the same, to ranks that do not exist.
+    """
     return without_values(x) and not group.is_fake
 
 
@@ -146,14 +159,20 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     # gloo supports this shape only
     parts = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     _all_gather(parts, x.contiguous(), group=group.backend)
-    return parts.view(group.size, *x.shape).movedim(0, dim).reshape(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
+    return (
+        parts.view(group.size, *x.shape)
+        .movedim(0, dim)
+        .reshape(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
+    )
 
 
 def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
     if _only_traced(x, group):
         return _own(x, group, dim)
     if torch.compiler.is_compiling():
-        cut: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, _torch_group(group)))
+        cut: Tensor = functional.wait_tensor(
+            functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, _torch_group(group))
+        )
         return cut
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     own = torch.empty_like(parts[0])
@@ -226,7 +245,10 @@ def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None)
 
 
 def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
-    """Forward of an embedding that holds `rows` rows, from `rows` times its rank on. One rank looks each token up; the others add zeros."""
+    """Forward of an embedding that holds `rows` rows, from `rows` times its rank on.
+
+    One rank looks each token up; the others add zeros.
+    """
     assert isinstance(module, nn.Embedding)
     start, padding = group.rank * rows, module.padding_idx
     padding = padding - start if padding is not None and start <= padding < start + rows else None

@@ -1,9 +1,9 @@
 """Sequence parallelism: between the sharded matrices, each rank holds some of the tokens.
 
-Within the repeated blocks the activations (samples, tokens, features) are divided along the tokens: norms, dropout and additions work on
-a rank's tokens. The input of a column-parallel layer is all-gathered, the output of a row-parallel one reduce-scattered (Korthikanti et
-al., 2022, arXiv:2205.05198). The affected operations are found by the same rules as the division of matrices, on the same trace, to which
-the collectives are added as operations of their own.
+Within the repeated blocks the activations (samples, tokens, features) are divided along the tokens: norms, dropout and
+additions work on a rank's tokens. The input of a column-parallel layer is all-gathered, the output of a row-parallel
+one reduce-scattered (Korthikanti et al., 2022, arXiv:2205.05198). The affected operations are found by the same rules
+as the division of matrices, on the same trace, to which the collectives are added as operations of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class BlockSpan:
 
 @dataclass
 class FullSequenceModule:
-    """Module inside a block that needs all tokens, and computes the same on every rank. `enters` are gathered, `leaves` is cut."""
+    """Module inside a block that needs all tokens, and computes the same on every rank.
+
+    `enters` are gathered, `leaves` is cut.
+    """
 
     entry: Entry
     enters: list[int]
@@ -83,11 +86,14 @@ def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, c
     """Divide the tokens as well, verified as the matrices are; changes the proof's rewrites.
 
     Raises:
-        PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole sequences.
+        PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole
+            sequences.
     """
     advice = "Use tp without sequence, or cp for long sequences"
     if proof.graph is None or not proof.regions:
-        raise PlanError(f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}")
+        raise PlanError(
+            f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}"
+        )
     try:
         region = find_sequence_region(model, proof.graph, proof.labels, proof.boundaries, ranks)
         shapes = shapes_of(proof.graph, proof.labels, ranks)
@@ -98,7 +104,9 @@ def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, c
     return region
 
 
-def find_sequence_region(model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int) -> SequenceRegion:
+def find_sequence_region(
+    model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int
+) -> SequenceRegion:
     """Divide the tokens in every span of a model's blocks.
 
     Raises:
@@ -124,7 +132,11 @@ def find_sequence_region(model: nn.Module, graph: Graph, labels: dict[int, Label
 
 
 def _region(
-    graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], labels: dict[int, Label], boundaries: Boundaries
+    graph: Graph,
+    spans: list[BlockSpan],
+    full_modules: list[FullSequenceModule],
+    labels: dict[int, Label],
+    boundaries: Boundaries,
 ) -> SequenceRegion:
     wide = deepcopy(graph)
     placed = _write_exchanges(wide, spans, full_modules, boundaries)
@@ -132,7 +144,9 @@ def _region(
     _spread(region, [node.outputs[0] for node in wide.nodes if node.op == "scatter"], regions=labels)
     for span in spans:
         if span.leaves not in region.labels:
-            raise Unfollowable(f"what {span.last.path} returns does not have the tokens of what {span.first.path} takes")
+            raise Unfollowable(
+                f"what {span.last.path} returns does not have the tokens of what {span.first.path} takes"
+            )
     if region.labels.keys() & set(wide.outputs):
         raise Unfollowable("a tensor inside the blocks is an output of the model")
     copies = {(p.node.path, p.value): p.node for p in placed if p.node.op == "enter"}
@@ -141,8 +155,12 @@ def _region(
         if label is not None and (label.dim, label.outer) != (TOKENS, 1):
             raise Unfollowable(f"{node.path} takes samples and tokens as one dimension", node.path)
     region.gathers = {key for key, node in copies.items() if node.inputs[0] in region.labels}
-    region.scatters = {node.path for node in wide.nodes if is_row(node, region.labels) and node.outputs[0] in region.labels}
-    region.inside = {n.path for n in wide.nodes if n.op in ("linear", "embedding") and _on_own_tokens(n, region, labels)}
+    region.scatters = {
+        node.path for node in wide.nodes if is_row(node, region.labels) and node.outputs[0] in region.labels
+    }
+    region.inside = {
+        n.path for n in wide.nodes if n.op in ("linear", "embedding") and _on_own_tokens(n, region, labels)
+    }
     collected = {(p.node.path, p.value) for p in placed if p.node.op == "collect" and p.node.inputs[0] in region.labels}
     for full in full_modules:
         full.enters = [v for v in full.enters if (full.entry.path, v) in collected]
@@ -161,13 +179,17 @@ def _full_modules(graph: Graph, blocks: list[str], names: set[str]) -> list[Full
             if not leaves:
                 raise Unfollowable(f"{entry.path} needs all tokens, and returns no (samples, tokens, features)")
             full_modules.append(
-                FullSequenceModule(entry, [v for v in set(entry.arguments.values()) if _is_activation(graph.values[v])], leaves[0])
+                FullSequenceModule(
+                    entry, [v for v in set(entry.arguments.values()) if _is_activation(graph.values[v])], leaves[0]
+                )
             )
     return full_modules
 
 
 def _on_own_tokens(node: Node, region: SequenceRegion, regions: dict[int, Label]) -> bool:
-    return any(v in region.labels and v not in regions for v in (node.inputs[0], *node.outputs)) and not is_row(node, region.labels)
+    return any(v in region.labels and v not in regions for v in (node.inputs[0], *node.outputs)) and not is_row(
+        node, region.labels
+    )
 
 
 def _spans(blocks: list[str], graph: Graph) -> list[BlockSpan]:
@@ -202,8 +224,13 @@ class _Placed:
     node: Node
 
 
-def _write_exchanges(graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], boundaries: Boundaries) -> list[_Placed]:
-    """Add the collectives behind a graph's other operations, and redirect the inner operations to them. The copies come first."""
+def _write_exchanges(
+    graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], boundaries: Boundaries
+) -> list[_Placed]:
+    """Add the collectives behind a graph's other operations, and redirect the inner operations to them.
+
+    The copies come first.
+    """
     placed: list[_Placed] = []
 
     def place(op: str, value: int, path: str, start: int, stop: int) -> None:
@@ -241,7 +268,9 @@ def _exchange(graph: Graph, op: str, value: int, path: str, inside: range) -> No
     for node in graph.nodes[inside.start : inside.stop]:
         if value in node.inputs:
             if value in node.outputs:
-                raise Unfollowable(f"{node.name} in {node.path} changes a tensor in place that other ranks hold parts of", node.path)
+                raise Unfollowable(
+                    f"{node.name} in {node.path} changes a tensor in place that other ranks hold parts of", node.path
+                )
             _read(graph, node, value, made)
     node = Node(op, (), {}, [value], [made], path)
     graph.nodes.append(node)
@@ -283,7 +312,9 @@ def _spread(region: SequenceRegion, seeds: list[int], regions: dict[int, Label])
             for other, wanted in found.items():
                 if other not in labels:
                     if graph.values[other].kind != "result":
-                        raise Unfollowable(f"{node.name} in {node.path} would divide a tensor that is not an activation", node.path)
+                        raise Unfollowable(
+                            f"{node.name} in {node.path} would divide a tensor that is not an activation", node.path
+                        )
                     labels[other] = wanted
                     queue.append(other)
                 elif labels[other] != wanted:
@@ -305,10 +336,14 @@ def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[
     gather, cut = scaled(ranks, 1), scaled(1, ranks)
     try:
         for span in region.spans:
-            hooks.append(convert_arguments(model.get_submodule(span.first.path), places_of(span.first, span.enters), cut))
+            hooks.append(
+                convert_arguments(model.get_submodule(span.first.path), places_of(span.first, span.enters), cut)
+            )
             hooks.append(convert_result(model.get_submodule(span.last.path), gather))
         for path, value in region.gathers:
-            for entry in {e.path: e for e in region.graph.entries if e.path == path and value in e.arguments.values()}.values():
+            for entry in {
+                e.path: e for e in region.graph.entries if e.path == path and value in e.arguments.values()
+            }.values():
                 hooks.append(convert_arguments(model.get_submodule(path), places_of(entry, value), gather))
         hooks += [convert_result(model.get_submodule(path), cut) for path in region.scatters]
         for full in region.full_modules:
@@ -335,7 +370,8 @@ def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert:
         # going on would lose the sum of its gradients
         except (IndexError, KeyError):
             raise PlanError(
-                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when the model was divided. "
+                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when "
+                "the model was divided. "
                 "Give shard_tensors an example of the batches that are trained on"
             ) from None
         if given is None:
@@ -354,7 +390,9 @@ def convert_result(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> An
         if isinstance(result, Tensor):
             return convert(result)
         if not isinstance(result, (tuple, list)):
-            raise Unfollowable(f"{type(module).__name__} returns a {type(result).__name__}, neither a tensor nor a tuple")
+            raise Unfollowable(
+                f"{type(module).__name__} returns a {type(result).__name__}, neither a tensor nor a tuple"
+            )
         return type(result)((convert(result[0]), *result[1:]))
 
     # the model's own hooks see the converted result

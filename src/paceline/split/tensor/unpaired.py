@@ -41,7 +41,9 @@ def divide_unpaired(model: nn.Module, parts: Parts, tp: Group, found: Unpaired) 
     return report
 
 
-def _divide_layer(module: nn.Module, path: str, parts: Parts, owners: Owners, tp: Group, report: DividedUnpaired, *, head: bool) -> None:
+def _divide_layer(
+    module: nn.Module, path: str, parts: Parts, owners: Owners, tp: Group, report: DividedUnpaired, *, head: bool
+) -> None:
     """Let an embedding or linear layer compute with its part of the rows."""
     own = rows_of(module)
     if is_embedding(module):
@@ -61,7 +63,9 @@ def _divide_layer(module: nn.Module, path: str, parts: Parts, owners: Owners, tp
 def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections: Iterable[int]) -> None:
     """Shard a parameter in every module that holds it."""
     module, attribute = owners[name][0]
-    shard_parameter(module, attribute, parts[name], axis="tp", dim=dim, index=tp.rank, of=tp.size, sections=tuple(sections))
+    shard_parameter(
+        module, attribute, parts[name], axis="tp", dim=dim, index=tp.rank, of=tp.size, sections=tuple(sections)
+    )
     own = getattr(module, attribute)
     for other, its_attribute in owners[name][1:]:
         setattr(other, its_attribute, own)

@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose classes are sharded: no rank ever holds them all.
 
-The method is Megatron-LM's (arXiv:1909.08053, section 3). PyTorch's own `loss_parallel` (torch.distributed.tensor.parallel) does the
-same for DTensors, without label smoothing.
+The method is Megatron-LM's (arXiv:1909.08053, section 3). PyTorch's own `loss_parallel`
+(torch.distributed.tensor.parallel) does the same for DTensors, without label smoothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,30 @@ from paceline.job.zoo.losses import IGNORED, CrossEntropy, check_labels, classes
 
 
 def parallel_cross_entropy(
-    logits: Tensor, target: Tensor, tp: Group, *, ignore_index: int = IGNORED, label_smoothing: float = 0.0, weight: Tensor | None = None
+    logits: Tensor,
+    target: Tensor,
+    tp: Group,
+    *,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy over all classes, like `F.cross_entropy`, the same on every rank.
 
     It is 0 if every label is ignored. The gradient of the logits is this rank's own, complete without communication.
 
     Args:
-        logits: (..., classes / ranks), from class rank * classes / ranks on. Types below 32 bits are computed in 32 bits.
+        logits: (..., classes / ranks), from class rank * classes / ranks on. Types below 32 bits are computed in 32
+            bits.
         target: (...), whole numbers below the number of classes, or `ignore_index`.
-        tp: the ranks that divide the classes. Sends two numbers for each label and one more, whatever the number of classes.
+        tp: the ranks that divide the classes. Sends two numbers for each label and one more, whatever the number of
+            classes.
         label_smoothing: the part of a label that is spread over all classes.
         weight: (classes,), one for each class; the mean is then over the weights of the labels.
     """
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), tp, ignore_index, label_smoothing, weight)
+    loss: Tensor = _CrossEntropy.apply(
+        logits.flatten(0, -2), target.flatten(), tp, ignore_index, label_smoothing, weight
+    )
     return loss
 
 
@@ -46,19 +56,23 @@ class ParallelLoss:
         """The loss as a 0-dimensional tensor, of logits (n, classes / ranks) or (n, t, classes / ranks).
 
         Raises:
-            DataError: labels that are not whole numbers, not of the output's shape, or (checked on the CPU only) out of range.
+            DataError: labels that are not whole numbers, not of the output's shape, or (checked on the CPU only) out of
+                range.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
             raise DataError(
-                f"the model returned logits {list(logits.shape)} for labels {list(labels.shape)}; one label per sample or token"
+                f"the model returned logits {list(logits.shape)} for labels {list(labels.shape)}; one label "
+                "per sample or token"
             )
         # on a GPU this would wait; `check` has looked before
         if labels.device.type == "cpu":
             check_labels(labels, self._classes(logits), "in a batch")
         if self.loss.weight is not None:
             self.loss.weight = self.loss.weight.to(logits.device)
-        return parallel_cross_entropy(logits, labels, self.tp, label_smoothing=self.loss.label_smoothing, weight=self.loss.weight)
+        return parallel_cross_entropy(
+            logits, labels, self.tp, label_smoothing=self.loss.label_smoothing, weight=self.loss.weight
+        )
 
     def items(self, target: Tensor) -> Tensor:
         """Number of items that the mean is over, as in `CrossEntropy.items`."""
@@ -77,15 +91,22 @@ class ParallelLoss:
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of rows of logits (m, c) and labels (m,).
 
-    Keeps the logits and recomputes the probabilities in the backward pass, since they would be another copy, of 32 bits.
+    Keeps the logits and recomputes the probabilities in the backward pass, since they would be another copy, of 32
+    bits.
 
-    With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs
-    (1 - e) w_y (Z - x_y) + e / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
+    With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs (1 - e) w_y (Z - x_y) + e
+    / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, tp: Group, ignore_index: int, label_smoothing: float, weight: Tensor | None
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        tp: Group,
+        ignore_index: int,
+        label_smoothing: float,
+        weight: Tensor | None,
     ) -> Tensor:
         rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
         part = rows.shape[1]

@@ -2,8 +2,9 @@
 
 It is predicted first and measured then.
 
-Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training Systems"
-(arXiv:2103.00543). So nothing is tried that the prediction does not favour, and without such a codec every step is exact.
+Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training
+Systems" (arXiv:2103.00543). So nothing is tried that the prediction does not favour, and without such a codec every
+step is exact.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class CodecChooser:
 
     Args:
         algorithm: the all-reduce of tensors that are not compressed.
-        buckets: the tensors that are to be summed in a step, with the parameters' views of them, as for `Compressor.sum`.
+        buckets: the tensors that are to be summed in a step, with the parameters' views of them, as for
+            `Compressor.sum`.
 
     Attributes:
         codec: the codec of the coming step; "none" at first.
@@ -57,7 +59,10 @@ class CodecChooser:
         self._last: float | None = None
 
     def step_done(self) -> str:
-        """The codec for the next step. Call it once a step, when its sums are done: the time between two calls is that of a step."""
+        """The codec for the next step.
+
+        Call it once a step, when its sums are done: the time between two calls is that of a step.
+        """
         if self.decided:
             return self.codec
         wait_for(self.group.device)
@@ -115,7 +120,10 @@ class CodecChooser:
             return "there is nothing to save: no codec takes these gradients"
         saved_s = {codec: self._plain_s - s for codec, s in self._coded_s.items()}
         saved = ", ".join(f"{codec} {'saves' if s >= 0 else 'costs'} {seconds(abs(s))}" for codec, s in saved_s.items())
-        return f"prediction: {saved} (exact sums {seconds(self._plain_s)}); it is asked to save {percent(MARGIN, 0)} of the step"
+        return (
+            f"prediction: {saved} (exact sums {seconds(self._plain_s)}); it is asked to save "
+            f"{percent(MARGIN, 0)} of the step"
+        )
 
 
 def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[float, dict[str, float]]:
@@ -140,7 +148,9 @@ def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tenso
             travel_s = plain_s * cost.sent_bytes / (2 * (group.size - 1) / group.size * sum(sizes))
         else:
             messages = CompressSpec.parse(codec).first.messages * len(sizes)
-            travel_s = messages * links.between.latency_s + _most_over_a_link(group, cost.sent_bytes) / links.between.bandwidth
+            travel_s = (
+                messages * links.between.latency_s + _most_over_a_link(group, cost.sent_bytes) / links.between.bandwidth
+            )
         coded_s.append(cost.coding_s + travel_s)
     plain_s, *coded_s = _slowest(group, [plain_s, *coded_s])
     return plain_s, dict(zip(costs, coded_s, strict=True))

@@ -42,7 +42,9 @@ class Chunked:
         signal = square(coded)
         finite = math.isfinite(signal)
         rows = coded.view_as(self.error)
-        done = self.phases.sum(rows, exact.view(len(rows), -1), finite=finite, error=self.error, sum_error=self.sum_error)
+        done = self.phases.sum(
+            rows, exact.view(len(rows), -1), finite=finite, error=self.error, sum_error=self.sum_error
+        )
         tail.copy_(exact[: len(tail)])
         if not done:
             flat[: self.numel] = math.nan

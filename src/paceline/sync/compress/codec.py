@@ -16,12 +16,15 @@ from paceline.comm import Group
 from paceline.sync.compress.scratch import Scratch
 from paceline.sync.traffic import Traffic
 
-_IN_CACHE = 2**18  # numbers: what a codec needs beside them stays in a processor's cache, which makes coding several times faster
+# numbers: what a codec needs beside them stays in a processor's cache, which makes coding several times faster
+_IN_CACHE = 2**18
 ALIGNMENT = 8  # every section of a message starts at a multiple of it, so that it can be viewed as any dtype
 
 
 class Codec(Protocol):
-    """Codes rows of numbers. Every rank knows the length of a message in advance, and all decode the same bytes to the same bits.
+    """Codes rows of numbers.
+
+    Every rank knows the length of a message in advance, and all decode the same bytes to the same bits.
 
     Attributes:
         block: numbers that are coded together; a row holds a multiple of it.

@@ -37,7 +37,9 @@ def measure_codec(codec: str, group: Group, buckets: Sequence[tuple[Tensor, Sequ
     """
     cost_s, sample = 0.0, 0
     traffic, random = Traffic(), torch.Generator(group.device).manual_seed(0)  # not the generator that training uses
-    compressor = Compressor(codec, _Alone(rank=group.rank, size=group.size, hosts=group.hosts, device=group.device), traffic)
+    compressor = Compressor(
+        codec, _Alone(rank=group.rank, size=group.size, hosts=group.hosts, device=group.device), traffic
+    )
     for i, (flat, views) in enumerate(buckets):
         taken = _first(views, _SAMPLE - sample)
         numel = sum(view.numel() for view in taken)
@@ -45,7 +47,9 @@ def measure_codec(codec: str, group: Group, buckets: Sequence[tuple[Tensor, Sequ
             continue
         numbers = torch.randn(numel, device=group.device, generator=random)
         own = torch.empty(numel, dtype=flat.dtype, device=group.device)
-        parts = [part.view(view.shape) for part, view in zip(own.split([view.numel() for view in taken]), taken, strict=True)]
+        parts = [
+            part.view(view.shape) for part, view in zip(own.split([view.numel() for view in taken]), taken, strict=True)
+        ]
         cost_s += min(_timed_s(compressor, f"{i}", own, parts, numbers) for _ in range(1 + _REPEATS))
         sample += numel
     sent = traffic.sent_bytes / (1 + _REPEATS)

@@ -23,10 +23,12 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Compressor:
-    """Sums flat tensors over a group in coded form. What a code leaves out is added to the next tensor of its name (error feedback).
+    """Sums flat tensors over a group in coded form.
 
-    A tensor that the codec would not make smaller is summed as it is, and so are the matrices that PowerSGD would not. Not for two
-    threads at once.
+    What a code leaves out is added to the next tensor of its name (error feedback).
+
+    A tensor that the codec would not make smaller is summed as it is, and so are the matrices that PowerSGD would not.
+    Not for two threads at once.
 
     Args:
         codec: as in the plan: `int8`, `topk:0.01+bf16`, `powersgd:4`.
@@ -52,9 +54,11 @@ class Compressor:
 
         Args:
             name: what error feedback is kept under; the same for the same tensor at every step.
-            views: the parameters' views of the beginning of `flat`, in order. What follows them (losses, votes) is summed exactly.
+            views: the parameters' views of the beginning of `flat`, in order. What follows them (losses, votes) is
+                summed exactly.
 
-        If a coded number is not finite on some rank, all of them come out as NaN on every rank, and no error feedback changes.
+        If a coded number is not finite on some rank, all of them come out as NaN on every rank, and no error feedback
+        changes.
 
         Raises:
             PlanError: the codec does not take the dtype.
@@ -68,13 +72,20 @@ class Compressor:
         summer = self._sums[name]
         coded = sum(view.numel() for view in views)
         if summer.numel != coded:
-            raise SyncError(f'"{name}" stood for {summer.numel} numbers before and now for {coded}: give each tensor a name of its own')
+            raise SyncError(
+                f'"{name}" stood for {summer.numel} numbers before and now for {coded}: give each tensor a '
+                "name of its own"
+            )
         self.traffic.plain_bytes += ring_bytes(flat.nbytes, self.group.size)
         summer.sum(flat, views)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Error feedback, PowerSGD's start of the next iteration, and the random state of this rank."""
-        state = {f"{name}/{key}": tensor for name, summer in self._sums.items() for key, tensor in summer.state_dict().items()}
+        state = {
+            f"{name}/{key}": tensor
+            for name, summer in self._sums.items()
+            for key, tensor in summer.state_dict().items()
+        }
         state |= {f"{name}/{key}": tensor for name, tensors in self._loaded.items() for key, tensor in tensors.items()}
         return {key: tensor.clone() for key, tensor in state.items()} | {_RANDOM: self._generator.get_state()}
 
@@ -100,7 +111,8 @@ class Compressor:
             return
         if {key: tensor.shape for key, tensor in loaded.items()} != {key: tensor.shape for key, tensor in own.items()}:
             raise CheckpointError(
-                f'what compress={self.text} kept of "{name}" in the checkpoint does not fit: {_sizes(loaded)} there, {_sizes(own)} here. '
+                f'what compress={self.text} kept of "{name}" in the checkpoint does not fit: {_sizes(loaded)} '
+                f"there, {_sizes(own)} here. "
                 "Continue with the plan and the number of ranks that wrote it, or with compress=none"
             )
         for key, tensor in own.items():
@@ -114,19 +126,24 @@ class Compressor:
             return plain
         if flat.dtype not in _FLOATS:
             raise PlanError(
-                f'compress={self.text} codes 32-bit and 16-bit floats; "{name}" is {str(flat.dtype).removeprefix("torch.")}. '
+                f'compress={self.text} codes 32-bit and 16-bit floats; "{name}" is '
+                f"{str(flat.dtype).removeprefix('torch.')}. "
                 "Use precision=fp32 or bf16, or compress=none"
             )
         codec = self._codec(flat, views)
         if codec is None:
-            self.messages.append(f"compress={self.text}: no part of {name} is large enough to gain; it is summed as it is")
+            self.messages.append(
+                f"compress={self.text}: no part of {name} is large enough to gain; it is summed as it is"
+            )
             return plain
         if isinstance(codec, CodedSum):
             return codec
         coded_bytes = group.size * codec.nbytes(chunk_size(codec, numel, group.size))
         if coded_bytes >= numel * flat.element_size():
             size = f"{numel * flat.element_size()} bytes of {str(flat.dtype).removeprefix('torch.')}"
-            self.messages.append(f"compress={self.text}: {name} is summed as it is, for its {size} would become {coded_bytes}")
+            self.messages.append(
+                f"compress={self.text}: {name} is summed as it is, for its {size} would become {coded_bytes}"
+            )
             return plain
         return Chunked(group, codec, numel, flat.numel() - numel, self.traffic, self._scratch)
 
@@ -139,7 +156,9 @@ class Compressor:
             try:
                 made = load_object(CODECS[name].codec)(coding)
             except (JobError, TypeError, ValueError) as error:
-                raise PlanError(f"compress={self.text}: the codec {CODECS[name].codec} cannot be made: {error}") from error
+                raise PlanError(
+                    f"compress={self.text}: the codec {CODECS[name].codec} cannot be made: {error}"
+                ) from error
         return made
 
 

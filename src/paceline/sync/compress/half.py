@@ -11,7 +11,10 @@ _FP16_MOST = torch.finfo(torch.float16).max
 
 
 class Cast:
-    """Codes numbers as another floating dtype, rounded to nearest. What fp16 cannot hold becomes its largest number, not infinity."""
+    """Codes numbers as another floating dtype, rounded to nearest.
+
+    What fp16 cannot hold becomes its largest number, not infinity.
+    """
 
     block = 1
 

@@ -12,7 +12,9 @@ from paceline.comm import Group
 def same_machines(group: Group) -> bool:
     """True if the ranks have the same processors, threads and libraries. Every rank of the group calls it."""
     device = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else _processor()
-    kinds = group.gather_json([device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__])
+    kinds = group.gather_json(
+        [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__]
+    )
     return all(kind == kinds[0] for kind in kinds)
 
 

@@ -1,7 +1,10 @@
-"""Matrices as products of two thin ones, which are cheap to sum: PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
+"""Matrices as products of two thin ones, which are cheap to sum.
 
-One step of power iteration per sum, started where the last one ended: P = sum of M Q, made orthonormal; Q = sum of M^T P; the sum of M is
-then about P Q^T. What a rank's own M has outside of P's columns, and what coding left out of Q and of its sum, is added to the next one.
+PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
+
+One step of power iteration per sum, started where the last one ended: P = sum of M Q, made orthonormal; Q = sum of M^T
+P; the sum of M is then about P Q^T. What a rank's own M has outside of P's columns, and what coding left out of Q and
+of its sum, is added to the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from paceline.sync.compress.scratch import Scratch
 from paceline.sync.compress.two_phase import TwoPhase
 from paceline.sync.traffic import Traffic
 
-_GAIN = 2  # a matrix is factored where that at least halves its numbers, as in PyTorch's own PowerSGD; less is not worth the error
+# a matrix is factored where that at least halves its numbers, as in PyTorch's own PowerSGD; less is not worth the error
+_GAIN = 2
 
 
 class PowerSGD:
@@ -34,7 +38,8 @@ class PowerSGD:
     Args:
         rank: rank of the factors.
         codec: codec of the numbers of P and Q.
-        identical_machines: True if all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all.
+        identical_machines: True if all ranks compute the same bits from the same bits; if not, rank 0 makes P
+            orthonormal for all.
     """
 
     def __init__(
@@ -65,7 +70,9 @@ class PowerSGD:
         """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
         matrices = self.scratch.get("coded", self.error.numel())
         for batch in self.batches:
-            for i, matrix, error in zip(batch.places, batch.of_matrices(matrices), batch.of_matrices(self.error), strict=True):
+            for i, matrix, error in zip(
+                batch.places, batch.of_matrices(matrices), batch.of_matrices(self.error), strict=True
+            ):
                 torch.add(views[i], error.view(views[i].shape), out=matrix.view(views[i].shape))
         signal = square(matrices)
         p = self._sum_p(matrices, flat, views, finite=math.isfinite(signal))
@@ -92,7 +99,9 @@ class PowerSGD:
         finite = finite and bool(torch.isfinite(together[len(tail) :].sum()))
         exact = self.scratch.filled("exact", self.p_phases.share * self.group.size, together)
         done = self.p_phases.sum(self._rows(p), self._rows(exact), finite=finite)
-        for part, summed in zip((tail, *vectors), exact[: len(together)].split([len(tail), *(v.numel() for v in vectors)]), strict=True):
+        for part, summed in zip(
+            (tail, *vectors), exact[: len(together)].split([len(tail), *(v.numel() for v in vectors)]), strict=True
+        ):
             part.copy_(summed.view(part.shape))
         if not done:
             return None
@@ -123,7 +132,8 @@ class PowerSGD:
             thin, matrix = batch.of_p(p).mT, batch.of_matrices(matrices)
             torch.baddbmm(matrix, thin, batch.of_q(own), alpha=-1, out=batch.of_matrices(self.error))
             torch.bmm(thin, batch.of_q(q), out=matrix)
-            # Only their directions matter for the next step: unit length keeps P within the range of 16-bit numbers. Zeros have none.
+            # Only their directions matter for the next step: unit length keeps P within the range of 16-bit numbers.
+            # Zeros have none.
             length = torch.linalg.vector_norm(batch.of_q(q), dim=2, keepdim=True)
             batch.of_q(self.q).copy_(torch.where(length > 0, batch.of_q(q) / length, batch.of_q(self.q)))
         return True
@@ -142,7 +152,9 @@ def powersgd(coding: Coding) -> PowerSGD | None:
         return None
     assert coding.numbers is not None
     identical = same_machines(coding.group)
-    return PowerSGD(coding.group, coding.value, coding.numbers, coding.flat, coding.views, coding.traffic, coding.scratch, identical)
+    return PowerSGD(
+        coding.group, coding.value, coding.numbers, coding.flat, coding.views, coding.traffic, coding.scratch, identical
+    )
 
 
 @dataclass(frozen=True)
@@ -191,6 +203,8 @@ def _batches(views: Sequence[Tensor], rank: int) -> list[_Batch]:
     matrices = p = q = 0
     for (rows, columns, thin), places in by_shape.items():
         ends = matrices + len(places) * rows * columns, p + len(places) * thin * rows, q + len(places) * thin * columns
-        batches.append(_Batch(places, rows, columns, thin, slice(matrices, ends[0]), slice(p, ends[1]), slice(q, ends[2])))
+        batches.append(
+            _Batch(places, rows, columns, thin, slice(matrices, ends[0]), slice(p, ends[1]), slice(q, ends[2]))
+        )
         matrices, p, q = ends
     return batches

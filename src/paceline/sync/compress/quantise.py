@@ -12,7 +12,8 @@ from torch import Tensor
 from paceline.sync.compress.codec import Coding, aligned, per_block, section, slabs
 
 _LEAST = 2.0**-100  # numbers of blocks that are all smaller count as 0: the inverse of their scale would overflow
-_ABOVE = 1 + 2.0**-7  # the scale is rounded to bf16, by at most 2**-8: never so far that the largest number does not fit
+# the scale is rounded to bf16, by at most 2**-8: never so far that the largest number does not fit
+_ABOVE = 1 + 2.0**-7
 
 
 class Quantise:
@@ -48,7 +49,9 @@ class Quantise:
                 numbers[:, part].copy_(levels.flatten(1))
             else:
                 low, high = levels.add_(8).to(torch.uint8).unflatten(2, (2, -1)).unbind(2)
-                numbers[:, part.start // 2 : part.stop // 2].copy_(high.bitwise_left_shift_(4).bitwise_or_(low).flatten(1))
+                numbers[:, part.start // 2 : part.stop // 2].copy_(
+                    high.bitwise_left_shift_(4).bitwise_or_(low).flatten(1)
+                )
 
     def decode(self, coded: Tensor, rows: Tensor) -> None:
         scales, numbers = self._sections(rows.shape[1], coded)

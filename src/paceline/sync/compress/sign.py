@@ -1,8 +1,8 @@
 """One bit a number: its sign, and the mean size of its block.
 
-Seide et al., 2014, "1-Bit Stochastic Gradient Descent" (Interspeech). With error feedback it converges (Karimireddy et al., 2019,
-arXiv:1901.09847) if the steps are small: what a code leaves out, which is much here, comes some steps late. A learning rate at the edge of
-what exact training bears diverges, above all with momentum.
+Seide et al., 2014, "1-Bit Stochastic Gradient Descent" (Interspeech). With error feedback it converges (Karimireddy et
+al., 2019, arXiv:1901.09847) if the steps are small: what a code leaves out, which is much here, comes some steps late.
+A learning rate at the edge of what exact training bears diverges, above all with momentum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Sign:
         k, numel = rows.shape
         packed, scales = self._sections(numel, coded)
         for part in slabs(rows, self.block):
-            scales[:, part.start // self.block : part.stop // self.block].copy_(per_block(rows[:, part].abs(), self.block).mean(dim=2))
+            scales[:, part.start // self.block : part.stop // self.block].copy_(
+                per_block(rows[:, part].abs(), self.block).mean(dim=2)
+            )
         eighths = torch.signbit(rows).view(torch.uint8).view(k, 8, -1)
         packed.copy_(eighths[:, 0])
         for i in range(1, 8):

@@ -1,8 +1,8 @@
 """Only the largest numbers, with where they were.
 
-Aji & Heafield, 2017, "Sparse Communication for Distributed Gradient Descent" (arXiv:1704.05021). They are chosen in each block of 4096 and
-not in the whole tensor, as in Chen et al., 2020, "ScaleCom" (arXiv:2104.11125), so that a place takes 2 bytes and all messages are equally
-long.
+Aji & Heafield, 2017, "Sparse Communication for Distributed Gradient Descent" (arXiv:1704.05021). They are chosen in
+each block of 4096 and not in the whole tensor, as in Chen et al., 2020, "ScaleCom" (arXiv:2104.11125), so that a place
+takes 2 bytes and all messages are equally long.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ class TopK:
         self.numbers.decode(coded[:, :places_at], kept)
         places = section(coded, places_at, count, torch.int16).long()
         rows.zero_()
-        per_block(rows, self.block).scatter_(2, places.view(k, -1, self.kept), kept[:, :count].reshape(k, -1, self.kept))
+        per_block(rows, self.block).scatter_(
+            2, places.view(k, -1, self.kept), kept[:, :count].reshape(k, -1, self.kept)
+        )
 
     def _largest(self, blocks: Tensor) -> Tensor:
         """The places in its block of the largest numbers, shape (k, blocks, kept).
 
-        They lie in the `kept` lanes with the largest maxima, so the slow search needs to see no other. On a GPU it is not slow.
+        They lie in the `kept` lanes with the largest maxima, so the slow search needs to see no other. On a GPU it is
+        not slow.
         """
         sizes = blocks.abs()
         if self.kept * 4 > _LANES or blocks.device.type != "cpu":

@@ -42,7 +42,13 @@ class TwoPhase:
         self._piece = torch.empty(self.chunk, device=group.device)
 
     def sum(
-        self, coded: Tensor, exact: Tensor, *, finite: bool = True, error: Tensor | None = None, sum_error: Tensor | None = None
+        self,
+        coded: Tensor,
+        exact: Tensor,
+        *,
+        finite: bool = True,
+        error: Tensor | None = None,
+        sum_error: Tensor | None = None,
     ) -> bool:
         """Sum `coded`, fp32 (size, chunk), which `read` gives, and `exact`, fp32 (size, share), in its place.
 
@@ -52,8 +58,8 @@ class TwoPhase:
             sum_error: (chunk,); is added to this rank's sum, and becomes what the code of that left out.
 
         Returns:
-            Whether the coded numbers and their sums were finite on all ranks. If not, `exact` is right all the same, but there is
-            nothing to read, and the errors are as before.
+            Whether the coded numbers and their sums were finite on all ranks. If not, `exact` is right all the same,
+            but there is nothing to read, and the errors are as before.
         """
         me = self.group.rank
         for part in (slice(0, me), slice(me + 1, None)):  # its own chunk stays here, and exact

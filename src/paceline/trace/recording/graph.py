@@ -111,7 +111,10 @@ class PythonCall:
 
 @dataclass(frozen=True)
 class Site:
-    """Position of a call in the model's source code. `span` is (first line, last line, first column, last column) of `code`."""
+    """Position of a call in the model's source code.
+
+    `span` is (first line, last line, first column, last column) of `code`.
+    """
 
     code: CodeType
     span: tuple[int | None, int | None, int | None, int | None]

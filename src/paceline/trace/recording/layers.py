@@ -21,7 +21,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """True if the module looks up rows of its weight without needing all of them. A maximal norm or counts would need all."""
+    """True if the module looks up rows of its weight without needing all of them.
+
+    A maximal norm or counts would need all.
+    """
     if type(module).forward is not nn.Embedding.forward:
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

@@ -50,9 +50,13 @@ def _refill(container: Any, held: Any) -> None:
 
 def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Functions that clear the caches (functools) of a model's methods and of its files' functions."""
-    classes = {base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")}
+    classes = {
+        base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")
+    }
     files = {name: sys.modules.get(name) for name in {cls.__module__ for cls in classes}}
-    functions = [f for name, file in files.items() for f in vars(file or object).values() if getattr(f, "__module__", "") == name]
+    functions = [
+        f for name, file in files.items() for f in vars(file or object).values() if getattr(f, "__module__", "") == name
+    ]
     for function in (*functions, *(f for cls in classes for f in vars(cls).values())):
         # the function of a static or class method
         plain = getattr(function, "__func__", function)
@@ -88,7 +92,9 @@ def placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> Iterat
                 if p is not None:
                     if id(p) not in made:
                         shape = shapes.get(names[id(p)], p.shape)
-                        made[id(p)] = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=False)
+                        made[id(p)] = nn.Parameter(
+                            torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=False
+                        )
                         number = recorder.see(made[id(p)], "parameter", names[id(p)])
                         recorder.graph.values[number].requires_grad = p.requires_grad
                         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):

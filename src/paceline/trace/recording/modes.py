@@ -24,7 +24,10 @@ _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
 class FunctionMode(TorchFunctionMode):
-    """Function mode that records torch functions called by the model's code. Arguments on mixed devices are moved to meta."""
+    """Function mode that records torch functions called by the model's code.
+
+    Arguments on mixed devices are moved to meta.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -51,7 +54,9 @@ class FunctionMode(TorchFunctionMode):
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             if len(args) + len(kwargs) == 1:
                 kwargs = {"dtype": args[0].dtype}
-        noted = PythonCall(name, recorder.paths[-1], _site(sys._getframe(1)), recorder.refs(args), recorder.refs(kwargs))
+        noted = PythonCall(
+            name, recorder.paths[-1], _site(sys._getframe(1)), recorder.refs(args), recorder.refs(kwargs)
+        )
         recorder.graph.calls.append(noted)
         result = args[0] if name in {"cpu", "cuda"} else func(*args, **kwargs)
         noted.results = [recorder.see(x) for x in tensors_in(result)]

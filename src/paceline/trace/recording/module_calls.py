@@ -57,7 +57,11 @@ def _reporting(path: str, module: nn.Module, recorder: Recorder) -> Callable[...
         try:
             if hooked:
                 recorder.hook((args, kwargs))
-            result = _leaf(leaf, module, recorder, args[0] if args else kwargs["input"]) if leaf else forward(*args, **kwargs)
+            result = (
+                _leaf(leaf, module, recorder, args[0] if args else kwargs["input"])
+                if leaf
+                else forward(*args, **kwargs)
+            )
         except Unfollowable:
             raise
         except Exception as error:
@@ -77,7 +81,9 @@ def _reporting(path: str, module: nn.Module, recorder: Recorder) -> Callable[...
     return watched
 
 
-def _opaque(module: nn.Module, recorder: Recorder, since: tuple[int, int], given: Any, error: Exception) -> Tensor | None:
+def _opaque(
+    module: nn.Module, recorder: Recorder, since: tuple[int, int], given: Any, error: Exception
+) -> Tensor | None:
     """Record a module that failed on meta as one operation. None if it has no input to take the output's shape from."""
     path = recorder.paths[-1]
     if recorder.opaque is not None and path not in recorder.opaque:

@@ -20,17 +20,23 @@ class OperationMode(TorchDispatchMode):
 
     Args:
         report: called after every operation.
-        answer: what a tensor without a value says when code asks for it, by its dtype; None: that raises torch's own error.
+        answer: what a tensor without a value says when code asks for it, by its dtype; None: that raises torch's own
+            error.
         prepare: changes the arguments of every operation.
     """
 
     def __init__(
-        self, report: Report, answer: Callable[[torch.dtype], bool | int | float] | None = None, prepare: Prepare | None = None
+        self,
+        report: Report,
+        answer: Callable[[torch.dtype], bool | int | float] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         super().__init__()
         self._report, self._answer, self._prepare = report, answer, prepare
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self._answer is not None and func is _VALUE and args[0].is_meta:
             return self._answer(args[0].dtype)

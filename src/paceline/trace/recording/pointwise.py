@@ -12,11 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # Operations without the tag `pointwise` that keep every element's position, or only allocate.
-_IN_PLACE = ("detach", "alias", "clone", "_to_copy", "empty_like", "zeros_like", "ones_like", "new_empty_strided", "empty_strided")
+_IN_PLACE = (
+    "detach",
+    "alias",
+    "clone",
+    "_to_copy",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "new_empty_strided",
+    "empty_strided",
+)
 
 
 def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a function's results and gradients are element-wise, whatever the shape. Constants must be the same for any shape.
+    """True if a function's results and gradients are element-wise, whatever the shape.
+
+    Constants must be the same for any shape.
 
     The function and its backward pass are run on tensors without data, of the given shape and of a larger one.
     """
@@ -28,7 +40,9 @@ def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[s
     return steps[0] is not None and steps[0] == steps[1]
 
 
-def _steps(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size) -> list[Any] | None:
+def _steps(
+    function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size
+) -> list[Any] | None:
     """Operations of both passes with their constants; None if one is not pointwise or fails."""
     found: list[list[Any] | None] = [None]
 
@@ -45,7 +59,9 @@ def _steps(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, An
     return found[0]
 
 
-def _run(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size) -> list[Any] | None:
+def _run(
+    function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size
+) -> list[Any] | None:
     def without_data(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -72,5 +88,7 @@ class _Pointwise(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs, result))
         shaped = all(x.shape in (self.shape, torch.Size()) for x in leaves if isinstance(x, Tensor))
         self.holds &= shaped and (torch.Tag.pointwise in func.tags or name in _IN_PLACE)
-        self.steps.append((name, [x for x in leaves if isinstance(x, (int, float, complex))] if name not in _IN_PLACE else []))
+        self.steps.append(
+            (name, [x for x in leaves if isinstance(x, (int, float, complex))] if name not in _IN_PLACE else [])
+        )
         return result

@@ -1,8 +1,9 @@
 """Recording of a model's forward pass on the meta device, as a list of operations.
 
-Weights and activations are on the meta device. Tensors made of the batch's whole numbers alone (masks, positions) are computed for
-real, so that code may read them. A module that reads values of activations (a mixture of experts that routes tokens) cannot run so:
-it is recorded as one opaque operation, whose output is assumed to have the shape of its first input.
+Weights and activations are on the meta device. Tensors made of the batch's whole numbers alone (masks, positions) are
+computed for real, so that code may read them. A module that reads values of activations (a mixture of experts that
+routes tokens) cannot run so: it is recorded as one opaque operation, whose output is assumed to have the shape of its
+first input.
 """
 
 from __future__ import annotations

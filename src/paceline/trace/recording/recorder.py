@@ -49,16 +49,26 @@ class Recorder:
         return map_tensors(lambda x: Ref(self.see(x)), tree)
 
     def operation(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operation that the model runs. Below autograd composite ones stay whole, so these are few and high-level."""
+        """Record an operation that the model runs.
+
+        Below autograd composite ones stay whole, so these are few and high-level.
+        """
         if not self.quiet:
             with silence(self):
                 self.add(op, args, kwargs, result)
 
-    def add(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, inputs: list[int] | None = None) -> None:
+    def add(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, inputs: list[int] | None = None
+    ) -> None:
         """Record an operation. `inputs` are those of its arguments if None."""
         graph, number = self.graph, len(self.graph.nodes)
         inputs = [self.see(x) for x in tensors_in((args, kwargs))] if inputs is None else inputs
-        if not isinstance(op, str) and not op._schema.is_mutable and isinstance(result, Tensor) and self._known.get(id(result)) in inputs:
+        if (
+            not isinstance(op, str)
+            and not op._schema.is_mutable
+            and isinstance(result, Tensor)
+            and self._known.get(id(result)) in inputs
+        ):
             # `x.to(x.dtype)` is `x`
             return
         for slot, value in enumerate(inputs):

@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_LEAVES = (int, float, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+_LEAVES = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(...),
+)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -38,7 +50,10 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_within(tree: Any) -> list[Tensor]:
-    """Tensors also of mappings and data classes, such as models return. Key-value caches are skipped; only generation reads them."""
+    """Tensors also of mappings and data classes, such as models return.
+
+    Key-value caches are skipped; only generation reads them.
+    """
     found = []
     for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree):
         if isinstance(leaf, Tensor):

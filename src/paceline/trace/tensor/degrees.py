@@ -85,7 +85,9 @@ class TensorDegrees:
         ends = {path for region in proof.regions for path in region.rows}
         rows = frozenset(name for name in proof.divided if any(paths[id(module)] in ends for module, _ in owners[name]))
         tables = {name for name, layers in unpaired.divided.items() if any(self._is_table(path) for path in layers)}
-        gathered = {name for name, layers in unpaired.divided.items() if not all(self._is_table(path) for path in layers)}
+        gathered = {
+            name for name, layers in unpaired.divided.items() if not all(self._is_table(path) for path in layers)
+        }
         logits = {name for name, layers in unpaired.divided.items() if unpaired.heads & set(layers)}
         return DividedWeights(frozenset(proof.divided - rows), rows, *map(frozenset, (gathered, logits, tables)))
 

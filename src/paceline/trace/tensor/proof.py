@@ -1,7 +1,7 @@
 """Verification of tensor-parallel regions: a second trace, on the shapes of a rank's part.
 
-The divided model must do the same operations as the whole one. A region that fails the check stays replicated, and so do the same layers
-in all other blocks.
+The divided model must do the same operations as the whole one. A region that fails the check stays replicated, and so
+do the same layers in all other blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from paceline.trace.tensor.rules import CREATIONS, Label, is_row
 from paceline.trace.tensor.shape_rewriter import Rewrites, ShapeRewriter, install
 
 _LAYOUT_ONLY = {
-    *("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone"),
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "contiguous",
+        "clone",
+    ),
     *("alias", "detach", "detach_", "to", "_to_copy", "lift_fresh"),
 }
 
@@ -56,7 +68,10 @@ class Proof:
 
 @dataclass
 class Survey:
-    """Regions of a model for any number of ranks, not yet verified. `graph` is None for a model that cannot be traced."""
+    """Regions of a model for any number of ranks, not yet verified.
+
+    `graph` is None for a model that cannot be traced.
+    """
 
     graph: Graph | None
     regions: list[Region] = field(default_factory=list)
@@ -72,7 +87,9 @@ def survey(model: nn.Module, example: Batch, call: Call) -> Survey:
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
         text = " ".join(str(error).split())[:200]
         return Survey(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
-    notes = [f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()]
+    notes = [
+        f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()
+    ]
     return Survey(graph, found.regions, found.why_whole, notes)
 
 
@@ -90,7 +107,11 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
         for region in found.regions:
             if not region.divides(ranks):
                 sizes = " and ".join(str(n) for n in sorted(region.sizes) if n % ranks)
-                _leave_whole(proof, region, f"its size {sizes} is not a multiple of tp={ranks}; tp={_listed(region.degrees)} divide it")
+                _leave_whole(
+                    proof,
+                    region,
+                    f"its size {sizes} is not a multiple of tp={ranks}; tp={_listed(region.degrees)} divide it",
+                )
         _keep_proven(proof, _alike(fitting), model, ranks, example, call)
     return proof
 
@@ -102,7 +123,9 @@ def refusals(regions: list[Region], ranks: int) -> list[str]:
         if region.attention and not region.divides(ranks):
             heads = region.heads if any(n % ranks for n in region.heads) else region.sizes
             bad.setdefault(tuple(sorted(heads)), []).append(region)
-    where = {heads: _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "") for heads, of in bad.items()}
+    where = {
+        heads: _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "") for heads, of in bad.items()
+    }
     return [f"tp={ranks} {undivided_heads({f'heads in {where[heads]}': heads}, ranks)}" for heads in bad]
 
 
@@ -135,7 +158,9 @@ def _leave_whole(proof: Proof, region: Region, why: str) -> None:
         proof.why_whole[path] = why
 
 
-def _keep_proven(proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
+def _keep_proven(
+    proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call
+) -> None:
     """Keep the groups of regions that pass the second trace. All are tried at once, and if that fails one by one."""
     together = [region for group in groups for region in group]
     try:
@@ -169,7 +194,9 @@ def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
     return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
 
 
-def retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call) -> Rewrites:
+def retraced(
+    graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call
+) -> Rewrites:
     """Rewrites of code with which the model does on a rank's part what `labels` predict.
 
     Raises:
@@ -195,7 +222,8 @@ def retraced(graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.M
 def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:
     """Compare a trace of the divided model with that of the whole one.
 
-    Operations that only change the layout are not compared: a mistake in them shows in the shapes of the operations that read them.
+    Operations that only change the layout are not compared: a mistake in them shows in the shapes of the operations
+    that read them.
 
     Raises:
         Unfollowable: an operation is missing, new or another one, or has another shape than `labels` predict.
@@ -210,7 +238,9 @@ def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) ->
         ]
         found = [again.values[v].shape for v in (*b.inputs, *b.outputs)]
         if (a.name, a.path, _numbers(a)) != (b.name, b.path, _numbers(b)) or predicted != found:
-            raise Unfollowable(f"{a.name} in {a.path or 'the model'} does not work on a rank's part as it does on the whole")
+            raise Unfollowable(
+                f"{a.name} in {a.path or 'the model'} does not work on a rank's part as it does on the whole"
+            )
     if len(full) != len(own):
         raise Unfollowable("the divided model does not do the same operations as the whole one")
 
@@ -220,7 +250,10 @@ def _computing(graph: Graph) -> list[Node]:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Numbers among a node's arguments, which must be the same on a rank's part. A scale, for instance, may be computed from a shape."""
+    """Numbers among a node's arguments, which must be the same on a rank's part.
+
+    A scale, for instance, may be computed from a shape.
+    """
     if node.name in _TAKES_SIZES:
         return []
     return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, (int, float))]

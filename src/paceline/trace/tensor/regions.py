@@ -1,8 +1,9 @@
 """Regions of a trace that begin with column-parallel layers and end in row-parallel ones.
 
-A region is grown from one linear layer by the rules of `rules` until nothing more is implied: the query layer implies the key and
-value layers, the relative position bias and the output layer. A region that reaches an operation that cannot be divided is dropped,
-so the remaining ones are right by construction (Shoeybi et al., 2019, arXiv:1909.08053, found by search instead of by hand).
+A region is grown from one linear layer by the rules of `rules` until nothing more is implied: the query layer implies
+the key and value layers, the relative position bias and the output layer. A region that reaches an operation that
+cannot be divided is dropped, so the remaining ones are right by construction (Shoeybi et al., 2019, arXiv:1909.08053,
+found by search instead of by hand).
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class TensorRegions:
 
 
 def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorRegions:
-    """Find every region of a graph, in the order of the computation. Layers that `hints` calls row-parallel begin none."""
+    """Find every region of a graph, in the order of the computation.
+
+    Layers that `hints` calls row-parallel begin none.
+    """
     found, taken = TensorRegions(), set[int]()
     for node in graph.nodes:
         if node.name != "linear" or isinstance(node.op, str) is False:
@@ -126,14 +130,18 @@ def _grown(graph: Graph, value: int, label: Label) -> Region:
                     labels[other] = wanted
                     queue.append(other)
                 elif labels[other] != wanted:
-                    raise Unfollowable(f"{graph.nodes[number].name} in {graph.nodes[number].path} wants a tensor divided in two ways")
+                    raise Unfollowable(
+                        f"{graph.nodes[number].name} in {graph.nodes[number].path} wants a tensor divided in two ways"
+                    )
     if labels.keys() & set(graph.outputs):
         raise Unfollowable("what would be divided is the model's output")
     nodes = [graph.nodes[n] for n in sorted(touched)]
     rows = [node.path for node in nodes if is_row(node, labels)]
     if not rows:
         raise Unfollowable("no linear layer takes what would be divided")
-    columns = [node.path for node in nodes if node.name == "linear" and node.inputs[1] in labels and not is_row(node, labels)]
+    columns = [
+        node.path for node in nodes if node.name == "linear" and node.inputs[1] in labels and not is_row(node, labels)
+    ]
     attention = any(node.name in _ATTENTION and len(graph.values[node.outputs[0]].shape) > 3 for node in nodes)
     sizes = {size for entry in labels.values() for size in entry.sizes}
     heads = {
@@ -144,7 +152,9 @@ def _grown(graph: Graph, value: int, label: Label) -> Region:
         if v in labels
         for size in labels[v].sizes
     }
-    merged = {size for node in nodes if node.name == "linear" for v in node.inputs if v in labels for size in labels[v].sizes}
+    merged = {
+        size for node in nodes if node.name == "linear" for v in node.inputs if v in labels for size in labels[v].sizes
+    }
     return Region(labels, list(dict.fromkeys(columns)), list(dict.fromkeys(rows)), attention, heads - merged, sizes)
 
 
@@ -171,13 +181,14 @@ class Boundaries:
 def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
     """Places where replicated tensors enter divided computations.
 
-    Going backwards from the divided operations: an activation whose gradient is a partial sum is summed at the outermost module
-    call that takes it as an argument and in which nothing else reads it; if there is none, at the row-parallel layer that made it;
-    otherwise the inputs of the operation that made it have partial sums, too, down to its parameters. So every path from a
-    parameter or an input to a divided operation has one sum.
+    Going backwards from the divided operations: an activation whose gradient is a partial sum is summed at the
+    outermost module call that takes it as an argument and in which nothing else reads it; if there is none, at the
+    row-parallel layer that made it; otherwise the inputs of the operation that made it have partial sums, too, down to
+    its parameters. So every path from a parameter or an input to a divided operation has one sum.
 
     Raises:
-        Unfollowable: a tensor is read by divided and by undivided operations in one module, or a parameter is; there is no place between.
+        Unfollowable: a tensor is read by divided and by undivided operations in one module, or a parameter is; there is
+            no place between.
     """
     result, learns = Boundaries(), _learned(graph)
     # value -> the nodes whose gradient for it is a partial sum
@@ -203,7 +214,8 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
             continue
         if open_uses != uses or value in graph.outputs:
             raise Unfollowable(
-                f"{graph.nodes[min(open_uses)].path or 'the model'}: a tensor is read by divided and by undivided operations"
+                f"{graph.nodes[min(open_uses)].path or 'the model'}: a tensor is read by divided and by "
+                "undivided operations"
             )
         if entry.kind == "parameter":
             result.parameters.add(entry.name)
@@ -216,11 +228,15 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
     result.copies = _once_a_module(graph, result.copies, learns)
     for node in graph.nodes:
         if node.path in result.results and node.outputs[0] not in partial:
-            raise Unfollowable(f"{node.path} is called several times, for divided and for undivided operations", node.path)
+            raise Unfollowable(
+                f"{node.path} is called several times, for divided and for undivided operations", node.path
+            )
     return result
 
 
-def _walk_back(node: Node, number: int, labels: dict[int, Label], learns: list[bool], partial: dict[int, set[int]]) -> None:
+def _walk_back(
+    node: Node, number: int, labels: dict[int, Label], learns: list[bool], partial: dict[int, set[int]]
+) -> None:
     """Propagate partial sums of gradients from a node's outputs to its inputs. Gradients are linear in later ones.
 
     Raises:
@@ -230,7 +246,9 @@ def _walk_back(node: Node, number: int, labels: dict[int, Label], learns: list[b
         raise Unfollowable(f"{node.name} in {node.path or 'the model'} would see a part of a gradient only", node.path)
     for v in node.inputs:
         if learns[v] and v in labels:
-            raise Unfollowable(f"{node.name} in {node.path or 'the model'} makes a whole tensor of a divided one", node.path)
+            raise Unfollowable(
+                f"{node.name} in {node.path or 'the model'} makes a whole tensor of a divided one", node.path
+            )
         if learns[v]:
             partial.setdefault(v, set()).add(number)
 
@@ -241,7 +259,9 @@ def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[b
     Raises:
         Unfollowable: the calls need different changes.
     """
-    wanted = {(entry.path, place, value) for entry, value in copies for place, v in entry.arguments.items() if v == value}
+    wanted = {
+        (entry.path, place, value) for entry, value in copies for place, v in entry.arguments.items() if v == value
+    }
     for path, place in {(path, place) for path, place, _ in wanted}:
         for entry in graph.entries:
             value = entry.arguments.get(place)
@@ -249,7 +269,9 @@ def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[b
                 raise Unfollowable(f"{path} is called several times, with divided and with undivided tensors", path)
     first: dict[tuple[str, tuple[int | str, ...]], tuple[Entry, int]] = {}
     for entry, value in copies:
-        first.setdefault((entry.path, tuple(place for place, v in entry.arguments.items() if v == value)), (entry, value))
+        first.setdefault(
+            (entry.path, tuple(place for place, v in entry.arguments.items() if v == value)), (entry, value)
+        )
     return list(first.values())
 
 
@@ -266,7 +288,10 @@ def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> l
 
 
 def _learned(graph: Graph) -> list[bool]:
-    """Flags of the values that may have a gradient. They depend on a parameter, or on an input, whose gradient a penalty may use."""
+    """Flags of the values that may have a gradient.
+
+    They depend on a parameter, or on an input, whose gradient a penalty may use.
+    """
     learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
     for node in graph.nodes:
         if any(learns[v] for v in node.inputs):

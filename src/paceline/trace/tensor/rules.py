@@ -1,8 +1,9 @@
 """Sharding rules: for every operation, the dimensions of its tensors that are divided together.
 
-This is sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation has a set of indices, each of which runs over a
-dimension of some of its tensors. Dividing along an index divides all of them. An index that is summed or normalised over
-cannot be divided; the one exception, a linear layer with divided inputs, gives partial sums for an all-reduce.
+This is sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation has a set of indices, each of which runs
+over a dimension of some of its tensors. Dividing along an index divides all of them. An index that is summed or
+normalised over cannot be divided; the one exception, a linear layer with divided inputs, gives partial sums for an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ def _ties(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     rule = _TIES.get(node.name)
     if rule is not None:
         return rule(node, shapes)
-    if not isinstance(node.op, str) and torch.Tag.nondeterministic_seeded in node.op.tags and "dropout" not in node.name:
+    if (
+        not isinstance(node.op, str)
+        and torch.Tag.nondeterministic_seeded in node.op.tags
+        and "dropout" not in node.name
+    ):
         raise Unfollowable(f"{_where(node)} draws other random numbers for a part than for the whole")
     if not isinstance(node.op, str) and (torch.Tag.pointwise in node.op.tags or node.name in _POINTWISE):
         return _broadcast(shapes, len(node.inputs))
@@ -129,7 +134,9 @@ def _broadcast(shapes: list[tuple[int, ...]], inputs: int) -> list[Tie]:
     ties: list[Tie] = []
     for back in range(1, len(out) + 1):
         size = out[-back]
-        ties.append([(s, len(shape) - back) for s, shape in enumerate(shapes) if len(shape) >= back and shape[-back] == size])
+        ties.append(
+            [(s, len(shape) - back) for s, shape in enumerate(shapes) if len(shape) >= back and shape[-back] == size]
+        )
     return ties
 
 
@@ -147,7 +154,10 @@ def _all_but(name: str) -> Callable[[Node, list[tuple[int, ...]]], list[Tie]]:
     """Rule of operations that are element-wise except along the dimensions that argument `name` gives."""
 
     def rule(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
-        return [[(s, d) for s in range(len(shapes)) if len(shapes[s]) == len(shapes[0])] for d in _others(bound(node)[name], shapes[0])]
+        return [
+            [(s, d) for s in range(len(shapes)) if len(shapes[s]) == len(shapes[0])]
+            for d in _others(bound(node)[name], shapes[0])
+        ]
 
     return rule
 
@@ -163,7 +173,10 @@ def _others(dims: Any, shape: tuple[int, ...]) -> list[int]:
 def _reduced(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     given = bound(node)
     kept = _others(given.get("dim"), shapes[0])
-    return [[(0, d), *((s, d if given.get("keepdim") else position) for s in range(1, len(shapes)))] for position, d in enumerate(kept)]
+    return [
+        [(0, d), *((s, d if given.get("keepdim") else position) for s in range(1, len(shapes)))]
+        for position, d in enumerate(kept)
+    ]
 
 
 def _normalised(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
@@ -177,7 +190,10 @@ def _matmul(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     offset = len(shapes) - 3
     if len(a) < 2 or len(b) < 2:
         raise Unfollowable(f"{_where(node)} of vectors is not followed")
-    ties: list[Tie] = [[(offset, len(a) - 2), (offset + 2, len(out) - 2)], [(offset + 1, len(b) - 1), (offset + 2, len(out) - 1)]]
+    ties: list[Tie] = [
+        [(offset, len(a) - 2), (offset + 2, len(out) - 2)],
+        [(offset + 1, len(b) - 1), (offset + 2, len(out) - 1)],
+    ]
     for tie in _broadcast([a[:-2], b[:-2], out[:-2]], 2):
         ties.append([(offset + s, d) for s, d in tie])
     # baddbmm: the added tensor is divided like the output
@@ -207,7 +223,9 @@ def _lookup(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 
 def _stacked(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     at = bound(node)["dim"] % len(shapes[-1])
-    return [[*((s, d) for s in range(len(shapes) - 1)), (len(shapes) - 1, d + (d >= at))] for d in range(len(shapes[0]))]
+    return [
+        [*((s, d) for s in range(len(shapes) - 1)), (len(shapes) - 1, d + (d >= at))] for d in range(len(shapes[0]))
+    ]
 
 
 def _concatenated(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
@@ -269,7 +287,9 @@ def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> 
     given = bound(node)
     dim = int(given["dim"]) % len(shapes[0])
     if any(label.dim != dim for label in known.values()):
-        return _run_together([[(s, d) for s in range(len(shapes))] for d in range(len(shapes[0])) if d != dim], known, node)
+        return _run_together(
+            [[(s, d) for s in range(len(shapes))] for d in range(len(shapes[0])) if d != dim], known, node
+        )
     start = int(given.get("start") or 0) % max(1, shapes[0][dim]) if node.name in {"slice", "narrow"} else 0
     if given.get("step", 1) != 1:
         raise Unfollowable(f"{_where(node)} takes every {given['step']}th of what would be divided")
@@ -280,9 +300,13 @@ def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> 
         raise Unfollowable(f"{_where(node)} is a part of what would be divided")
     like = next(iter(known.values()))
     parts = [
-        known[s + 1] if s + 1 in known else like if size == sum(like.sections) else Label(dim, 1, (size,)) for s, size in enumerate(sizes)
+        known[s + 1] if s + 1 in known else like if size == sum(like.sections) else Label(dim, 1, (size,))
+        for s, size in enumerate(sizes)
     ]
-    return {0: Label.of(dim, [n for part in parts for n in part.sections]), **{s + 1: part for s, part in enumerate(parts)}}
+    return {
+        0: Label.of(dim, [n for part in parts for n in part.sections]),
+        **{s + 1: part for s, part in enumerate(parts)},
+    }
 
 
 def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -> list[list[int]]:
@@ -317,7 +341,10 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
 
 
 def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Labels through scaled dot-product attention. Batch and heads are divided together, grouped heads in their own number."""
+    """Labels through scaled dot-product attention.
+
+    Batch and heads are divided together, grouped heads in their own number.
+    """
     out = len(shapes) - 1
     found: dict[int, Label] = {}
     for known_slot, label in known.items():
@@ -334,7 +361,19 @@ def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label
 
 
 _POINTWISE = {
-    *("dropout", "dropout_", "native_dropout", "alpha_dropout", "to", "_to_copy", "contiguous", "clone", "alias", "detach", "detach_"),
+    *(
+        "dropout",
+        "dropout_",
+        "native_dropout",
+        "alpha_dropout",
+        "to",
+        "_to_copy",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "detach_",
+    ),
     *("type_as", "lift_fresh", "zeros_like", "ones_like", "full_like", "empty_like", "expand", "expand_as"),
     *("where", "masked_fill", "masked_fill_", "square", "clip", "clamp", "float_power", "silu_", "relu6"),
 }
@@ -342,7 +381,8 @@ CREATIONS = {"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_emp
 _TIES: dict[str, Callable[[Node, list[tuple[int, ...]]], list[Tie]]] = {
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes", "swapdims"), _permuted),
     **dict.fromkeys(
-        ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "normalize"), _all_but("dim")
+        ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "normalize"),
+        _all_but("dim"),
     ),
     **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "prod", "argmax", "argmin"), _reduced),
     **dict.fromkeys(("any", "all", "linalg_vector_norm"), _reduced),
@@ -357,7 +397,9 @@ _TIES: dict[str, Callable[[Node, list[tuple[int, ...]]], list[Tie]]] = {
     "concat": _concatenated,
 }
 _SPECIAL: dict[str, Callable[[Node, list[tuple[int, ...]], dict[int, Label]], dict[int, Label]]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped
+    ),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "slice", "narrow"), _cut),
     "repeat_interleave": _repeated,
     "scaled_dot_product_attention": _attention,

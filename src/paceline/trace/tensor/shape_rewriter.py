@@ -1,21 +1,24 @@
 """Shape rewriter: makes a module's code use a rank's sizes where it uses full ones.
 
-Only the method's copy on that module is rewritten, never the source file. Worked example, with tp=2, hidden size 64 and 8 heads of 8:
+Only the method's copy on that module is rewritten, never the source file. Worked example, with tp=2, hidden size 64 and
+8 heads of 8:
 
     def forward(self, x):                      # x (n, t, 64)
         q = self.query(x)                      # (n, t, 64); column-parallel, so (n, t, 32) on a rank
         q = q.view(n, t, self.heads, 8)        # fails on a rank: 4 heads are left, self.heads is 8
 
 1. The trace of the whole model labels the result of this `view`: it is divided along dimension 2 (`rules`).
-2. A second trace gives `query` the weight (32, 64) of a rank. Before each Python call it asks `ShapeRewriter`, which sees the full size 8
-   in dimension 2 of a result with that label. It passes on 4 instead, and notes the rewrite (site of the call, "sizes", 2).
-3. `install` parses the source of `forward`, finds the call that ends at that line and column, and compiles a copy of the method with
-   `q.view(n, t, self.heads // 2, 8)`, which it sets on this one module.
-4. A third trace runs the rewritten model without help, and `proof.compare` demands the same operations on exactly the shapes of a rank's
-   part. A wrong rewrite therefore leaves the region replicated; it never changes results.
+2. A second trace gives `query` the weight (32, 64) of a rank. Before each Python call it asks `ShapeRewriter`, which
+   sees the full size 8 in dimension 2 of a result with that label. It passes on 4 instead, and notes the rewrite (site
+   of the call, "sizes", 2).
+3. `install` parses the source of `forward`, finds the call that ends at that line and column, and compiles a copy of
+   the method with `q.view(n, t, self.heads // 2, 8)`, which it sets on this one module.
+4. A third trace runs the rewritten model without help, and `proof.compare` demands the same operations on exactly the
+   shapes of a rank's part. A wrong rewrite therefore leaves the region replicated; it never changes results.
 
-The other kinds of rewrites: `x.split(self.width)` becomes `x.split(_paceline_part(self.width, 2, None))`, `x[..., : self.width]` becomes
-`x[..., : self.width // 2]`, and sizes with a star, `x.view(*sizes, 8)`, become `x.view(_paceline_part((*sizes, 8), 2, 2))`.
+The other kinds of rewrites: `x.split(self.width)` becomes `x.split(_paceline_part(self.width, 2, None))`,
+`x[..., : self.width]` becomes `x[..., : self.width // 2]`, and sizes with a star, `x.view(*sizes, 8)`, become
+`x.view(_paceline_part((*sizes, 8), 2, 2))`.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class ShapeRewriter:
         self.ranks = ranks
         self.rewrites: Rewrites = {}
 
-    def __call__(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if number >= len(self.graph.calls) or self.graph.calls[number].name != name:
             raise Unfollowable(f"the divided model runs other code than the whole one at {name}")
         full = self.graph.calls[number]
@@ -110,7 +115,12 @@ class ShapeRewriter:
         for i, x in enumerate(index):
             dim = i if i < at else dims - len(index) + i
             moved = sum(isinstance(y, int) for j, y in enumerate(index) if j < i)
-            if isinstance(x, slice) and dim - moved == label.dim and x == before[i] and (x.start, x.stop) != (None, None):
+            if (
+                isinstance(x, slice)
+                and dim - moved == label.dim
+                and x == before[i]
+                and (x.start, x.stop) != (None, None)
+            ):
                 self._note(full, "slice", i)
                 cut = slice(*(None if b is None else b // self.ranks for b in (x.start, x.stop)))
                 return (args[0], (*index[:i], cut, *index[i + 1 :]))
@@ -118,7 +128,10 @@ class ShapeRewriter:
 
 
 def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
-    """A rank's own sizes, given the full ones. They are of one size, of all of a list, or of number `which` in a list."""
+    """A rank's own sizes, given the full ones.
+
+    They are of one size, of all of a list, or of number `which` in a list.
+    """
     if isinstance(sizes, int):
         return sizes // ranks
     if which is None:
@@ -177,20 +190,28 @@ def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any], ra
     changed.args.defaults = [ast.Constant(None) for _ in changed.args.defaults]  # the values follow below
     changed.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in changed.args.kw_defaults]
     outer = [*code.co_freevars, _PART]
-    arguments = ast.arguments(posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[])
+    arguments = ast.arguments(
+        posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[]
+    )
     factory = ast.FunctionDef("make", arguments, [changed, ast.Return(ast.Name(changed.name, ast.Load()))], [])
     module = ast.fix_missing_locations(ast.Module([factory], []))
     names: dict[str, Any] = {}
     exec(compile(module, code.co_filename, "exec"), function.__globals__, names)
     made: FunctionType = names["make"](*(cell.cell_contents for cell in function.__closure__ or ()), part)
-    made.__defaults__, made.__kwdefaults__, made.__qualname__ = function.__defaults__, function.__kwdefaults__, function.__qualname__
+    made.__defaults__, made.__kwdefaults__, made.__qualname__ = (
+        function.__defaults__,
+        function.__kwdefaults__,
+        function.__qualname__,
+    )
     return made
 
 
 def _definition(code: CodeType) -> ast.FunctionDef:
     tree = _parsed(code.co_filename)
     for node in ast.walk(tree):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) if isinstance(node, ast.FunctionDef) else -1
+        first = (
+            min([node.lineno, *(d.lineno for d in node.decorator_list)]) if isinstance(node, ast.FunctionDef) else -1
+        )
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name and first == code.co_firstlineno:
             return node
     raise Unfollowable(f"{code.co_qualname} names full sizes, and its source is not there")
@@ -218,13 +239,27 @@ class _SizeTransformer(ast.NodeTransformer):
         if change is None:
             return node
         kind, which = change
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
-        of_torch = isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        name = (
+            node.func.attr
+            if isinstance(node.func, ast.Attribute)
+            else node.func.id
+            if isinstance(node.func, ast.Name)
+            else ""
+        )
+        of_torch = (
+            isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "torch"
+        )
         start = 1 if of_torch and name not in _NEW else 0
         sizes = node.args[start:]
         if kind == "split":
             node.args[start] = self._part(node.args[start])
-        elif sizes and isinstance(sizes[0], (ast.Tuple, ast.List)) and not any(isinstance(e, ast.Starred) for e in sizes[0].elts):
+        elif (
+            sizes
+            and isinstance(sizes[0], (ast.Tuple, ast.List))
+            and not any(isinstance(e, ast.Starred) for e in sizes[0].elts)
+        ):
             sizes[0].elts[which] = self._divided(sizes[0].elts[which])
         elif len(sizes) > 1 and not any(isinstance(e, ast.Starred) for e in sizes) and name != "full":
             node.args[start + which] = self._divided(sizes[which])

@@ -41,7 +41,9 @@ def find_unpaired(
     partial: Collection[str] | None = None,
     own: Collection[str] = (),
 ) -> Unpaired:
-    """Find large layers outside of all regions. With `vocabulary`, embeddings and output heads of any size are divided, too.
+    """Find large layers outside of all regions.
+
+    With `vocabulary`, embeddings and output heads of any size are divided, too.
 
     Args:
         partial: names of parameters whose gradients are partial sums; None: those of the proof.
@@ -52,7 +54,11 @@ def find_unpaired(
     heads = _heads(graph)
     vocabularies = {rows for _, rows in heads.values()}
     for name, places in owners.items():
-        layers = [module for module, attribute in places if attribute == "weight" and (is_linear(module) or is_embedding(module))]
+        layers = [
+            module
+            for module, attribute in places
+            if attribute == "weight" and (is_linear(module) or is_embedding(module))
+        ]
         if name in proof.divided or not layers:
             continue
         rows, layer_paths = rows_of(layers[0]), [paths[id(module)] for module in layers]
@@ -119,7 +125,9 @@ def _reason_against(
 
 def _uses(graph: Graph, parameter: str) -> list[Node]:
     """The operations that read a parameter."""
-    number = next((v for v, value in enumerate(graph.values) if value.kind == "parameter" and value.name == parameter), None)
+    number = next(
+        (v for v, value in enumerate(graph.values) if value.kind == "parameter" and value.name == parameter), None
+    )
     return [] if number is None else [graph.nodes[n] for n, _ in graph.values[number].uses]
 
 

@@ -33,9 +33,10 @@ def export(run_or_folder: Path, out: Path) -> None:
 
     For `model.load_state_dict(load_file(out))`.
 
-    It is the model that the run evaluates: floating-point buffers (statistics of batch norms) are averaged over the ranks.
-    `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under each of their names. No more
-    than one tensor is in memory at a time. A damaged newer checkpoint is passed over with a warning.
+    It is the model that the run evaluates: floating-point buffers (statistics of batch norms) are averaged over the
+    ranks. `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under
+    each of their names. No more than one tensor is in memory at a time. A damaged newer checkpoint is passed over with
+    a warning.
 
     Raises:
         RunError: there is no checkpoint, or `out` exists or cannot be written.
@@ -52,12 +53,13 @@ def export_hf(run: Path, out: Path) -> None:
 
     For transformers' `AutoModel….from_pretrained(out)`.
 
-    The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files with an index; tied
-    weights once, all under the names of published checkpoints of the architecture. Needs room for the weights twice, but no memory for
-    them. `run` is a run directory, its `checkpoints/`, or one checkpoint in it.
+    The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files
+    with an index; tied weights once, all under the names of published checkpoints of the architecture. Needs room for
+    the weights twice, but no memory for them. `run` is a run directory, its `checkpoints/`, or one checkpoint in it.
 
     Raises:
-        RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be written.
+        RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be
+            written.
         CheckpointError: none is whole.
     """
     if out.exists():
@@ -109,16 +111,23 @@ def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
     tensors = TensorPieces(_entries(loaded, tied=tied), loaded.shared.files)
     averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
     if tied:
-        averaged |= {_bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged}
+        averaged |= {
+            _bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged
+        }
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
     folder: Path | None = None
     try:
         folder = _new_folder_beside(out)
-        write_one_by_one(folder / "weights", described, lambda name: averaged[name] if name in averaged else tensors[name])
+        write_one_by_one(
+            folder / "weights", described, lambda name: averaged[name] if name in averaged else tensors[name]
+        )
         os.replace(folder / "weights", out)
         sync_folder(out.parent)
     except OSError as error:
-        text = f"{out} cannot be written ({sum(map(described_bytes, described.values())):,} bytes): {error.strerror or error}"
+        text = (
+            f"{out} cannot be written ({sum(map(described_bytes, described.values())):,} bytes): "
+            f"{error.strerror or error}"
+        )
         raise RunError(f"{text}. Name a file in a folder that can be written and has the room.") from error
     finally:
         if folder is not None:
@@ -146,13 +155,16 @@ def _hf_model(run: Path) -> Any:
 
     path = next((path for path in (run, *run.absolute().parents[:2]) if (path / "job.yaml").exists()), None)
     if path is None:
-        raise RunError(f"{run} is not in the directory of a run, whose job.yaml says what the model is. Name a run directory.")
+        raise RunError(
+            f"{run} is not in the directory of a run, whose job.yaml says what the model is. Name a run directory."
+        )
     job = Run(path).job
     with torch.device("meta"):
         model = job.model.build()
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
-            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging Face layout for it. "
+            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging "
+            "Face layout for it. "
             "Export one safetensors file instead: paceline export RUN model.safetensors"
         )
     return model
@@ -240,12 +252,16 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / name for name in sorted(set(index["weight_map"].values()))]
     except FileNotFoundError:
         what = f"holds neither {_HF_FILE} nor {_HF_INDEX}" if path.is_dir() else "does not exist"
-        raise JobError(f"{path} {what}. Name a safetensors file, or a folder in Hugging Face's layout with safetensors weights.") from None
+        raise JobError(
+            f"{path} {what}. Name a safetensors file, or a folder in Hugging Face's layout with safetensors weights."
+        ) from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise JobError(f"{path / _HF_INDEX} is not an index of weights: {error}") from error
 
 
-def _renamed(source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _renamed(
+    source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]
+) -> tuple[dict[str, TensorEntry], list[str]]:
     """Entries by the model's names, tied ones under all, and unknown names."""
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
@@ -304,7 +320,10 @@ def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
 
 
 def _refuse(
-    source: TensorPieces, missing: Sequence[str], unknown: Sequence[str], other: Sequence[tuple[str, Sequence[int], Sequence[int]]]
+    source: TensorPieces,
+    missing: Sequence[str],
+    unknown: Sequence[str],
+    other: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
     """Raise where the weights are not those of the model.
 

@@ -146,7 +146,9 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{path} is not of the format that it names: {error!r}") from error
         except ValidationError as error:
             where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise CheckpointError(f"{path} is not of the format that this version of paceline reads ({where})") from error
+            raise CheckpointError(
+                f"{path} is not of the format that this version of paceline reads ({where})"
+            ) from error
 
 
 def step_name(step: int) -> str:
@@ -190,7 +192,8 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         bad = [key for key, value in values.items() if not _is_json(value)]
         raise CheckpointError(
-            f"{what} {', '.join(bad)} cannot be saved: {error}. Give numbers, text, lists and dicts; tensors go among the tensors."
+            f"{what} {', '.join(bad)} cannot be saved: {error}. Give numbers, text, lists and dicts; tensors "
+            "go among the tensors."
         ) from error
     return copy
 
@@ -227,7 +230,10 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
 
     def in_one_piece(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         begin = [0] * len(entry["shape"])
-        return {**described(entry), "pieces": [{"shard": entry["shard"], "key": name, "offset": begin, "shape": entry["shape"]}]}
+        return {
+            **described(entry),
+            "pieces": [{"shard": entry["shard"], "key": name, "offset": begin, "shape": entry["shape"]}],
+        }
 
     world = content["world"]
     shards = [

@@ -53,11 +53,13 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
             return {key: encode(entry, f"{name}.{key}", tensors) for key, entry in value.items()}
         pairs = [
-            [encode(key, f"{name}.key{i}", tensors), encode(entry, f"{name}.{i}", tensors)] for i, (key, entry) in enumerate(value.items())
+            [encode(key, f"{name}.key{i}", tensors), encode(entry, f"{name}.{i}", tensors)]
+            for i, (key, entry) in enumerate(value.items())
         ]
         return {_KIND: kind, "entries": pairs}
     raise CheckpointError(
-        f"{name} is a {type(value).__module__}.{kind}, which a checkpoint cannot hold: give numbers, text, lists, dicts and tensors, or an "
+        f"{name} is a {type(value).__module__}.{kind}, which a checkpoint cannot hold: give numbers, text, "
+        "lists, dicts and tensors, or an "
         "object whose state_dict has only these"
     )
 

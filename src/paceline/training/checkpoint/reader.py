@@ -16,11 +16,20 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.split.layout import ShardLayout
-from paceline.training.checkpoint.manifest import MANIFEST, Manifest, ShardEntry, TensorEntry, TensorPiece, checkpoints, shard_name
+from paceline.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    TensorPiece,
+    checkpoints,
+    shard_name,
+)
 from paceline.training.checkpoint.shard import DTYPES
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate, assign_writers, uncovered
 
-SYNC, OWN = "sync/", "own/"  # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
+# before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
+SYNC, OWN = "sync/", "own/"
 
 Report = Callable[[str, dict[str, Any]], None]
 Agree = Callable[[Any], list[Any]]
@@ -71,11 +80,15 @@ class TensorPieces(Mapping[str, Tensor]):
                     shared = _overlap(box.full, box.shape, piece)
                     if shared is not None:
                         begin, shape = shared
-                        source = _narrow(self._stored(piece), [a - b for a, b in zip(begin, piece.offset, strict=True)], shape)
+                        source = _narrow(
+                            self._stored(piece), [a - b for a, b in zip(begin, piece.offset, strict=True)], shape
+                        )
                         _narrow(place, [a - b for a, b in zip(begin, box.full, strict=True)], shape).copy_(source)
                         filled += prod(shape)
         if filled != layout.numel:
-            raise CheckpointError(f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece")
+            raise CheckpointError(
+                f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece"
+            )
 
     def _stored(self, piece: TensorPiece) -> Tensor:
         """A piece as a memory-mapped tensor: only the bytes accessed are read."""
@@ -161,7 +174,8 @@ class Loaded:
         data_rank = coordinate.data_rank if self.data_ranks == coordinate.data_ranks else 0
         chosen = [rank for rank, shard in enumerate(self.shards) if shard.data_rank == data_rank]
         if self.mesh == coordinate.sizes:
-            chosen.insert(0, coordinate.rank)  # the others only for what is of another stage now: the model may be cut elsewhere
+            # the others only for what is of another stage now: the model may be cut elsewhere
+            chosen.insert(0, coordinate.rank)
         entries: dict[str, TensorEntry] = {}
         for rank in reversed(chosen):
             entries |= {name: entry for name, entry in self._entries_of(rank) if not name.startswith((SYNC, OWN))}
@@ -173,7 +187,10 @@ class Loaded:
         A replica's are there only where replicas trained on local parameters.
         """
         return dict(
-            TensorPieces({name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}, self.shared.files)
+            TensorPieces(
+                {name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))},
+                self.shared.files,
+            )
         )
 
     def _entries_of(self, rank: int) -> Iterator[tuple[str, TensorEntry]]:
@@ -188,8 +205,9 @@ def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: A
     Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
 
     Args:
-        agree: gives a value of every rank to all of them (`Group.gather_json`). With it every rank checks its share of the files, and all
-            take the same checkpoint, which is read from the disk once. Without it this rank checks every file alone.
+        agree: gives a value of every rank to all of them (`Group.gather_json`). With it every rank checks its share of
+            the files, and all take the same checkpoint, which is read from the disk once. Without it this rank checks
+            every file alone.
 
     Raises:
         CheckpointError: there are some, but none is whole.
@@ -211,7 +229,9 @@ def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: A
         reasons.append(trouble[0])
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in reasons)
-        raise CheckpointError(f"no checkpoint in {folder} is whole:\n{listed}\nRestore one from a copy, or start a new run.")
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole:\n{listed}\nRestore one from a copy, or start a new run."
+        )
     return None
 
 
@@ -263,13 +283,20 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: M
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """Contradictions in a manifest; loading would fill tensors in part, twice or never."""
     shards = len(manifest.shards)
-    if manifest.step < 0 or shards != manifest.world or not all(n >= 1 for n in (manifest.data_ranks, *manifest.mesh.values())):
+    if (
+        manifest.step < 0
+        or shards != manifest.world
+        or not all(n >= 1 for n in (manifest.data_ranks, *manifest.mesh.values()))
+    ):
         ranks = f"{manifest.world} ranks, {manifest.data_ranks} of them data-parallel"
         yield f"step {manifest.step}, {shards} shards of {ranks}, mesh {manifest.mesh}"
     taken: set[tuple[int, str]] = set()
     for rank, shard in enumerate(manifest.shards):
         if shard.bytes < 0 or not 0 <= shard.data_rank < manifest.data_ranks:
-            yield f"shard {rank} has {shard.bytes} bytes and data-parallel rank {shard.data_rank} of {manifest.data_ranks}"
+            yield (
+                f"shard {rank} has {shard.bytes} bytes and data-parallel rank {shard.data_rank} of "
+                f"{manifest.data_ranks}"
+            )
         for name, own in shard.own.items():
             taken.add((rank, name))
             if own.dtype not in DTYPES or any(n < 0 for n in own.shape):
@@ -281,7 +308,11 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         for piece in entry.pieces:
             if not 0 <= piece.shard < shards:
                 yield f"{name} has a piece in shard {piece.shard}, and there are {shards}"
-            if len(piece.offset) != len(entry.shape) or len(piece.shape) != len(entry.shape) or any(n < 0 for n in piece.shape):
+            if (
+                len(piece.offset) != len(entry.shape)
+                or len(piece.shape) != len(entry.shape)
+                or any(n < 0 for n in piece.shape)
+            ):
                 yield f"{name} has the shape {entry.shape}, and a piece of the shape {piece.shape} at {piece.offset}"
                 return
             if (piece.shard, piece.key) in taken:
@@ -300,14 +331,20 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
-            raise CheckpointError(f"{path} was altered or damaged: it does not have the SHA-256 that the manifest names")
+            raise CheckpointError(
+                f"{path} was altered or damaged: it does not have the SHA-256 that the manifest names"
+            )
         with safe_open(path, framework="pt") as opened:
             if missing := expected.keys() - set(opened.keys()):
-                raise CheckpointError(f"{path.parent / MANIFEST} names {sorted(missing)[0]}, which {path.name} does not hold")
+                raise CheckpointError(
+                    f"{path.parent / MANIFEST} names {sorted(missing)[0]}, which {path.name} does not hold"
+                )
             for key, said in expected.items():
                 stored = opened.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != said:
-                    raise CheckpointError(f"{path}: {key} is {stored.get_dtype()} {stored.get_shape()}, but the manifest says {said}")
+                    raise CheckpointError(
+                        f"{path}: {key} is {stored.get_dtype()} {stored.get_shape()}, but the manifest says {said}"
+                    )
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except (OSError, SafetensorError) as error:

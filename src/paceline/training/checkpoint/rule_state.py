@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 
-def rule_state(engine: Engine, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+def rule_state(
+    engine: Engine, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """State of the rule and this replica: (tensors, shared values, values of this rank).
 
     The tensors are copied before they change; the shared values are equal on all ranks.
@@ -37,11 +39,16 @@ def rule_state(engine: Engine, parameters: Mapping[str, Tensor]) -> tuple[dict[s
             for key, value in engine.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{OWN}optimizer/{name}/{key}"] = local(value)
-    values = {"rule": {key: value for key, value in state.items() if not isinstance(value, Tensor)}, "sync": _sync(engine)}
+    values = {
+        "rule": {key: value for key, value in state.items() if not isinstance(value, Tensor)},
+        "sync": _sync(engine),
+    }
     return tensors, values, {"holds": _holds(parameters)}
 
 
-def own_tensors(engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]) -> dict[str, Tensor]:
+def own_tensors(
+    engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
+) -> dict[str, Tensor]:
     """This rank's tensors from `rule_state`; empty where rule, mesh or parameters differ."""
     rank = engine.group.rank
     if _other_rule(engine, loaded) or loaded.mesh != mesh or loaded.own_values[rank].get("holds") != _holds(parameters):
@@ -53,13 +60,18 @@ def restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> l
     """Restore the rule's state, after the parameters; returns a sentence per thing left behind."""
     other = _other_rule(engine, loaded)
     values = {} if other else loaded.values["rule"]
-    engine.rule.load_state_dict({**values, **{key.removeprefix(SYNC): value for key, value in own.items() if key.startswith(SYNC)}})
+    engine.rule.load_state_dict(
+        {**values, **{key.removeprefix(SYNC): value for key, value in own.items() if key.startswith(SYNC)}}
+    )
     kept = sorted({name.split("/", 1)[0] + "/" for shard in loaded.shards for name in shard.own} & {SYNC, OWN})
     if not kept or own:
         return []
     why = f"{other} saved it" if other else "the ranks hold other parts of the model now"
     return [
-        f"the state that each rank had of its own in step {loaded.step} is left behind: {why}. Training goes on from what all agreed on"
+        (
+            f"the state that each rank had of its own in step {loaded.step} is left behind: {why}. Training goes "
+            "on from what all agreed on"
+        )
     ]
 
 

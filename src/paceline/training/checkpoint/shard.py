@@ -24,7 +24,8 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.files import create_private, private_opener
 
-PIECE_BYTES = 1 << 20  # hashed and written at a time: small enough that the write finds in the cache what the hash has read
+# hashed and written at a time: small enough that the write finds in the cache what the hash has read
+PIECE_BYTES = 1 << 20
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -78,7 +79,9 @@ class Shard:
             CheckpointError: a tensor that safetensors cannot hold, or one name twice.
         """
         if twice := shared.keys() & own.keys():
-            raise CheckpointError(f"{', '.join(sorted(twice))}: named both as shared and as a rank's own; each name stands for one tensor")
+            raise CheckpointError(
+                f"{', '.join(sorted(twice))}: named both as shared and as a rank's own; each name stands for one tensor"
+            )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
         offsets = self._lay_out(tensors)
         self._make_room(pinned=any(t.is_cuda for t in tensors.values()))
@@ -125,8 +128,8 @@ class Shard:
                 piece = content[begin : begin + PIECE_BYTES]
                 digest.update(piece)
                 file.write(piece)
-                # Starts the write-back of what is there, so that the disk works all along and the last flush is short, and
-                # gives the memory back, so that a checkpoint does not push the training data out of the page cache.
+                # Starts the write-back of what is there, so that the disk works all along and the last flush is short,
+                # and gives the memory back, so that a checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 yield
             file.flush()
@@ -201,7 +204,8 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
     if tensor.layout != torch.strided or tensor.dtype not in CODES:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
         raise CheckpointError(
-            f"{name} is {kind}, which a checkpoint (safetensors) cannot hold. Keep it dense, in one of: {', '.join(map(str, CODES))}."
+            f"{name} is {kind}, which a checkpoint (safetensors) cannot hold. Keep it dense, in one of: "
+            f"{', '.join(map(str, CODES))}."
         )
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape)}
 
@@ -224,7 +228,7 @@ def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str
 
 
 def _copy(place: Tensor, tensor: Tensor) -> None:
-    # NumPy copies on the calling thread alone and without the GIL; torch would wake the threads that the training step computes with.
-    # Seen as integers, because NumPy lacks bfloat16 and the 8-bit floats.
+    # NumPy copies on the calling thread alone and without the GIL; torch would wake the threads that the training step
+    # computes with. Seen as integers, because NumPy lacks bfloat16 and the 8-bit floats.
     integers = _INTEGERS[tensor.element_size()]
     np.copyto(place.view(integers).numpy(), tensor.view(integers).numpy())

@@ -59,18 +59,23 @@ class MeshCoordinate:
         return not any(place for axis, place in self.place.items() if axis != "pp")
 
 
-def to_write(shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate) -> dict[str, list[Box]]:
+def to_write(
+    shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
+) -> dict[str, list[Box]]:
     """Pieces that the rank at `coordinate` writes, by tensor name.
 
     Args:
         shared: the rank's own part of every tensor.
         parts: how it holds them; a tensor that is not named here is whole on every rank.
     """
-    alike: dict[tuple[str, ...], dict[str, int]] = {}  # by the axes along which the ranks hold the same: names and bytes
+    # by the axes along which the ranks hold the same: names and bytes
+    alike: dict[tuple[str, ...], dict[str, int]] = {}
     for name, tensor in shared.items():
         part = parts.get(name)
         if part is None or part.writes:
-            axes = tuple(axis for axis in coordinate.sizes if axis != "pp" and (part is None or axis not in part.sharded))
+            axes = tuple(
+                axis for axis in coordinate.sizes if axis != "pp" and (part is None or axis not in part.sharded)
+            )
             alike.setdefault(axes, {})[name] = tensor.nbytes
     boxes: dict[str, list[Box]] = {}
     for axes, sizes in alike.items():
@@ -111,13 +116,16 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
             full = merged.setdefault(name, TensorEntry(dtype=entry.dtype, shape=entry.shape, pieces=[]))
             if (full.dtype, full.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"{name} is {entry.dtype} {entry.shape} on rank {rank} and {full.dtype} {full.shape} on a rank before it. "
+                    f"{name} is {entry.dtype} {entry.shape} on rank {rank} and {full.dtype} {full.shape} on a "
+                    "rank before it. "
                     "All ranks should train one model"
                 )
             full.pieces += [piece for piece in entry.pieces if not _written_whole(full, piece)]
     for name, entry in merged.items():
         if wrong := uncovered(entry.shape, entry.pieces):
-            raise CheckpointError(f"the ranks' pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}")
+            raise CheckpointError(
+                f"the ranks' pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}"
+            )
     return merged
 
 

@@ -46,7 +46,8 @@ from paceline.training.checkpoint.shard_assignment import MeshCoordinate, key_of
 
 Report = Callable[[str, dict[str, Any]], None]
 
-_REST = 9.0  # of the CPU time that a piece took: training meets the writing, which wants memory and a core, a tenth of its time
+# of the CPU time that a piece took: training meets the writing, which wants memory and a core, a tenth of its time
+_REST = 9.0
 _LOOK_EVERY_S = 0.02
 _AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits no longer than this for the others
 
@@ -135,7 +136,9 @@ class Checkpointer:
         self._shard.begin(pieces, snapshot.own)
         self._copied.clear()
         self._hurry.clear()
-        entry = ShardEntry(bytes=self._shard.file_bytes, sha256="", data_rank=coordinate.data_rank, own=own, own_values=own_values)
+        entry = ShardEntry(
+            bytes=self._shard.file_bytes, sha256="", data_rank=coordinate.data_rank, own=own, own_values=own_values
+        )
         manifest = Manifest(
             step=step,
             world=self.world,
@@ -147,8 +150,8 @@ class Checkpointer:
             values=values,
         )
         self._work = self._pieces(manifest, entry, contents, dict(snapshot.aliases))
-        # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back. It is
-        # no daemon: an interpreter that ends waits for the bytes that are on their way.
+        # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back.
+        # It is no daemon: an interpreter that ends waits for the bytes that are on their way.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
         self._thread.start()
         self._copying = True
@@ -231,11 +234,11 @@ class Checkpointer:
 
     def _run(self) -> None:
         """Write in the background, until done or until `_finish` takes over."""
-        # At the usual priority: `release` waits for this copy, and a thread that gives way to every other process would let
-        # training wait for all of them.
+        # At the usual priority: `release` waits for this copy, and a thread that gives way to every other process would
+        # let training wait for all of them.
         next(self._work, None)
-        # The lowest from here: where every core is busy, it still gets 1.5 % of one (with SCHED_IDLE 0.3 %, by which a large
-        # state would never be written).
+        # The lowest from here: where every core is busy, it still gets 1.5 % of one (with SCHED_IDLE 0.3 %, by which a
+        # large state would never be written).
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         started = time.thread_time()
         for _ in self._work:
@@ -243,7 +246,9 @@ class Checkpointer:
                 return
             started = time.thread_time()
 
-    def _pieces(self, manifest: Manifest, entry: ShardEntry, contents: _ShardContents, aliases: dict[str, str]) -> Iterator[None]:
+    def _pieces(
+        self, manifest: Manifest, entry: ShardEntry, contents: _ShardContents, aliases: dict[str, str]
+    ) -> Iterator[None]:
         """Write one checkpoint piece by piece, after copying the state.
 
         A generator; an error is kept for `poll`.
@@ -261,7 +266,12 @@ class Checkpointer:
                 self.report("checkpoint_saved", {"step": manifest.step, "path": step_name(manifest.step), **facts})
             self.completed, self.write_s = manifest.step, time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again by poll, on the training thread
-            if self.rank != 0 and isinstance(error, FileNotFoundError) and self.folder.exists() and not partial.exists():
+            if (
+                self.rank != 0
+                and isinstance(error, FileNotFoundError)
+                and self.folder.exists()
+                and not partial.exists()
+            ):
                 return  # rank 0 has given up and removed it, and raises why
             reason = self._give_up(partial, entry.bytes, error)
             before = [path.name for _, path in checkpoints(self.folder)]
@@ -283,7 +293,9 @@ class Checkpointer:
         receipts = yield from self._await_receipts(partial)
         for rank, receipt in enumerate(receipts):
             if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
-                raise CheckpointError(f"{shard_name(rank)} has {size:,} bytes of the {receipt.shard.bytes:,} that rank {rank} wrote")
+                raise CheckpointError(
+                    f"{shard_name(rank)} has {size:,} bytes of the {receipt.shard.bytes:,} that rank {rank} wrote"
+                )
         manifest.shards = [receipt.shard for receipt in receipts]
         manifest.tensors = merge(receipts)
         manifest.aliases = {alias: name for receipt in receipts for alias, name in receipt.aliases.items()}
@@ -318,11 +330,14 @@ class Checkpointer:
             now_there = sum(_size(partial / shard_name(rank)) for rank in missing)
             if now_there != arrived:
                 arrived, since = now_there, time.monotonic()
-            deadline_s = self.deadline_s if threading.main_thread().is_alive() else min(self.deadline_s, _AFTER_THE_END_S)
+            deadline_s = (
+                self.deadline_s if threading.main_thread().is_alive() else min(self.deadline_s, _AFTER_THE_END_S)
+            )
             if time.monotonic() - since > deadline_s:
                 names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise CheckpointError(
-                    f"{names} of {self.world} delivered nothing for {deadline_s:g} s. See what held them up, or raise deadline_s"
+                    f"{names} of {self.world} delivered nothing for {deadline_s:g} s. See what held them up, "
+                    "or raise deadline_s"
                 )
             time.sleep(_LOOK_EVERY_S if not self._hurry.is_set() else _LOOK_EVERY_S / 10)
             yield
@@ -385,7 +400,9 @@ class _ShardContents:
             for box in boxes:
                 key = key_of(name, box, described[name]["shape"])
                 if key in pieces:
-                    raise CheckpointError(f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter")
+                    raise CheckpointError(
+                        f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter"
+                    )
                 written[key] = name, box
                 pieces[key] = own if box.shape == own.shape else box.of(own.detach())
         return cls(coordinate.rank, described, written), pieces
@@ -397,7 +414,9 @@ class _ShardContents:
         """
         entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
         for key, (name, box) in self.written.items():
-            entries[name].pieces.append(TensorPiece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape)))
+            entries[name].pieces.append(
+                TensorPiece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape))
+            )
         return entries
 
 

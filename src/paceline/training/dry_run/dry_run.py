@@ -153,7 +153,9 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
         notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
     model = _recorded(job).model
     if any(mixtures(model)):
-        notes.append("tokens go to all experts in turn; where a router prefers some, their ranks take more memory and time")
+        notes.append(
+            "tokens go to all experts in turn; where a router prefers some, their ranks take more memory and time"
+        )
     if job.partition.host_files:
         notes.append("partition.host_files is left out of the dry run: what files the hosts hold is not known here")
     if plan.pp > 1 and not plan.cut:
@@ -167,7 +169,10 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
 
 def with_data_at_hand(job: Job) -> Job:
     """A job without other hosts' files, and without processes that read ahead."""
-    partition, data = job.partition.model_copy(update={"host_files": False}), job.data.model_copy(update={"num_workers": 0})
+    partition, data = (
+        job.partition.model_copy(update={"host_files": False}),
+        job.data.model_copy(update={"num_workers": 0}),
+    )
     return job.model_copy(update={"partition": partition, "data": data})
 
 
@@ -183,7 +188,10 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         loader = loader_of(job, mesh, data)
         batch = _first(loader)
         recorded = _recorded(job)
-        loss, settings = job.loss.build(), Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
+        loss, settings = (
+            job.loss.build(),
+            Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers),
+        )
         experts = {name for name, _ in mixtures(recorded.model)}
         split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
         watch = MemoryWatch()
@@ -198,7 +206,9 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             sent = _by_axis(watch.sent_bytes, mesh)
             state = predicted_bytes(split.parts, split.parameters, job.optimizer)
             engine.close()
-    return StageDryRun(stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem)
+    return StageDryRun(
+        stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem
+    )
 
 
 def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
@@ -296,7 +306,9 @@ def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) 
         where = _module_of(error.__traceback__, modules)
         if isinstance(error, _WITHOUT_VALUES):
             return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
-        raise StepFailed(f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}") from error
+        raise StepFailed(
+            f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}"
+        ) from error
     return None
 
 
@@ -313,4 +325,8 @@ def _module_of(trace: TracebackType | None, modules: Sequence[nn.Module]) -> str
 
 def _by_axis(sent: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
     groups = {axis: mesh.group(axis).backend for axis in AXES}
-    return {axis: sent[group.group_name] for axis, group in groups.items() if group is not None and sent.get(group.group_name)}
+    return {
+        axis: sent[group.group_name]
+        for axis, group in groups.items()
+        if group is not None and sent.get(group.group_name)
+    }

@@ -88,7 +88,8 @@ class Preflight:
     def _divided(self, plan: Plan) -> list[str]:
         job = with_data_at_hand(self.job)
         dry_plan = for_dry_run(job, plan, [])
-        as_it_is = replace(dry_plan, cut=plan.cut)  # without cuts by number: the blocks of a small model are soon measured
+        # without cuts by number: the blocks of a small model are soon measured
+        as_it_is = replace(dry_plan, cut=plan.cut)
         if dry_plan.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
             return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
         return self._of_stages(job, as_it_is)

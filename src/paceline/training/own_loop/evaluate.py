@@ -29,7 +29,10 @@ Measure = Callable[[Any], Mapping[str, Any]]
 def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Measure | None) -> dict[str, float]:
     """Mean of each number from `measure` over all samples; see `OwnLoop.evaluate`."""
     if measure is not None and (engine.plan.pp > 1 or engine.plan.cp > 1):
-        raise PlanError(f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup")
+        raise PlanError(
+            f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss "
+            "given to setup"
+        )
     sums: dict[str, tuple[float, float]] = {}
     batches = _own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
     with engine.evaluation.measuring(engine.rule):
@@ -47,10 +50,15 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
     if measure is not None:
         found = measure(engine.example if batch is None else _on_device(batch, engine.device))
         if not isinstance(found, Mapping):
-            raise JobError(f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a {type(found).__name__}')
+            raise JobError(
+                f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
+                f"{type(found).__name__}"
+            )
         return {} if batch is None or not engine.counts_measures else found
     if not engine.has_loss:
-        raise JobError("setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> dict")
+        raise JobError(
+            "setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> dict"
+        )
     computed = engine.compute.output(batch)
     if computed is None or batch is None:
         return {}
@@ -65,7 +73,9 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:
     if isinstance(value, Tensor) and value.dim() == 1:
         return float(value.double().sum()), float(len(value))
     if isinstance(value, Tensor) and value.dim() > 1:
-        raise JobError(f"measure gives {name} of shape {tuple(value.shape)}: give a number, one value per sample, or (sum, count)")
+        raise JobError(
+            f"measure gives {name} of shape {tuple(value.shape)}: give a number, one value per sample, or (sum, count)"
+        )
     samples = _samples(batch)
     return float(value) * samples, float(samples)
 
@@ -84,11 +94,15 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
     """Every n-th batch of `data`, padded with None where a replica's ranks must compute together."""
     group: Group = engine.data_group
-    own, count = _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
+    own, count = (
+        _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
+    )
     if engine.split is None or not engine.split.all_must_compute:
         return iter(own)
     if count is None or not isinstance(data, DataLoader):
-        raise PlanError(f"plan {engine.plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length")
+        raise PlanError(
+            f"plan {engine.plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length"
+        )
     first = data.dataset[0]
     engine.example = _on_device(first if data.batch_sampler is None else data.collate_fn([first]), engine.device)
     return padded(iter(own), count)
@@ -109,8 +123,18 @@ def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int
     else:  # the ranks' random states differ: the first one draws
         drawn = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
     own: Any = drawn[group.rank :: group.size]
-    arguments: dict[str, Any] = {"batch_sampler": own} if loader.batch_sampler is not None else {"sampler": own, "batch_size": None}
-    kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    arguments: dict[str, Any] = (
+        {"batch_sampler": own} if loader.batch_sampler is not None else {"sampler": own, "batch_size": None}
+    )
+    kept = (
+        "collate_fn",
+        "num_workers",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "prefetch_factor",
+    )
     arguments |= {name: getattr(loader, name) for name in kept}
     # A generator of its own, so that nothing is drawn from the rank's random state.
     return DataLoader(loader.dataset, generator=torch.Generator(), **arguments), -(-len(drawn) // group.size)

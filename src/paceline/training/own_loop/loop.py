@@ -66,7 +66,8 @@ class OwnLoop(Engine):
         self.optimizers = list(optimizers)
         self.loaders: list[Loader] = [] if loader is None else [loader]
         optimizer: Any = self.optimizers[0] if len(self.optimizers) == 1 else Optimizers(self.optimizers)
-        super().__init__(model, optimizer, loss or _no_loss, loader or _NoLoader(group), plan, group, settings, split, extra)  # type: ignore[arg-type]
+        batches: Any = loader or _NoLoader(group)
+        super().__init__(model, optimizer, loss or _no_loss, batches, plan, group, settings, split, extra)
         self.models: Any = model
         self.on_step: list[OnStep] = []
         self.is_main = group.rank == 0
@@ -98,7 +99,12 @@ class OwnLoop(Engine):
     # A step in two calls
 
     def backward(
-        self, loss: Tensor, *optimizers: Optimizer, items: float | Tensor | None = None, sync: bool = True, retain_graph: bool = False
+        self,
+        loss: Tensor,
+        *optimizers: Optimizer,
+        items: float | Tensor | None = None,
+        sync: bool = True,
+        retain_graph: bool = False,
     ) -> Tensor:
         """Add the gradient of the global mean loss to `.grad`; every rank calls it.
 
@@ -148,7 +154,9 @@ class OwnLoop(Engine):
         self.replica.backward.only = None
         return self._newest_loss
 
-    def update(self, *optimizers: Optimizer, clip_norm: float | None = None, clip_value: float | None = None) -> StepResult:
+    def update(
+        self, *optimizers: Optimizer, clip_norm: float | None = None, clip_value: float | None = None
+    ) -> StepResult:
         """Clip the gradients, step the optimizers and clear their gradients; every rank calls it.
 
         Args:
@@ -174,7 +182,9 @@ class OwnLoop(Engine):
         norm, loss, step = self._norm(parameters), float(self._newest_loss), self.step_count + 1
         problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)
         if problem is None:
-            self._step_optimizers(stepped, parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
+            self._step_optimizers(
+                stepped, parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm
+            )
         self._end_update(stepped, step)
         result = StepResult(step, loss, self._global_samples(), norm, problem, {}, None)
         for callback in self.on_step:
@@ -184,7 +194,10 @@ class OwnLoop(Engine):
     def step(self, batch: Batch | None) -> StepResult:
         """Take a step as `Engine.step`, then call `on_step`."""
         if not self.has_loss:
-            raise JobError("step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward and engine.update")
+            raise JobError(
+                "step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward "
+                "and engine.update"
+            )
         self._updating = True
         try:
             result = super().step(batch)
@@ -334,7 +347,8 @@ class OwnLoop(Engine):
 
         def refuse(memo: Any) -> Any:
             raise JobError(
-                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of its own. Copy it before "
+                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a "
+                "model of its own. Copy it before "
                 f"setup and update it from engine.export, or use dp={size}"
             )
 
@@ -351,20 +365,29 @@ class OwnLoop(Engine):
             raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
         if self.precision in ("bf16", "fp16") and not self._casting and not self.compute.casts:
             raise JobError(
-                f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, else they stay in fp32"
+                f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, "
+                "else they stay in fp32"
             )
         plan = self.plan
         if self.local_steps and self.split is not None:
-            raise PlanError(f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone")
+            raise PlanError(
+                f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone"
+            )
         if plan.pp > 1 or plan.cp > 1:
             raise PlanError(
-                f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a loss and call "
+                f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a "
+                "loss and call "
                 f"engine.step(batch), or use dp, fsdp, ep or tp."
             )
         if self.split is not None and not sync:
-            raise PlanError(f"plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={self.group.size}; leave sync out")
+            raise PlanError(
+                f"plan {plan} divides the model: engine.backward(loss, sync=False) is for "
+                f"dp={self.group.size}; leave sync out"
+            )
         if self.compute.divides_logits:
-            raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
+            raise PlanError(
+                "tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own"
+            )
 
     def _set_aside(self, targets: set[int]) -> dict[nn.Parameter, Tensor]:
         """Remove gradients that are summed over the ranks already, before the next pass.
@@ -409,7 +432,9 @@ class OwnLoop(Engine):
         gradients = [p.grad for p in parameters if p.grad is not None]
         return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
-    def _step_optimizers(self, stepped: set[int], parameters: Sequence[nn.Parameter], norm: float, clip: float | None) -> None:
+    def _step_optimizers(
+        self, stepped: set[int], parameters: Sequence[nn.Parameter], norm: float, clip: float | None
+    ) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if clip is not None and norm > clip:
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
@@ -439,15 +464,21 @@ class OwnLoop(Engine):
     def _refuse_some_of_several(self, stepped: set[int]) -> None:
         if len(stepped) < len(self.optimizers):
             raise PlanError(
-                f"sync={self.plan.sync} counts the steps of a replica, and several optimizers take different ones; use sync=allreduce"
+                f"sync={self.plan.sync} counts the steps of a replica, and several optimizers take different "
+                "ones; use sync=allreduce"
             )
 
     def _refuse_leftovers(self, targets: set[int], *, named: bool) -> None:
-        left = [number for number in sorted(targets & self._left) if any(p.grad is not None for p in self._parameters_of({number}))]
+        left = [
+            number
+            for number in sorted(targets & self._left)
+            if any(p.grad is not None for p in self._parameters_of({number}))
+        ]
         self._left -= targets
         if left and named:
             raise JobError(
-                f"optimizer {left[0]} still has gradients of an earlier loss, whose update was of another optimizer. Name the optimizer "
+                f"optimizer {left[0]} still has gradients of an earlier loss, whose update was of another "
+                "optimizer. Name the optimizer "
                 "in that call too, engine.backward(loss, optimizer), or clear them with optimizer.zero_grad()"
             )
 
@@ -473,22 +504,29 @@ class OwnLoop(Engine):
         if number is None:
             if optimizer in _KNOWN:
                 return None  # of another engine
-            if (owners := self._owners_of_all(optimizer)) is not None:  # within another optimizer, as SAM's and Lookahead's are
+            # within another optimizer, as SAM's and Lookahead's are
+            if (owners := self._owners_of_all(optimizer)) is not None:
                 for owner in owners:
                     self._check_own_step(owner)
                 return None
             raise JobError(
-                f"{type(optimizer).__name__} steps on parameters that paceline.setup was not given: every rank would train its own. Give "
-                "setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, for one that every rank is "
+                f"{type(optimizer).__name__} steps on parameters that paceline.setup was not given: every rank "
+                "would train its own. Give "
+                "setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, "
+                "for one that every rank is "
                 "to train by itself, engine.ignore(optimizer)"
             )
         closure = args[1] if len(args) > 1 else keywords.get("closure")  # torch gives the optimizer first
         if closure is not None:
             self._refuse_closure(optimizer)
-            return (optimizer, self._agreed_loss_of(closure), *args[2:]), {k: v for k, v in keywords.items() if k != "closure"}
+            return (optimizer, self._agreed_loss_of(closure), *args[2:]), {
+                k: v for k, v in keywords.items() if k != "closure"
+            }
         self._check_own_step(number)
         if self.compute.loss_scale is not None:
-            raise JobError("precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()")
+            raise JobError(
+                "precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()"
+            )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self.replica_state.before_update()
@@ -504,19 +542,22 @@ class OwnLoop(Engine):
     def _check_own_step(self, number: int) -> None:
         if number in self._kept:
             raise SyncError(
-                "the newest gradients are this rank's alone (sync=False): the last engine.backward before optimizer.step() needs "
+                "the newest gradients are this rank's alone (sync=False): the last engine.backward before "
+                "optimizer.step() needs "
                 "sync=True, or write engine.update()"
             )
         if number not in self._agreed:
             raise SyncError(
-                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no gradients in common. Write "
+                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no "
+                "gradients in common. Write "
                 "engine.backward(loss) in the place of loss.backward()"
             )
 
     def _refuse_closure(self, optimizer: Optimizer) -> None:
         if self.split is not None:
             raise PlanError(
-                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self.plan} divides them. Use "
+                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self.plan} "
+                "divides them. Use "
                 f"dp={self.group.size}"
             )
 
@@ -556,7 +597,9 @@ class OwnLoop(Engine):
     def _owners(self) -> dict[Tensor, int]:
         if len(self.optimizers) == 1:
             return {}
-        return {p: i for i, optimizer in enumerate(self.optimizers) for g in optimizer.param_groups for p in g["params"]}
+        return {
+            p: i for i, optimizer in enumerate(self.optimizers) for g in optimizer.param_groups for p in g["params"]
+        }
 
     def _attach(self, *, identical: bool = False) -> None:
         super()._attach(identical=identical)

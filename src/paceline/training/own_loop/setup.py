@@ -130,17 +130,23 @@ def _divided(
 ) -> OwnLoop:
     """The engine of a model that the plan divides."""
     if settings.precision == "fp16":
-        raise PlanError(f"precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or dp={group.size}")
+        raise PlanError(
+            f"precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or "
+            f"dp={group.size}"
+        )
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(f"plan {plan} divides one model, and setup was given {len(model)}; use dp={group.size}")
     trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
     if outside := [name for name, tensor in extra.items() if id(tensor) in trained]:
         raise PlanError(
-            f"plan {plan} divides the model's parameters, and the optimizer holds others: {', '.join(outside[:3])}. Make them parameters "
+            f"plan {plan} divides the model's parameters, and the optimizer holds others: "
+            f"{', '.join(outside[:3])}. Make them parameters "
             f"of the model, or use dp={group.size}"
         )
     if dealt is None:
-        raise DataError(f"plan {plan} divides the model by the batches that it gets: give setup a loader, or use dp={group.size}")
+        raise DataError(
+            f"plan {plan} divides the model by the batches that it gets: give setup a loader, or use dp={group.size}"
+        )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     from paceline.engine.split_model import divide  # heavy
 
@@ -162,7 +168,13 @@ def _one_module(models: Models) -> nn.Module:
 
 
 def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
-    several = list(given.values()) if isinstance(given, Mapping) else list(given) if isinstance(given, (list, tuple)) else [given]
+    several = (
+        list(given.values())
+        if isinstance(given, Mapping)
+        else list(given)
+        if isinstance(given, (list, tuple))
+        else [given]
+    )
     for one in several:
         if not isinstance(one, kind):
             known = "an nn.Module as model" if kind is nn.Module else "a torch.optim.Optimizer as optimizer"
@@ -174,14 +186,21 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
 
 def _check_choices(precision: str, clip_norm: float | None, nonfinite: str, batch_norm: str) -> None:
     if nonfinite not in ("stop", "skip"):
-        raise JobError(f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see paceline.train")
+        raise JobError(
+            f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see "
+            "paceline.train"
+        )
     known = (*get_args(Precision), "fp16")
     if precision not in known:
         raise JobError(f"precision={precision!r}: there are {', '.join(known)}")
     if batch_norm not in ("local", "sync"):
-        raise JobError(f"batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)")
+        raise JobError(
+            f"batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)"
+        )
     if clip_norm is not None and clip_norm <= 0:
-        raise JobError(f"clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing")
+        raise JobError(
+            f"clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing"
+        )
 
 
 def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: Any) -> dict[str, Tensor]:
@@ -198,7 +217,9 @@ def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss
 
 def _refuse_own_forward(plan: Plan, loss: Any) -> None:
     if loss is None and plan.compile != "off":
-        raise PlanError(f"compile={plan.compile} compiles what engine.step computes; in a loop of your own call model.compile()")
+        raise PlanError(
+            f"compile={plan.compile} compiles what engine.step computes; in a loop of your own call model.compile()"
+        )
     if loss is None and plan.microbatches > 1:
         raise PlanError(
             f"microbatches={plan.microbatches} divide the batches of engine.step; in a loop of your own call "
@@ -210,7 +231,8 @@ def _check_ranks(plan: Plan, group: Group) -> None:
     if plan.ranks != group.size:
         how = f"torchrun --nproc-per-node {plan.ranks}" if plan.ranks > 1 else "plain python"
         raise PlanError(
-            f"plan {plan} needs {plan.ranks} ranks, but {group.size} were started. Start it with {how}, or use dp={group.size}."
+            f"plan {plan} needs {plan.ranks} ranks, but {group.size} were started. Start it with {how}, or use "
+            f"dp={group.size}."
         )
 
 
@@ -218,14 +240,21 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     own = set(model.parameters())
     if any(isinstance(o, torch.optim.SparseAdam) for o in optimizers):
         raise JobError(
-            "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps leave rows without a gradient "
+            "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps "
+            "leave rows without a gradient "
             "as they are, or Adam"
         )
     held = [dict.fromkeys(p for g in o.param_groups for p in g["params"]) for o in optimizers]
     if not any(p in own for parameters in held for p in parameters):
-        raise JobError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model given here")
+        raise JobError(
+            "the optimizer holds none of the model's parameters; make it from model.parameters() of the "
+            "model given here"
+        )
     if len({p for parameters in held for p in parameters}) < sum(map(len, held)):
-        raise JobError("a parameter is held by two of the optimizers, so it is not known which one's update it waits for; give it to one")
+        raise JobError(
+            "a parameter is held by two of the optimizers, so it is not known which one's update it waits for; "
+            "give it to one"
+        )
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -238,7 +267,8 @@ def _check_plain(model: nn.Module) -> None:
         if any(base.__name__ in _WRAPPERS and base.__module__.startswith("torch.") for base in kind.__mro__):
             where = f"the model's {name}" if name else "the model"
             raise JobError(
-                f"{where} is wrapped by {kind.__name__}, and paceline distributes the work itself: give setup the plain model (and choose "
+                f"{where} is wrapped by {kind.__name__}, and paceline distributes the work itself: give setup "
+                "the plain model (and choose "
                 "fsdp=… in the plan)"
             )
 
@@ -263,7 +293,9 @@ def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divid
             layout = divided.parts[name].layout
             if whole in state:
                 optimizer.state[divided.parameters[name]] = {
-                    key: layout.take(value).clone() if isinstance(value, Tensor) and tuple(value.shape) == layout.full else value
+                    key: layout.take(value).clone()
+                    if isinstance(value, Tensor) and tuple(value.shape) == layout.full
+                    else value
                     for key, value in state[whole].items()
                 }
 

@@ -57,8 +57,10 @@ class LossShares:
         """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
-                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader yet. Write "
-                "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every rank brings its own data"
+                "setup was given a DataLoader, and this loss is of other data: nothing was read from "
+                "engine.loader yet. Write "
+                "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every "
+                "rank brings its own data"
             )
 
     def _share(self) -> float:
@@ -67,19 +69,28 @@ class LossShares:
         Raises:
             DataError: it is not known which batch that is.
         """
-        running = [loader for loader in self.loaders if loader.running] or self.loaders  # not one that was iterated to its end, to validate
-        seen = {id(loader): (loader.position, self._seen.get(id(loader))) for loader in running if loader.position is not None}
+        # not one that was iterated to its end, to validate
+        running = [loader for loader in self.loaders if loader.running] or self.loaders
+        seen = {
+            id(loader): (loader.position, self._seen.get(id(loader)))
+            for loader in running
+            if loader.position is not None
+        }
         shares = {position.local / position.total for position, _ in seen.values()}
         if len(shares) > 1:
             raise DataError(
-                "the loaders' last batches are dealt in different proportions, so the weight of this loss is not known: say what it is "
+                "the loaders' last batches are dealt in different proportions, so the weight of this loss is "
+                "not known: say what it is "
                 "the mean of, engine.backward(loss, items=len(x))"
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
         share = shares.pop() if shares else 1.0 / self.data_group.size
-        if self._read_ahead and any(before is not None and before.local / before.total != share for _, before in seen.values()):
+        if self._read_ahead and any(
+            before is not None and before.local / before.total != share for _, before in seen.values()
+        ):
             raise DataError(
-                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the weight of this loss is "
+                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so "
+                "the weight of this loss is "
                 "not known: say what it is the mean of, engine.backward(loss, items=len(x)), or set drop_last=True"
             )
         self._seen |= {number: now for number, (now, _) in seen.items()}

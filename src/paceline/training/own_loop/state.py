@@ -40,7 +40,11 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     tensors: dict[str, Tensor] = {}
     encoded = {name: encode(_state_of(value), f"{_EXTRA}{name}", tensors) for name, value in objects.items()}
     shared, own = _shared_and_own(engine, encoded, tensors)
-    values = {"objects": encoded, "loaders": [loader.state_dict() for loader in engine.loaders[1:]], **engine.loop_state()}
+    values = {
+        "objects": encoded,
+        "loaders": [loader.state_dict() for loader in engine.loaders[1:]],
+        **engine.loop_state(),
+    }
     taken = snapshot(engine, values)
     taken.shared |= shared
     taken.own |= own
@@ -48,7 +52,16 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     made: list[Checkpointer] = []
 
     def claim() -> None:
-        made.append(Checkpointer(folder, rank=group.rank, world=group.size, keep=keep, deadline_s=group.deadline_s, report=lambda *_: None))
+        made.append(
+            Checkpointer(
+                folder,
+                rank=group.rank,
+                world=group.size,
+                keep=keep,
+                deadline_s=group.deadline_s,
+                report=lambda *_: None,
+            )
+        )
 
     def write() -> None:
         made[0].save(engine.step_count, taken)
@@ -95,7 +108,9 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     for loader, state in zip(engine.loaders[1:], values["loaders"], strict=False):
         loader.load_state_dict(state)
     engine.load_loop_state(values)
-    own_tensors_here = loaded.own_of(MeshCoordinate.of(engine.split.mesh) if engine.split is not None else loaded.coordinate)
+    own_tensors_here = loaded.own_of(
+        MeshCoordinate.of(engine.split.mesh) if engine.split is not None else loaded.coordinate
+    )
     found = {name: decode(value, lambda key: _read(loaded, own_tensors_here, key)) for name, value in saved.items()}
     for name, value in objects.items():
         value.load_state_dict(found[name])
@@ -119,7 +134,10 @@ def export(engine: OwnLoop, path: Path) -> None:
         try:
             _export_divided(engine, path) if engine.split is not None else _export_whole(engine, path)
         except OSError as error:
-            problem = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written and has the room."
+            problem = (
+                f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written "
+                "and has the room."
+            )
         if problem := next((said for said in engine.group.gather_json(problem) if said), None):
             raise RunError(problem)
 
@@ -130,7 +148,8 @@ def _check_folder(engine: OwnLoop, folder: Path) -> None:
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
             raise CheckpointError(
-                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write into one: name it "
+                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks "
+                "write into one: name it "
                 "alike on each (a temporary folder is made by every rank for itself)"
             )
 
@@ -141,14 +160,20 @@ def _export_whole(engine: OwnLoop, path: Path) -> None:
     state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
     with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:
         file = Path(folder) / "weights"
-        write_one_by_one(file, {name: describe(name, tensor) for name, tensor in state.items()}, lambda name: state[name].cpu())
+        write_one_by_one(
+            file, {name: describe(name, tensor) for name, tensor in state.items()}, lambda name: state[name].cpu()
+        )
         os.replace(file, path)
         sync_folder(path.parent)
 
 
 def _export_divided(engine: OwnLoop, path: Path) -> None:
     """Export by way of a checkpoint, which assembles the ranks' parts."""
-    made = tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) if engine.is_main else nullcontext("")
+    made = (
+        tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent)
+        if engine.is_main
+        else nullcontext("")
+    )
     with made as own:
         folder = Path(engine.group.gather_json(own)[0])
         save(engine, folder, {}, keep=1)
@@ -161,7 +186,9 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _shared_and_own(engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _shared_and_own(
+    engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors equal on all ranks, and those of this rank alone (batch-norm averages).
 
     Raises:
@@ -169,14 +196,21 @@ def _shared_and_own(engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str,
     """
     for name, tensor in tensors.items():
         if local(tensor) is not tensor:
-            raise CheckpointError(f"{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp")
+            raise CheckpointError(
+                f"{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp"
+            )
     # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
-    marks = {name: [float(t.double().sum()), float(t.double().square().sum()), list(t.shape)] for name, t in tensors.items()}
+    marks = {
+        name: [float(t.double().sum()), float(t.double().square().sum()), list(t.shape)] for name, t in tensors.items()
+    }
     everyones = engine.group.gather_json([encoded, {name: repr(mark) for name, mark in marks.items()}])
     for rank, (other, _) in enumerate(everyones):
-        if differs := [name for name in encoded if json.dumps(other.get(name)) != json.dumps(everyones[0][0].get(name))]:
+        if differs := [
+            name for name in encoded if json.dumps(other.get(name)) != json.dumps(everyones[0][0].get(name))
+        ]:
             raise CheckpointError(
-                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same on every rank. Make it from "
+                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same "
+                "on every rank. Make it from "
                 "engine.mean(…) or from numbers that all have"
             )
     alike = {name for name in tensors if len({other.get(name) for _, other in everyones}) == 1}
@@ -190,7 +224,8 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
         raise CheckpointError(f"{loaded.path} holds no {unknown[0]!r}; engine.save was given {there}")
     if plain := [name for name, value in objects.items() if not hasattr(value, "load_state_dict")]:
         raise CheckpointError(
-            f"engine.load was given {plain[0]!r}, which has no load_state_dict: leave it out, and take it from what engine.load returns"
+            f"engine.load was given {plain[0]!r}, which has no load_state_dict: leave it out, and take it from "
+            "what engine.load returns"
         )
 
 

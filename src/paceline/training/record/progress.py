@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
-TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank")  # events that are shown in colour
+# events that are shown in colour
+TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank")
 
 
 @dataclass
@@ -53,7 +54,10 @@ class RecentSteps:
         newest = self.steps[-1]
         timed = [s for s in self.steps if s["step_s"] > 0]
         losses = [s["loss"] for s in self.steps if s["loss"] is not None]
-        words = [f"epoch {newest['epoch'] + 1}", f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
+        words = [
+            f"epoch {newest['epoch'] + 1}",
+            f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else ""),
+        ]
         words.append(f"loss {statistics.fmean(losses[-10:]):.4f}" if losses else "loss not finite")
         if timed:
             step_s = statistics.median(s["step_s"] for s in timed)
@@ -110,7 +114,11 @@ class LiveProgress:
         self.recent = RecentSteps(None)
         self._printed_at = time.monotonic()
         self._live = Progress(
-            BarColumn(bar_width=10), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False, transient=True
+            BarColumn(bar_width=10),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            auto_refresh=False,
+            transient=True,
         )
         self._task = self._live.add_task("starting", total=None)
 
@@ -133,7 +141,12 @@ class LiveProgress:
         for step in self.steps:
             self.recent.add(step)
         if self.console.is_terminal:
-            self._live.update(self._task, description=self.recent.sentence(), completed=self.recent.step, total=self.recent.total_steps)
+            self._live.update(
+                self._task,
+                description=self.recent.sentence(),
+                completed=self.recent.step,
+                total=self.recent.total_steps,
+            )
             self._live.refresh()
         elif self.recent.steps and time.monotonic() - self._printed_at >= LINE_EVERY_S:
             self._printed_at = time.monotonic()
@@ -143,7 +156,12 @@ class LiveProgress:
         if event["event"] in ("start", "resume"):
             self.recent.total_steps = event["total_steps"]
         if sentence := event_sentence(event):
-            self.console.print(printable(sentence), style="yellow" if event["event"] in TROUBLE else None, highlight=False, markup=False)
+            self.console.print(
+                printable(sentence),
+                style="yellow" if event["event"] in TROUBLE else None,
+                highlight=False,
+                markup=False,
+            )
 
 
 class NewLines:
@@ -185,24 +203,33 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "resume":
             return f"resumed at step {event['step']}"
         case "evaluation":
-            return f"step {event['step']}: validation " + ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items())
+            return f"step {event['step']}: validation " + ", ".join(
+                f"{name} {value:.4f}" for name, value in event["metrics"].items()
+            )
         case "checkpoint_damaged":
             return f"{event['reason']}; trying the one before"
         case "checkpoint_failed":
             tries = f"{event['failures']} of at most {event['max_failures']} in a row"
             return f"{event['reason']} Training goes on, and the next checkpoint is tried ({tries})."
         case "slow_rank":
-            times = f"{1e3 * event['busy_s']:.3g} ms of work in a step, the others {1e3 * event['others_busy_s']:.3g} ms"
+            times = (
+                f"{1e3 * event['busy_s']:.3g} ms of work in a step, the others {1e3 * event['others_busy_s']:.3g} ms"
+            )
             host = f" (host {event['host']})" if event["host"] else ""
             return (
-                f"rank {event['rank']}{host} is {event['ratio']:.1f} times as slow as the others since step {event['since_step']}: {times}"
+                f"rank {event['rank']}{host} is {event['ratio']:.1f} times as slow as the others since step "
+                f"{event['since_step']}: {times}"
             )
         case "slow_rank_over":
             return (
-                f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since step {event['since_step']}"
+                f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since "
+                f"step {event['since_step']}"
             )
         case "lines_lost":
-            return f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; it can again"
+            return (
+                f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; "
+                "it can again"
+            )
         case "nonfinite" if event["policy"] == "skip":
             return f"{event['problem']}; left out, as the job's policy is to skip"
         case "nonfinite":

@@ -31,7 +31,8 @@ _STEP = '"step":%d,"epoch":%d,"time":%.3f,"loss":%s,"samples":%d,"local_samples"
 _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 
 USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
-_PSS_SHARE = 0.001  # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
+# of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
+_PSS_SHARE = 0.001
 
 
 class StepRecorder(Callback):
@@ -55,7 +56,16 @@ class StepRecorder(Callback):
         result, lr = info.result, info.lr
         epoch = (result.step - 1) // self.epoch_steps
         loss, norm = _json(result.loss), _json(result.grad_norm)
-        self._waiting[result.step] = _STEP % (result.step, epoch, time.time(), loss, result.samples, info.local_samples, lr, norm)
+        self._waiting[result.step] = _STEP % (
+            result.step,
+            epoch,
+            time.time(),
+            loss,
+            result.samples,
+            info.local_samples,
+            lr,
+            norm,
+        )
         if result.timing is not None:
             self._write(result.timing)
         if self._writes_events and self.use.fresh:
@@ -180,7 +190,9 @@ class ResourceUse:
         self._traffic = replace(now)
         sent = now.sent_bytes - before.sent_bytes
         found: dict[str, float] = {"wire_bytes": sent, "saved_bytes": now.plain_bytes - before.plain_bytes - sent}
-        lost = Traffic(error_square=now.error_square - before.error_square, signal_square=now.signal_square - before.signal_square)
+        lost = Traffic(
+            error_square=now.error_square - before.error_square, signal_square=now.signal_square - before.signal_square
+        )
         if lost.signal_square > 0 and math.isfinite(lost.error_square):
             found["compression_error"] = float(f"{lost.relative_error:.4g}")
         return found

@@ -25,8 +25,8 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.printable import printable
 
-# What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and only under a
-# schedule that decays over the whole run.
+# What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
+# only under a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s"}
 WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
 
@@ -34,8 +34,9 @@ WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fil
 class Run:
     """A run directory.
 
-    `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step), `events.jsonl` and
-    `checkpoints/` are written while it runs. A step that was trained again after a crash stands there twice; the later line counts.
+    `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step),
+    `events.jsonl` and `checkpoints/` are written while it runs. A step that was trained again after a crash stands
+    there twice; the later line counts.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -66,8 +67,10 @@ class Run:
 
         A run that has saved something comes before one that has not.
         """
-        found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]  # not those of a job called name-something
-        # A start that failed at once leaves a directory with nothing in it, which must not hide the run that was under way before.
+        # not those of a job called name-something
+        found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]
+        # A start that failed at once leaves a directory with nothing in it, which must not hide the run that was under
+        # way before.
         saved = [run for run in found if run.has_checkpoint]
         return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
 
@@ -91,7 +94,8 @@ class Run:
         differing = list(differences(_work(self.job), _work(job)))
         if differing:
             raise JobError(
-                f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a new run without --resume."
+                f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a "
+                "new run without --resume."
             )
         _describe(self.path, job, cluster, plan)
         for cached in ("job", "cluster", "plan"):
@@ -108,7 +112,9 @@ class Run:
         try:
             return Plan.parse(read_text(self.path / "plan.txt", 2**16).strip())
         except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{self.path / 'plan.txt'} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise RunError(
+                f"{self.path / 'plan.txt'} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -116,9 +122,17 @@ class Run:
         file = self.path / "cluster.yaml"
         try:
             text = read_text(file, 2**20)
-            # Deep nesting costs PyYAML minutes, a few lines of aliases stand for gigabytes, and paceline writes neither.
-            if max(map(len, text.splitlines()), default=0) > 2**12 or max(text.count(c) for c in "[{") > 2**14 or _has_aliases(text):
-                raise RunError(f"{file} is not as paceline writes it: its lines are too long, its lists too many, or it has YAML aliases")
+            # Deep nesting costs PyYAML minutes, a few lines of aliases stand for gigabytes, and paceline writes
+            # neither.
+            if (
+                max(map(len, text.splitlines()), default=0) > 2**12
+                or max(text.count(c) for c in "[{") > 2**14
+                or _has_aliases(text)
+            ):
+                raise RunError(
+                    f"{file} is not as paceline writes it: its lines are too long, its lists too many, or it "
+                    "has YAML aliases"
+                )
             return Cluster.load(file)
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             raise RunError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -178,7 +192,11 @@ class Run:
         """
         steps = self.steps()
         timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]  # on CUDA an attempt's last step has no times
-        return statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed) if timed else 0.0
+        return (
+            statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed)
+            if timed
+            else 0.0
+        )
 
 
 class JsonLines:
@@ -218,7 +236,10 @@ class JsonLines:
                     text = f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume."
                     raise RunError(text) from error
                 if not self.lost:
-                    said = f"{self.path} cannot be written: {error.strerror}. Training goes on; its lines are lost until there is room."
+                    said = (
+                        f"{self.path} cannot be written: {error.strerror}. Training goes on; its lines are lost "
+                        "until there is room."
+                    )
                     print(printable(said), file=sys.stderr, flush=True)
                 self.lost += 1
 
@@ -285,13 +306,18 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
         write_whole(path / "job.yaml", job.to_yaml())
     except OSError as error:
         raise RunError(
-            f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be written with --run."
+            f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be "
+            "written with --run."
         ) from error
 
 
 def _name(job_file: Path) -> str | None:
     """The name in a run's job.yaml; None where there is no such file."""
-    return yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default) if job_file.is_file() else None
+    return (
+        yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default)
+        if job_file.is_file()
+        else None
+    )
 
 
 def _has_aliases(text: str) -> bool:

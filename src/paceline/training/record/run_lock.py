@@ -52,7 +52,14 @@ class Holder:
     @classmethod
     def this_process(cls) -> Holder:
         """This process as a new holder, with a token of its own."""
-        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()) or 0, _boot(), round(time.time(), 3), secrets.token_hex(8))
+        return cls(
+            socket.gethostname(),
+            os.getpid(),
+            _started(os.getpid()) or 0,
+            _boot(),
+            round(time.time(), 3),
+            secrets.token_hex(8),
+        )
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
@@ -76,10 +83,20 @@ class Holder:
         return self.machine == _boot() and _started(self.pid) == self.started
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+        return (
+            f"process {self.pid} on host {self.host}, since "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+        )
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {"host": str, "pid": int, "started": int, "machine": str, "since": (int, float), "token": str}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "host": str,
+    "pid": int,
+    "started": int,
+    "machine": str,
+    "since": (int, float),
+    "token": str,
+}
 
 
 class RunLock:
@@ -98,7 +115,10 @@ class RunLock:
     """
 
     def __init__(
-        self, run: Path, say: Callable[[str], object] = lambda line: None, on_lost: Callable[[RunError], object] | None = None
+        self,
+        run: Path,
+        say: Callable[[str], object] = lambda line: None,
+        on_lost: Callable[[RunError], object] | None = None,
     ) -> None:
         self.run, self.path, self.say, self.on_lost = run, run / LOCK, say, on_lost
         self.own = Holder.this_process()
@@ -108,7 +128,9 @@ class RunLock:
         try:
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         except OSError as error:
-            text = f"the run cannot be kept in {run}: {error.strerror}. Name a directory that can be written with --run."
+            text = (
+                f"the run cannot be kept in {run}: {error.strerror}. Name a directory that can be written with --run."
+            )
             raise RunError(text) from error
         try:
             self._acquire()
@@ -189,15 +211,22 @@ class RunLock:
     def _refused(self, holder: Holder | None) -> RunError:
         who = str(holder) if holder is not None else "a process that is just starting"
         orphans = holder is not None and holder.machine == _boot() and not holder.runs_here
-        more = " That process is dead, but ranks that it started still save and end: try again in half a minute." if orphans else ""
-        return RunError(f"{self.run} is being trained by {who}.{more or ' Wait for its end, stop it there, or name another run.'}")
+        more = (
+            " That process is dead, but ranks that it started still save and end: try again in half a minute."
+            if orphans
+            else ""
+        )
+        return RunError(
+            f"{self.run} is being trained by {who}.{more or ' Wait for its end, stop it there, or name another run.'}"
+        )
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(BEAT_S):
             with suppress(OSError):  # a full or read-only disk: told by whoever writes there
                 if not self._is_ours():
                     self.lost = RunError(
-                        f"{self.run} was taken over by {Holder.parse(self._content()) or 'somebody else'}, as nothing was heard of this "
+                        f"{self.run} was taken over by {Holder.parse(self._content()) or 'somebody else'}, as "
+                        "nothing was heard of this "
                         f"process for {STALE_S:g} s; it ends here, and what it saved stays"
                     )
                     if self.on_lost is not None:

@@ -14,7 +14,8 @@ from paceline.plans.plan import Plan
 
 WINDOW = 20  # steps over which a rank's median is taken
 WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another
-PATIENCE_S = 10.0  # of work, for which it must stay slow before it is named: on a shared machine, ranks are slow in turn for a moment
+# of work, for which it must stay slow before it is named: on a shared machine, ranks are slow in turn for a moment
+PATIENCE_S = 10.0
 SLOW, RECOVERED = 1.5, 1.2  # times the median of the others
 _LEAST_S = 0.002  # by which it must be slower: less is noise, and nothing to gain
 
@@ -29,7 +30,9 @@ class SlowRanks:
     def __init__(self, plan: Plan, hosts: Sequence[int]) -> None:
         self.hosts = hosts
         stages = _stages(plan)
-        self._others = {r: [q for q, other in enumerate(stages) if other == stage and q != r] for r, stage in enumerate(stages)}
+        self._others = {
+            r: [q for q, other in enumerate(stages) if other == stage and q != r] for r, stage in enumerate(stages)
+        }
         self._seen = 0
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=WINDOW)
         self._slow: dict[int, int] = {}  # since which step

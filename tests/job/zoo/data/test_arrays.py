@@ -1,4 +1,7 @@
-"""Arrays and tables: real NumPy and Parquet files in, tensors of the promised kinds out, and every defect told by row and column."""
+"""Arrays and tables.
+
+Real NumPy and Parquet files in, tensors of the promised kinds out, and every defect told by row and column.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ def test_list_columns_become_vectors_and_join_with_others(tmp_path: Path) -> Non
 
 def test_a_table_of_many_row_groups_keeps_its_order(tmp_path: Path) -> None:
     pq.write_table(
-        pa.table({"x": [[float(i), -float(i)] for i in range(1000)], "y": list(range(1000))}), tmp_path / "t.parquet", row_group_size=64
+        pa.table({"x": [[float(i), -float(i)] for i in range(1000)], "y": list(range(1000))}),
+        tmp_path / "t.parquet",
+        row_group_size=64,
     )
     inputs, target = all_of(tmp_path / "t.parquet")
     assert inputs[:, 0].tolist() == target.tolist() == list(range(1000))
@@ -107,7 +112,10 @@ def test_the_row_and_column_of_a_value_that_is_not_finite_are_told(rows: int, co
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": np.array([[1.0, 2.0], [3.0, np.nan]]), "y": [0, 1]}, r"row 1 of column 'x' \(value 1 of that row\) is nan; remove or fill"),
+        (
+            {"x": np.array([[1.0, 2.0], [3.0, np.nan]]), "y": [0, 1]},
+            r"row 1 of column 'x' \(value 1 of that row\) is nan; remove or fill",
+        ),
         ({"x": np.array([1.0, 1e39]), "y": [0, 1]}, r"row 1 of column 'x' is 1e\+39; float32 cannot hold it: scale"),
         ({"x": np.ones(2), "y": [0.0, np.inf]}, "row 1 of column 'y' is inf"),
         ({"x": np.ones(3), "y": [0, 1]}, "differ in rows: x has 3, y has 2"),
@@ -148,9 +156,14 @@ def test_several_inputs_of_many_dimensions_cannot_be_joined(tmp_path: Path) -> N
         build(archive(tmp_path, a=np.ones(3), b=np.ones((3, 2, 2)), y=np.arange(3)), inputs=["a", "b"])
 
 
-@pytest.mark.parametrize("name", ["cut.npz", "cut.parquet", "junk.npz", "junk.parquet", "empty.npz", "empty.parquet", "folder"])
+@pytest.mark.parametrize(
+    "name", ["cut.npz", "cut.parquet", "junk.npz", "junk.parquet", "empty.npz", "empty.parquet", "folder"]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
-    whole = {".npz": archive(tmp_path, x=np.ones(100), y=np.ones(100)), ".parquet": table(tmp_path, x=np.ones(100), y=np.ones(100))}
+    whole = {
+        ".npz": archive(tmp_path, x=np.ones(100), y=np.ones(100)),
+        ".parquet": table(tmp_path, x=np.ones(100), y=np.ones(100)),
+    }
     file = tmp_path / name
     if name == "folder":
         file.mkdir()

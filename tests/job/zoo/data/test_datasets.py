@@ -70,7 +70,9 @@ def build(tmp_path: Path) -> Any:
     file.write_text(CODE)
 
     def build(name: str, **values: Any) -> DataSets:
-        spec = TypeAdapter(DataSpec).validate_python({"kind": "dataset", "factory": f"{file}:{name}", **values}, context={"base": tmp_path})
+        spec = TypeAdapter(DataSpec).validate_python(
+            {"kind": "dataset", "factory": f"{file}:{name}", **values}, context={"base": tmp_path}
+        )
         return spec.build(input_shape=None, seed=0)
 
     return build
@@ -105,7 +107,9 @@ def test_a_jobs_own_collate_gets_samples_also_of_a_built_in_data_set(tmp_path: P
     file = tmp_path / f"own_data_{tmp_path.name}.py"
     file.write_text(CODE)
     spec = {"kind": "synthetic", "shape": [3], "samples": 4, "held_out": 0, "collate": f"{file.name}:doubled"}
-    train, _, _ = TypeAdapter(DataSpec).validate_python(spec, context={"base": tmp_path}).build(input_shape=None, seed=0)
+    train, _, _ = (
+        TypeAdapter(DataSpec).validate_python(spec, context={"base": tmp_path}).build(input_shape=None, seed=0)
+    )
     (batch,) = held_out_batches(train, batch=4, replica=0, replicas=1)
     assert torch.equal(batch[0], 2 * torch.stack([train[i][0] for i in range(4)]))
 
@@ -114,7 +118,9 @@ def test_a_plan_knows_what_a_jobs_own_collate_makes(tmp_path: Path) -> None:
     (tmp_path / f"own_data_{tmp_path.name}.py").write_text(CODE)
     here = str(tmp_path / f"own_data_{tmp_path.name}.py")
     data = {"factory": f"{here}:words", "kind": "dataset", "held_out": 0, "collate": f"{here}:pad"}
-    job = Job(model="gpt", data=data, loss="model", optimizer={"name": "sgd", "lr": 0.1}, global_batch=4, stop={"steps": 1})
+    job = Job(
+        model="gpt", data=data, loss="model", optimizer={"name": "sgd", "lr": 0.1}, global_batch=4, stop={"steps": 1}
+    )
     batch = batch_of(job, 5)
     assert isinstance(batch, dict)
     assert batch["input_ids"].shape == (5, 1)
@@ -134,7 +140,9 @@ def test_a_plan_knows_what_a_jobs_own_collate_makes(tmp_path: Path) -> None:
         ("not_callable", {}, "not callable"),
     ],
 )
-def test_what_is_no_usable_data_set_is_refused_with_its_reason(build: Any, name: str, values: dict[str, Any], message: str) -> None:
+def test_what_is_no_usable_data_set_is_refused_with_its_reason(
+    build: Any, name: str, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         build(name, **values)
 

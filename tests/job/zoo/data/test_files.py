@@ -21,7 +21,9 @@ def test_hidden_files_caches_and_installed_packages_are_no_data(tmp_path: Path) 
     assert files_below(tmp_path, (".TXT",)) == [str(tmp_path / "h.txt")]
 
 
-def test_a_missing_file_is_named_absolutely_with_what_was_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named_absolutely_with_what_was_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with (
         pytest.raises(DataError, match=f"^{tmp_path}/gone.bin: No such file or directory. Expected: numbers$"),

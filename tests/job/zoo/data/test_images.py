@@ -35,7 +35,9 @@ def everything(sets: DataSets) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def test_the_digits_are_the_1797_real_ones_each_with_its_label() -> None:
     sets = build(kind="digits")
-    known = {tuple(image.flatten().astype(int)): label for image, label in zip(*load_digits(return_X_y=True), strict=True)}
+    known = {
+        tuple(image.flatten().astype(int)): label for image, label in zip(*load_digits(return_X_y=True), strict=True)
+    }
     seen = {tuple((x.flatten() * 0.3760 + 0.3053).mul(16).round().int().tolist()): int(y) for x, y in everything(sets)}
     assert seen == known
     assert len(everything(sets)) == 1797
@@ -83,7 +85,9 @@ def test_cifar_records_become_planes_and_labels(tmp_path: Path) -> None:
     assert len(train) == 10
     for index, record in ((2, first[2]), (7, second[1])):
         image, label = train[index]
-        raw = image * torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1) + torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
+        raw = image * torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1) + torch.tensor(
+            [0.4914, 0.4822, 0.4465]
+        ).view(3, 1, 1)
         assert (raw * 255).round().int().flatten().tolist() == record[1:].tolist()
         assert int(label) == record[0]
     assert train.labels.tolist() == [*first[:, 0], *second[:, 0]]
@@ -120,7 +124,9 @@ def test_a_cut_cifar_file_is_told_by_record_and_offset(tmp_path: Path) -> None:
     write_cifar(tmp_path / "data_batch_1.bin", 3, 1)
     whole = (tmp_path / "data_batch_1.bin").read_bytes()
     (tmp_path / "data_batch_2.bin").write_bytes(whole[: 2 * RECORD_BYTES + 100])
-    with pytest.raises(DataError, match=f"{tmp_path}/data_batch_2.bin: record 2, which begins at byte offset 6146, has 100 bytes"):
+    with pytest.raises(
+        DataError, match=f"{tmp_path}/data_batch_2.bin: record 2, which begins at byte offset 6146, has 100 bytes"
+    ):
         build(kind="cifar10", path=tmp_path)
     (tmp_path / "data_batch_2.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"data_batch_2.bin: record 0, .* holds 0 bytes"):
@@ -132,7 +138,8 @@ def test_a_cifar_label_out_of_range_is_told_by_record_and_offset(tmp_path: Path)
     content[3, 0] = 10
     content.tofile(tmp_path / "data_batch_1.bin")
     with pytest.raises(
-        DataError, match=f"{tmp_path}/data_batch_1.bin: record 3, at byte offset 9219, has label 10; CIFAR-10's labels are 0..9"
+        DataError,
+        match=f"{tmp_path}/data_batch_1.bin: record 3, at byte offset 9219, has label 10; CIFAR-10's labels are 0..9",
     ):
         build(kind="cifar10", path=tmp_path)
 
@@ -248,9 +255,13 @@ def test_folders_that_hold_no_classes_or_no_images_are_refused(folder: Path, tmp
     (folder / "empty").mkdir()
     with pytest.raises(DataError, match=rf"{folder}/empty: no \.png .* file of this class"):
         build((3, 4, 4), kind="images", path=folder)
-    with pytest.raises(DataError, match=f"{folder}/zebra: no class folders in it. Expected: a folder that holds one folder"):
+    with pytest.raises(
+        DataError, match=f"{folder}/zebra: no class folders in it. Expected: a folder that holds one folder"
+    ):
         build((3, 4, 4), kind="images", path=folder / "zebra")
-    with pytest.raises(DataError, match=f"{tmp_path}/gone: No such file or directory. Expected: a folder that holds one folder"):
+    with pytest.raises(
+        DataError, match=f"{tmp_path}/gone: No such file or directory. Expected: a folder that holds one folder"
+    ):
         build((3, 4, 4), kind="images", path=tmp_path / "gone")
     with pytest.raises(DataError, match=r"give data.shape, e.g. \[3, 224, 224\]"):
         build(kind="images", path=folder)

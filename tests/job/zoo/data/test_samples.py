@@ -38,8 +38,15 @@ def spec(held_out: float, limit: int | None = None) -> Synthetic:
     return Synthetic(kind="synthetic", held_out=held_out, limit=limit)
 
 
-@given(samples=st.integers(2, 300), share=st.floats(0.01, 0.6), limit=st.none() | st.integers(2, 400), seed=st.integers(0, 2**31 - 1))
-def test_each_sample_is_trained_on_or_held_out_but_never_both(samples: int, share: float, limit: int | None, seed: int) -> None:
+@given(
+    samples=st.integers(2, 300),
+    share=st.floats(0.01, 0.6),
+    limit=st.none() | st.integers(2, 400),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_each_sample_is_trained_on_or_held_out_but_never_both(
+    samples: int, share: float, limit: int | None, seed: int
+) -> None:
     train, held_out, synthetic = split(Squares(samples), spec(share, limit), seed)
     used = min(samples, limit or samples)
     assert isinstance(train, Selection)
@@ -97,7 +104,9 @@ def test_a_data_set_whose_length_changes_is_noticed() -> None:
 
 
 def test_a_batch_holds_what_its_samples_hold() -> None:
-    samples: Any = TensorSamples(torch.arange(24, dtype=torch.uint8).reshape(6, 4), torch.arange(6), prepare=lambda x: x.float() / 2)
+    samples: Any = TensorSamples(
+        torch.arange(24, dtype=torch.uint8).reshape(6, 4), torch.arange(6), prepare=lambda x: x.float() / 2
+    )
     inputs, target = samples.__getitems__([5, 0, 3])
     for row, index in enumerate([5, 0, 3]):
         assert torch.equal(inputs[row], samples[index][0])

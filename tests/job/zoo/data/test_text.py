@@ -1,4 +1,7 @@
-"""Text as bytes: every byte predicted at most once, nothing held out that was trained on, and masks that a resumed run repeats."""
+"""Text as bytes.
+
+Every byte predicted at most once, nothing held out that was trained on, and masks that a resumed run repeats.
+"""
 
 from __future__ import annotations
 

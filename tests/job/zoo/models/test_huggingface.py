@@ -37,17 +37,23 @@ def kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize("name", ["stranger/kernel", "kernels-community/flash-attn2:run", "flash_attention_4", "paged|eager", 3])
+@pytest.mark.parametrize(
+    "name", ["stranger/kernel", "kernels-community/flash-attn2:run", "flash_attention_4", "paged|eager", 3]
+)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
 def test_attention_from_elsewhere_is_refused_before_anything_is_asked_for(
     tmp_path: Path, key: str, name: object, kernels_asked_for: list[str]
 ) -> None:
-    with pytest.raises(JobError, match=r"config.json: .*attn_implementation.* is not one of eager, sdpa, flex_attention"):
+    with pytest.raises(
+        JobError, match=r"config.json: .*attn_implementation.* is not one of eager, sdpa, flex_attention"
+    ):
         from_config(write(tmp_path, **{key: name}), "causal_lm", {})
     assert not kernels_asked_for
 
 
-def test_attention_from_elsewhere_is_refused_in_the_jobs_arguments_too(tmp_path: Path, kernels_asked_for: list[str]) -> None:
+def test_attention_from_elsewhere_is_refused_in_the_jobs_arguments_too(
+    tmp_path: Path, kernels_asked_for: list[str]
+) -> None:
     with pytest.raises(JobError, match="attn_implementation"):
         from_config(write(tmp_path), "causal_lm", {"attn_implementation": "stranger/kernel"})
     with pytest.raises(JobError, match="attn_implementation"):
@@ -62,7 +68,9 @@ def test_attention_from_elsewhere_is_refused_in_a_part_of_the_configuration(tmp_
         from_config(tmp_path / "config.json", "causal_lm", {})
 
 
-@pytest.mark.parametrize("values", [{"trust_remote_code": True}, {"use_kernels": True}, {"_experts_implementation": "stranger/experts"}])
+@pytest.mark.parametrize(
+    "values", [{"trust_remote_code": True}, {"use_kernels": True}, {"_experts_implementation": "stranger/experts"}]
+)
 def test_what_would_fetch_code_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     with pytest.raises(JobError, match=next(iter(values))):
         from_config(write(tmp_path, **values), "causal_lm", {})

@@ -1,4 +1,7 @@
-"""A mixture of experts: tokens to their experts, a loss that balances the load, and a capacity whose drops are counted."""
+"""A mixture of experts.
+
+Tokens to their experts, a loss that balances the load, and a capacity whose drops are counted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,15 @@ VOCAB, LENGTH, EXPERTS, TOP_K = 16, 12, 4, 2
 def small(*, layers: int = 2, capacity: float = 0.0, balance: float = 0.0, top_k: int = TOP_K) -> MoE:
     torch.manual_seed(1)
     model = MoE(
-        vocab=VOCAB, context=LENGTH, layers=layers, hidden=8, heads=2, experts=EXPERTS, top_k=top_k, capacity=capacity, balance=balance
+        vocab=VOCAB,
+        context=LENGTH,
+        layers=layers,
+        hidden=8,
+        heads=2,
+        experts=EXPERTS,
+        top_k=top_k,
+        capacity=capacity,
+        balance=balance,
     )
     for block in model.blocks:
         block.mlp.router.weight.data.mul_(50)  # type: ignore[union-attr, operator] # so that experts differ in what they get

@@ -85,7 +85,9 @@ def _decoding(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # pyarrow's errors are ValueErrors
-        raise DataError(f"{file.absolute()}: cannot be read: {error}. Expected: {_EXPECTED}, holding numbers") from error
+        raise DataError(
+            f"{file.absolute()}: cannot be read: {error}. Expected: {_EXPECTED}, holding numbers"
+        ) from error
 
 
 def _parquet_column(file: Path, name: str, column: Any) -> Array:
@@ -99,13 +101,16 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
         other = np.flatnonzero(lengths != length)
         if len(other):
             raise DataError(
-                f"{file.absolute()}: row {other[0]} of column {name!r} has {lengths[other[0]]} values and row 0 has {length}; "
+                f"{file.absolute()}: row {other[0]} of column {name!r} has {lengths[other[0]]} values and row "
+                f"0 has {length}; "
                 "all rows of a column need equally many"
             )
         column = compute.list_flatten(column)
         _check_no_gaps(file, name, column, compute, length)
     if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
-        raise DataError(f"{file.absolute()}: column {name!r} is of type {kind}; only numbers and lists of them are read: encode it")
+        raise DataError(
+            f"{file.absolute()}: column {name!r} is of type {kind}; only numbers and lists of them are read: encode it"
+        )
     values: Array = column.to_numpy()
     return values.reshape(-1, length) if length else values
 
@@ -118,7 +123,9 @@ def _inputs(path: Path, arrays: dict[str, Array]) -> Array:
     columns = []
     for name, array in arrays.items():
         if array.ndim > 2:
-            raise DataError(f"{path.absolute()}: {name!r} has shape {array.shape}; of several inputs each is (rows,) or (rows, n)")
+            raise DataError(
+                f"{path.absolute()}: {name!r} has shape {array.shape}; of several inputs each is (rows,) or (rows, n)"
+            )
         columns.append(_finite_floats(path, name, array).reshape(len(array), -1))
     return np.hstack(columns)
 
@@ -153,7 +160,9 @@ def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
     known = sorted(found)
     for name in wanted:
         if name not in known:
-            raise DataError(f'{path.absolute()}: nothing in it is named "{name}" (data.inputs, data.target). {nearest(name, known)}')
+            raise DataError(
+                f'{path.absolute()}: nothing in it is named "{name}" (data.inputs, data.target). {nearest(name, known)}'
+            )
 
 
 def _check_numbers(path: Path, name: str, array: Array) -> None:
@@ -166,10 +175,14 @@ def _check_numbers(path: Path, name: str, array: Array) -> None:
 def _check_rows(path: Path, arrays: dict[str, Array]) -> None:
     if len({len(array) for array in arrays.values()}) > 1:
         rows = ", ".join(f"{name} has {len(array)}" for name, array in arrays.items())
-        raise DataError(f"{path.absolute()}: the arrays differ in rows: {rows}; each row is one sample, so give them equally many")
+        raise DataError(
+            f"{path.absolute()}: the arrays differ in rows: {rows}; each row is one sample, so give them equally many"
+        )
 
 
 def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_row: int) -> None:
     if column.null_count:
         row = compute.index(compute.is_null(column), True).as_py() // values_per_row
-        raise DataError(f"{file.absolute()}: row {row} of column {name!r} has no value (null); remove or fill such rows")
+        raise DataError(
+            f"{file.absolute()}: row {row} of column {name!r} has no value (null); remove or fill such rows"
+        )

@@ -31,7 +31,8 @@ def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int
     collate = load_object(spec.collate)
     if not callable(collate):
         raise JobError(
-            f"data.collate: {spec.collate} is a {type(collate).__name__}; name a function that makes a batch of a list of samples"
+            f"data.collate: {spec.collate} is a {type(collate).__name__}; name a function that makes a batch "
+            "of a list of samples"
         )
     held_out = Collated(built.held_out, collate) if built.held_out is not None else None
     return built._replace(train=Collated(built.train, collate), held_out=held_out)
@@ -78,20 +79,28 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs a length and "
-            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over files listed before"
+            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per "
+            "epoch, needs a length and "
+            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over "
+            "files listed before"
         )
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:
-        raise DataError(f"data {factory} made a {kind} without {' and '.join(lacking)}; return a torch.utils.data.Dataset that has both")
+        raise DataError(
+            f"data {factory} made a {kind} without {' and '.join(lacking)}; return a torch.utils.data.Dataset "
+            "that has both"
+        )
     if len(dataset) == 0:
         raise DataError(f"data {factory} made an empty {kind}: its length is 0")
     try:
         sample = dataset[0]
     except Exception as error:
-        raise DataError(f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}"
+        ) from error
     if not any_sample and not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
         found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
         raise DataError(
-            f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name a `collate` function"
+            f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name "
+            "a `collate` function"
         )

@@ -11,7 +11,8 @@ from types import ModuleType
 
 from paceline.errors import DataError
 
-_NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}  # a Python installation's folder holds other projects' files as well
+# a Python installation's folder holds other projects' files as well
+_NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
 
 
 @contextmanager
@@ -63,4 +64,6 @@ def optional_package(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"this data needs {package}, which cannot be imported ({error}); run: pip install 'paceline[data]'") from error
+        raise DataError(
+            f"this data needs {package}, which cannot be imported ({error}); run: pip install 'paceline[data]'"
+        ) from error

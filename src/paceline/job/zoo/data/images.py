@@ -30,7 +30,10 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".t
 
 
 class Normalise:
-    """Bytes (samples, channels, height, width) as floats: (value / 255 - mean) / std per channel, and resized where `size` differs."""
+    """Bytes (samples, channels, height, width) as floats.
+
+    (value / 255 - mean) / std per channel, and resized where `size` differs.
+    """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], size: tuple[int, int]) -> None:
         self.size = size
@@ -41,7 +44,8 @@ class Normalise:
         return _resize(images.float().mul_(self._scale).add_(self._shift), self.size)
 
 
-# Mean and standard deviation of the pixels, scaled to 0..1: the data's own, and ImageNet's, which stand for any photograph.
+# Mean and standard deviation of the pixels, scaled to 0..1: the data's own, and ImageNet's, which stand for any
+# photograph.
 _CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR_GREY = ((0.4809,), (0.2392,))
 _PHOTO = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -120,11 +124,15 @@ class ImageFolder(Dataset[Batch]):
 
     def __init__(self, folder: Path, shape: Shape, classes: tuple[str, ...] | None = None) -> None:
         with reading(folder, _CLASS_FOLDERS):
-            files = {entry.name: files_below(entry, _IMAGE_SUFFIXES) for entry in folder_entries(folder) if entry.is_dir()}
+            files = {
+                entry.name: files_below(entry, _IMAGE_SUFFIXES) for entry in folder_entries(folder) if entry.is_dir()
+            }
         _check_classes(folder, files, classes)
         self.classes = classes or tuple(files)
         label_of = {name: label for label, name in enumerate(self.classes)}
-        listed = sorted((nth, label_of[name], file) for name, of_class in files.items() for nth, file in enumerate(of_class))
+        listed = sorted(
+            (nth, label_of[name], file) for name, of_class in files.items() for nth, file in enumerate(of_class)
+        )
         self.files = [file for _, _, file in listed]
         self.labels: Labels = np.array([label for _, label, _ in listed], dtype=np.int64)
         self.shape = shape
@@ -150,7 +158,9 @@ def _resize(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     if len(shape) != 3:
-        raise DataError(f"{kind} are images (channels, height, width), and {list(shape)} is asked for; ask for e.g. [1, 28, 28]")
+        raise DataError(
+            f"{kind} are images (channels, height, width), and {list(shape)} is asked for; ask for e.g. [1, 28, 28]"
+        )
     return shape
 
 
@@ -175,15 +185,18 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
     whole, rest = divmod(len(content), _CIFAR_RECORD_BYTES)
     if rest or not whole:
         raise DataError(
-            f"{file.absolute()}: record {whole}, which begins at byte offset {whole * _CIFAR_RECORD_BYTES}, has {rest} bytes; a record has "
-            f"{_CIFAR_RECORD_BYTES}. The file holds {len(content)} bytes and is cut off, empty, or no CIFAR-10 binary file: fetch it again"
+            f"{file.absolute()}: record {whole}, which begins at byte offset {whole * _CIFAR_RECORD_BYTES}, "
+            f"has {rest} bytes; a record has "
+            f"{_CIFAR_RECORD_BYTES}. The file holds {len(content)} bytes and is cut off, empty, or no CIFAR-10 "
+            "binary file: fetch it again"
         )
     records = content.reshape(whole, _CIFAR_RECORD_BYTES)
     wrong = np.flatnonzero(records[:, 0] > 9)
     if len(wrong):
         record = int(wrong[0])
         raise DataError(
-            f"{file.absolute()}: record {record}, at byte offset {record * _CIFAR_RECORD_BYTES}, has label {records[record, 0]}; "
+            f"{file.absolute()}: record {record}, at byte offset {record * _CIFAR_RECORD_BYTES}, has label "
+            f"{records[record, 0]}; "
             "CIFAR-10's labels are 0..9. The file is damaged, or is of CIFAR-100: fetch it again"
         )
     return records
@@ -202,10 +215,13 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
     for name, of_class in files.items():
         if not of_class:
             raise DataError(
-                f"{(folder / name).absolute()}: no {' '.join(_IMAGE_SUFFIXES)} file of this class; add some or remove the folder"
+                f"{(folder / name).absolute()}: no {' '.join(_IMAGE_SUFFIXES)} file of this class; add some or "
+                "remove the folder"
             )
         if classes is not None and name not in classes:
-            raise DataError(f"{(folder / name).absolute()}: class {name!r} is not among the training classes: {', '.join(classes)}")
+            raise DataError(
+                f"{(folder / name).absolute()}: class {name!r} is not among the training classes: {', '.join(classes)}"
+            )
 
 
 def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
@@ -221,7 +237,9 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
             fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
     except Exception as error:  # Pillow raises many kinds, by format
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{Path(file).absolute()}: cannot be decoded as an image ({reason}); mend or remove it") from error
+        raise DataError(
+            f"{Path(file).absolute()}: cannot be decoded as an image ({reason}); mend or remove it"
+        ) from error
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 

@@ -29,7 +29,9 @@ class SplitSpec(Protocol):
 
 
 class TensorSamples(Dataset[Batch]):
-    """Samples held as two tensors, samples on dim 0. A list of indices becomes a collated batch `(inputs, target)` in two indexed copies.
+    """Samples held as two tensors, samples on dim 0.
+
+    A list of indices becomes a collated batch `(inputs, target)` in two indexed copies.
 
     Args:
         inputs: the inputs as they are stored, which may be smaller than what the model gets (e.g. bytes).
@@ -96,7 +98,8 @@ class Selection(Dataset[Any]):
         now = _length(self.dataset)
         if now != self._dataset_length:
             raise DataError(
-                f"{type(self.dataset).__name__} had {self._dataset_length} samples when the job began and has {now} now; keep it fixed"
+                f"{type(self.dataset).__name__} had {self._dataset_length} samples when the job began and has "
+                f"{now} now; keep it fixed"
             )
         return len(self.rows)
 

@@ -39,7 +39,8 @@ class SimCLR(nn.Module):
         super().__init__()
         if encoder == "cifar_cnn" and image_size not in (None, 32):
             raise JobError(
-                f"model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}; leave image_size out, or use resnet50"
+                f"model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}; leave "
+                "image_size out, or use resnet50"
             )
         features = CIFAR_FEATURES if encoder == "cifar_cnn" else ResNetEncoder.features
         self.encoder = cifar_convolutions() if encoder == "cifar_cnn" else ResNetEncoder()
@@ -69,5 +70,6 @@ def random_view(images: Tensor) -> Tensor:
     contrast = torch.empty(n, 1, 1, 1, device=device).uniform_(0.6, 1.4)
     brightness = torch.empty(n, 1, 1, 1, device=device).uniform_(-0.4, 0.4)
     mean = view.mean(dim=(1, 2, 3), keepdim=True)
-    spread = view.std(dim=(1, 2, 3), keepdim=True)  # brightness in the image's own units, however the data is normalised
+    # brightness in the image's own units, however the data is normalised
+    spread = view.std(dim=(1, 2, 3), keepdim=True)
     return ((view - mean) * contrast + mean + brightness * spread).to(images.dtype)

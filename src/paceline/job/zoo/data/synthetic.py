@@ -21,7 +21,9 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
     """
     shape = spec.shape or input_shape
     if not shape:
-        raise DataError("the model names no input shape; give data.shape, e.g. [3, 32, 32], or [128] for tokens with vocab")
+        raise DataError(
+            "the model names no input shape; give data.shape, e.g. [3, 32, 32], or [128] for tokens with vocab"
+        )
     if spec.vocab and len(shape) != 1:
         raise DataError(f"synthetic tokens have the shape [sequence length]; data.shape is {list(shape)}")
     samples = min(spec.samples, spec.limit or spec.samples)

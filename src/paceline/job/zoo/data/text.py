@@ -35,10 +35,14 @@ def build_text(spec: Text, seed: int) -> DataSets:
     """
     with reading(spec.path[0], _EXPECTED):
         corpus = Corpus(_files(spec))
-    overlap = 1 if spec.objective == "causal" else 0  # the byte after a window, which is the target of its last position
+    # the byte after a window, which is the target of its last position
+    overlap = 1 if spec.objective == "causal" else 0
     available = (corpus.size - overlap) // spec.context
     if available < 1:
-        raise DataError(f"{_named(spec)}: {corpus.size} bytes of text; one sample of context {spec.context} needs {spec.context + overlap}")
+        raise DataError(
+            f"{_named(spec)}: {corpus.size} bytes of text; one sample of context {spec.context} needs "
+            f"{spec.context + overlap}"
+        )
     samples = min(available, spec.limit or available)
     kept = held_out_samples(samples, spec.held_out)
     one_each = overlap * (2 if kept else 1)  # each side has an overlap of its own
@@ -48,13 +52,17 @@ def build_text(spec: Text, seed: int) -> DataSets:
     cut = end - kept * spec.context - overlap
     if cut < spec.context + overlap:
         raise DataError(
-            f"{_named(spec)}: {end} bytes of text are too few for a training and a validation sample; add text or set held_out: 0"
+            f"{_named(spec)}: {end} bytes of text are too few for a training and a validation sample; add text "
+            "or set held_out: 0"
         )
     return DataSets(Windows(corpus, 0, cut, spec, seed), Windows(corpus, cut, end, spec, seed))
 
 
 class Corpus:
-    """The bytes of several files as one sequence. Large files are mapped, so the ranks of a host share one copy of them."""
+    """The bytes of several files as one sequence.
+
+    Large files are mapped, so the ranks of a host share one copy of them.
+    """
 
     def __init__(self, files: list[Path]) -> None:
         self._parts: list[Bytes] = []
@@ -84,11 +92,13 @@ class Corpus:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context` bytes in `corpus[first:end]`, side by side. A sample is `(input, target)`, both int64 of shape (context,).
+    """Windows of `context` bytes in `corpus[first:end]`, side by side.
 
-    `causal`: the target is the window one byte later.
-    `masked`: 15 % of the positions are chosen; of these 80 % become token 256, 10 % a random byte, 10 % stay; the target is the byte there
-    and -100 elsewhere (Devlin et al., 2019, arXiv:1810.04805). What is chosen depends on the seed, the epoch and the index alone.
+    A sample is `(input, target)`, both int64 of shape (context,).
+
+    `causal`: the target is the window one byte later. `masked`: 15 % of the positions are chosen; of these 80 % become
+    token 256, 10 % a random byte, 10 % stay; the target is the byte there and -100 elsewhere (Devlin et al., 2019,
+    arXiv:1810.04805). What is chosen depends on the seed, the epoch and the index alone.
     """
 
     labels = None
@@ -143,7 +153,8 @@ def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int
     order, fate = noise[:, :context], noise[:, context:]
     count = max(1, round(HIDDEN_SHARE * context))
     chosen = order <= np.partition(order, count - 1, axis=1)[:, count - 1 : count]
-    draw = (fate >> np.uint64(11)) * 2.0**-53  # the high bits as a number in [0, 1); the low byte is free for the random token
+    # the high bits as a number in [0, 1); the low byte is free for the random token
+    draw = (fate >> np.uint64(11)) * 2.0**-53
     replaced = np.where(draw < 0.8, MASK, np.where(draw < 0.9, (fate & np.uint64(0xFF)).astype(np.int64), tokens))
     return np.where(chosen, replaced, tokens), np.where(chosen, tokens, IGNORED)
 
@@ -154,7 +165,10 @@ def _sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
 
 
 def _mix(x: Words) -> Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): equal on every machine, and no generator's state to carry."""
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014).
+
+    Equal on every machine, and no generator's state to carry.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -165,7 +179,9 @@ def _files(spec: Text) -> list[Path]:
     for path in spec.path:
         found = [Path(file) for file in files_below(path, spec.suffixes)] if path.is_dir() else [path]
         if not found:
-            raise DataError(f"{path.absolute()}: no {' '.join(spec.suffixes)} file in this folder; name others by data.suffixes")
+            raise DataError(
+                f"{path.absolute()}: no {' '.join(spec.suffixes)} file in this folder; name others by data.suffixes"
+            )
         files += found
     return files
 

@@ -17,7 +17,9 @@ from paceline.errors import DataError, JobError
 
 
 class GPT(nn.Module):
-    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab). About 3.3 M parameters by default.
+    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab).
+
+    About 3.3 M parameters by default.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`.
@@ -36,7 +38,9 @@ class GPT(nn.Module):
         super().__init__()
         if hidden % heads:
             name, fitting = type(self).__name__.lower(), heads * max(1, round(hidden / heads))
-            raise JobError(f"model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}")
+            raise JobError(
+                f"model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}"
+            )
         self.context = context
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(context, hidden)
@@ -50,7 +54,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits (n, t, vocab) of the token after each of `tokens` (n, t), whole numbers below `vocab`.
 
-        `position_ids` (1, t) are the tokens' places below `context`, where they are not 0 to t - 1: a rank may hold a part of a sequence.
+        `position_ids` (1, t) are the tokens' places below `context`, where they are not 0 to t - 1: a rank may hold a
+        part of a sequence.
 
         Raises:
             DataError: a sequence longer than `context`.
@@ -58,7 +63,8 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         if length > self.context:
             raise DataError(
-                f"a sequence of {length} tokens is longer than the model's context of {self.context}; give the model context: {length}"
+                f"a sequence of {length} tokens is longer than the model's context of {self.context}; give the "
+                f"model context: {length}"
             )
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device)
@@ -86,7 +92,9 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(hidden)
         self.attention = Attention(hidden, heads, dropout)
         self.mlp_norm = nn.LayerNorm(hidden)
-        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, t, hidden) to (n, t, hidden)."""
@@ -109,7 +117,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, t, hidden) to (n, t, hidden); position i sees positions up to i."""
         n, t, hidden = x.shape
-        query, key, value = self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        query, key, value = (
+            self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        )
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         out: Tensor = self.out_dropout(self.out(mixed.transpose(1, 2).reshape(n, t, hidden)))
         return out

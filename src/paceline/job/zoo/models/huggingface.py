@@ -48,14 +48,22 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
     """
     config = _config(file, args)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[task])
-    config.architectures = config.architectures or []  # transformers goes through them where a kind has several models for a task
+    # transformers goes through them where a kind has several models for a task
+    config.architectures = config.architectures or []
     try:
-        model: nn.Module = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)  # precision is the plan's matter
+        # precision is the plan's matter
+        model: nn.Module = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
-        fitting = [name for name, auto in _AUTO_CLASSES.items() if type(config) in getattr(_transformers(), auto)._model_mapping]
+        fitting = [
+            name
+            for name, auto in _AUTO_CLASSES.items()
+            if type(config) in getattr(_transformers(), auto)._model_mapping
+        ]
         if task in fitting:
             raise JobError(f"{file}: {_first_line(error)}") from error
-        raise JobError(f"{file}: a {config.model_type} is not made for {task}. Tasks that it has: {', '.join(fitting) or 'none'}") from None
+        raise JobError(
+            f"{file}: a {config.model_type} is not made for {task}. Tasks that it has: {', '.join(fitting) or 'none'}"
+        ) from None
     return model
 
 
@@ -69,7 +77,10 @@ def image_shape(file: Path, args: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def resnet50(*, classes: PositiveInt = 1000, image_size: PositiveInt = 224) -> nn.Module:
-    """ResNet-50 (He et al., 2016, arXiv:1512.03385); output `.logits` (n, classes). The data is resized to `image_size`."""
+    """ResNet-50 (He et al., 2016, arXiv:1512.03385); output `.logits` (n, classes).
+
+    The data is resized to `image_size`.
+    """
     transformers = _transformers()
     model: nn.Module = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=classes))
     return model
@@ -100,16 +111,20 @@ def bert(
     context: PositiveInt = 128,
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
 ) -> nn.Module:
-    """BERT with a masked-language head (Devlin et al., 2019, arXiv:1810.04805): tokens (n, t) to `.logits` (n, t, vocab).
+    """BERT with a masked-language head (Devlin et al., 2019, arXiv:1810.04805).
 
-    The default is small and reads bytes: 256 of them and the mask. Dropout is 0 by default, so that every plan has the same losses.
+    Tokens (n, t) to `.logits` (n, t, vocab).
+
+    The default is small and reads bytes: 256 of them and the mask. Dropout is 0 by default, so that every plan has the
+    same losses.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`.
     """
     if hidden % heads:
         raise JobError(
-            f"model bert: hidden ({hidden}) should be a multiple of heads ({heads}), such as {heads * max(1, round(hidden / heads))}"
+            f"model bert: hidden ({hidden}) should be a multiple of heads ({heads}), such as "
+            f"{heads * max(1, round(hidden / heads))}"
         )
     transformers = _transformers()
     config = transformers.BertConfig(
@@ -141,10 +156,14 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     except ValueError:
         raise JobError(f'{file}: transformers {transformers.__version__} has no model_type "{kind}"') from None
     keys = {*known.to_dict(), *known.attribute_map, "num_labels"}  # num_labels is a property
-    if unknown := [f'a {kind} configuration has no "{key}". {nearest(key, sorted(keys))}' for key in args if key not in keys]:
+    if unknown := [
+        f'a {kind} configuration has no "{key}". {nearest(key, sorted(keys))}' for key in args if key not in keys
+    ]:
         raise JobError("\n".join(f"model args for {file}: {text}" for text in unknown))
     try:
-        config: PretrainedConfig = transformers.AutoConfig.for_model(kind, **_overridden(values, args, known.attribute_map))
+        config: PretrainedConfig = transformers.AutoConfig.for_model(
+            kind, **_overridden(values, args, known.attribute_map)
+        )
     except Exception as error:  # each kind of configuration has its own for values that it refuses
         raise JobError(f"{file}: {' '.join(str(error).split())}") from error
     return config
@@ -162,15 +181,23 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
     for key, value in values.items():
         name = f"{where}{key}"
         if "_implementation" in str(key):
-            kind, known = ("experts_implementation", _EXPERTS) if "experts" in str(key) else ("attn_implementation", _known_attention())
+            kind, known = (
+                ("experts_implementation", _EXPERTS)
+                if "experts" in str(key)
+                else ("attn_implementation", _known_attention())
+            )
             for one in value.values() if isinstance(value, dict) else [value]:
                 if one is not None and one not in known:
                     yield (
-                        f'{name} "{one}" is not one of {", ".join(known)}: transformers may fetch code for it. Leave {kind} out, or name '
+                        f'{name} "{one}" is not one of {", ".join(known)}: transformers may fetch code for it. '
+                        f"Leave {kind} out, or name "
                         "one of these."
                     )
         elif key in _FETCHING and value:
-            yield f"{name} is set, which lets transformers fetch code or weights. Leave it out; `weights:` of the job's model names a file."
+            yield (
+                f"{name} is set, which lets transformers fetch code or weights. Leave it out; `weights:` of the "
+                "job's model names a file."
+            )
         else:
             yield from _asks_for_code(value, f"{name}.")
 
@@ -202,7 +229,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:  # no JSON, or no UTF-8
         raise JobError(f"{file} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise JobError(f"{file} is not a Hugging Face model configuration: it holds a {type(values).__name__}, not keys with values")
+        raise JobError(
+            f"{file} is not a Hugging Face model configuration: it holds a {type(values).__name__}, not "
+            "keys with values"
+        )
     return values
 
 

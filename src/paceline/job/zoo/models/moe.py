@@ -2,8 +2,8 @@
 
 Shazeer et al., 2017, arXiv:1701.06538; Fedus et al., 2021, arXiv:2101.03961.
 
-What a sequence's tokens are given never depends on the other sequences of a batch: capacity and balance are those of a sequence, so every
-division of a batch over microbatches and ranks computes the same.
+What a sequence's tokens are given never depends on the other sequences of a batch: capacity and balance are those of a
+sequence, so every division of a batch over microbatches and ranks computes the same.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from paceline.job.zoo.models.gpt import GPT
 
 
 class MoE(GPT):
-    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab). About 18 M parameters by default.
+    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab).
+
+    About 18 M parameters by default.
 
     Args:
         experts: MLPs in each block.
         top_k: how many of them each token goes to.
-        capacity: an expert takes at most ceil(capacity * t * top_k / experts) tokens of a sequence of t tokens, the first ones, so that
-            no token depends on later ones; the others are dropped and pass the block by. 0: no limit, nothing is dropped.
-        balance: weight of the balanced-load loss (see `Router`), which is minimised besides the job's loss and is not a part of the loss
-            that is reported.
+        capacity: an expert takes at most ceil(capacity * t * top_k / experts) tokens of a sequence of t tokens, the
+            first ones, so that no token depends on later ones; the others are dropped and pass the block by. 0: no
+            limit, nothing is dropped.
+        balance: weight of the balanced-load loss (see `Router`), which is minimised besides the job's loss and is not a
+            part of the loss that is reported.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`, or `top_k` is more than `experts`.
@@ -54,11 +57,15 @@ class MoE(GPT):
         dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
     ) -> None:
         if top_k > experts:
-            raise JobError(f"model moe: a token cannot go to top_k = {top_k} of {experts} experts; top_k is at most {experts}")
+            raise JobError(
+                f"model moe: a token cannot go to top_k = {top_k} of {experts} experts; top_k is at most {experts}"
+            )
         super().__init__(vocab=vocab, context=context, layers=layers, hidden=hidden, heads=heads, dropout=dropout)
         for block in self.blocks:
             assert isinstance(block, nn.Module)
-            block.mlp = Mixture(Router(hidden, experts, top_k, capacity, balance), Experts(experts, hidden, 4 * hidden, layers), dropout)
+            block.mlp = Mixture(
+                Router(hidden, experts, top_k, capacity, balance), Experts(experts, hidden, 4 * hidden, layers), dropout
+            )
 
 
 def moe_counts(model: nn.Module) -> dict[str, Any]:
@@ -95,16 +102,19 @@ def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
 
     It does nothing to a model without `Router`s.
 
-    Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts for what its part
-    of the job's loss counts for, which is its share of the items (tokens) that the global mean is over.
+    Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts
+    for what its part of the job's loss counts for, which is its share of the items (tokens) that the global mean is
+    over.
 
     Args:
-        weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 / n, which is right
-            where the loss is the mean over all that a forward pass is given.
+        weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 /
+            n, which is right where the loss is the mean over all that a forward pass is given.
     """
     routers = [router for _, router in _routers(model)]
     if routers:
-        given = None if weight is None else torch.as_tensor(weight, dtype=torch.float64, device=routers[0].weight.device)
+        given = (
+            None if weight is None else torch.as_tensor(weight, dtype=torch.float64, device=routers[0].weight.device)
+        )
         for router in routers:
             router.sequence_weight = given
 
@@ -140,12 +150,13 @@ class Router(nn.Module):
 
     The probabilities are a softmax of a linear function of the token.
 
-    *Balanced-load loss.* Of a sequence with t tokens, f_i is the share of its t * top_k choices that fell on expert i, and P_i the mean
-    of i's probability: experts * sum over i of f_i * P_i, which is 1 where the load is balanced and `experts` where one expert takes it all
-    (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would
-    depend on how the batch is divided; the mean of this over the sequences does not. It is added to the loss in the backward pass, where
-    no value of it is needed (see `_Besides`), so every pipeline stage adds that of its own layers. Where a sequence is divided over
-    ranks (cp), the shares f are those of the whole sequence; only the capacity is then that of each part.
+    *Balanced-load loss.* Of a sequence with t tokens, f_i is the share of its t * top_k choices that fell on expert i,
+    and P_i the mean of i's probability: experts * sum over i of f_i * P_i, which is 1 where the load is balanced and
+    `experts` where one expert takes it all (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3,
+    arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would depend on how the batch is divided; the mean
+    of this over the sequences does not. It is added to the loss in the backward pass, where no value of it is needed
+    (see `_Besides`), so every pipeline stage adds that of its own layers. Where a sequence is divided over ranks (cp),
+    the shares f are those of the whole sequence; only the capacity is then that of each part.
     """
 
     taken: Tensor
@@ -168,7 +179,8 @@ class Router(nn.Module):
         with a single expert the weight is its probability, or it would not be learned.
         """
         experts = len(self.weight)
-        wide = torch.promote_types(x.dtype, torch.float32)  # routing in bfloat16 is unstable (Fedus et al., 2021, section 2.4)
+        # routing in bfloat16 is unstable (Fedus et al., 2021, section 2.4)
+        wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             probabilities = F.linear(x.to(wide), self.weight.to(wide)).softmax(-1)
         weights, index = probabilities.topk(self.top_k, dim=-1)
@@ -186,7 +198,9 @@ class Router(nn.Module):
     def _balance_loss(self, probabilities: Tensor, index: Tensor) -> Tensor:
         n, t, experts = probabilities.shape
         chosen = index.reshape(n, t * self.top_k)
-        share = torch.zeros_like(probabilities[:, 0]).scatter_add(1, chosen, torch.ones_like(chosen, dtype=probabilities.dtype))
+        share = torch.zeros_like(probabilities[:, 0]).scatter_add(
+            1, chosen, torch.ones_like(chosen, dtype=probabilities.dtype)
+        )
         if self.pieces > 1 and not without_values(share):
             self.sum_over_pieces(share)
         tokens = t * self.pieces
@@ -199,9 +213,12 @@ class Router(nn.Module):
     @torch.no_grad()
     def _count(self, index: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1 or without_values(index):
-            return  # within a backward pass activations are computed again; they were counted when they were computed first
+            # within a backward pass activations are computed again; they were counted when they were computed first
+            return
         chosen = index.flatten()
-        counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device).index_add(0, chosen, torch.ones_like(chosen))
+        counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device).index_add(
+            0, chosen, torch.ones_like(chosen)
+        )
         self.taken += counts[:-1]
         self.dropped += counts[-1]
 
@@ -228,7 +245,8 @@ def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
     An expert is full when `capacity` choices of the same sequence come before.
     """
     n = index.shape[0]
-    place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()  # one for every expert of every sequence
+    # one for every expert of every sequence
+    place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()
     of_place, order = place.sort(stable=True)
     first = torch.searchsorted(of_place, of_place)  # where in `order` those of the same place begin
     before = torch.arange(len(order), device=index.device) - first
@@ -263,7 +281,10 @@ class Experts(nn.Module):
         sizes = counts.tolist()
         order = order[: sum(sizes)]
         rows = hidden[order // top_k_index.shape[1]].split(sizes)
-        made = [F.linear(F.gelu(F.linear(r, up)), down) for r, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)]
+        made = [
+            F.linear(F.gelu(F.linear(r, up)), down)
+            for r, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)
+        ]
         return combined(torch.cat(made), order, top_k_weights).to(hidden.dtype)
 
 
@@ -278,13 +299,20 @@ def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum (tokens, hidden) of each token's rows: `rows[i]` belongs to choice `order[i]` of weights (tokens, k).
+    """The weighted sum (tokens, hidden) of each token's rows.
+
+    `rows[i]` belongs to choice `order[i]` of weights (tokens, k).
 
     No atomic additions, which would make it differ from run to run on a GPU.
     """
     tokens, k = weights.shape
     weighted = rows * weights.flatten()[order].unsqueeze(-1)
-    return weighted.new_zeros(tokens * k, rows.shape[1]).index_copy(0, order, weighted).view(tokens, k, rows.shape[1]).sum(1)
+    return (
+        weighted.new_zeros(tokens * k, rows.shape[1])
+        .index_copy(0, order, weighted)
+        .view(tokens, k, rows.shape[1])
+        .sum(1)
+    )
 
 
 def without_values(tensor: Tensor) -> bool:

@@ -12,7 +12,10 @@ def mlp(*, hidden: PositiveInt = 1024, classes: PositiveInt = 10) -> nn.Module:
 
 
 def cifar_cnn(*, classes: PositiveInt = 10) -> nn.Module:
-    """Two convolutions and two linear layers for images of 3 x 32 x 32; output (n, classes). 268,650 parameters with 10 classes."""
+    """Two convolutions and two linear layers for images of 3 x 32 x 32.
+
+    Output (n, classes). 268,650 parameters with 10 classes.
+    """
     head = nn.Sequential(nn.Linear(CIFAR_FEATURES, 128), nn.ReLU(), nn.Linear(128, classes))
     return nn.Sequential(*cifar_convolutions(), *head)
 
