@@ -129,7 +129,7 @@ class Emulate(_Part):
         for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
                 raise ValueError(
-                    f"cpu: {one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least"
+                    f"{one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least"
                 )
         return cpu
 

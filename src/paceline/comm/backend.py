@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from paceline.comm.transport import choose
 from paceline.errors import ClusterError, LaunchError, tell_of_failure
 from paceline.launch_engine import is_rank
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment, take_store_fd
+
+_joins = count()  # of this process so far
 
 
 @contextmanager
@@ -64,10 +68,8 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
             return Group(device=device, deadline_s=deadline_s)
         environment = RankEnvironment.from_env()
         rank, size = environment.rank, environment.world_size
-        store = _store(environment, deadline_s)
-        backend = "nccl"
+        store, (backend, note) = _met(environment, device, transport, deadline_s)
         if device.type == "cpu":
-            backend, note = choose(store, rank, size, transport, deadline_s)
             register_transport(backend)
             _keep_gloo_to_the_interface()
         dist.init_process_group(
@@ -108,10 +110,31 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def _store(environment: RankEnvironment, deadline_s: float) -> Store:
-    """The rendezvous' store, scoped by attempt.
+def _met(
+    environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float
+) -> tuple[Store, tuple[str, str | None]]:
+    """The rendezvous' store, and the transport that all ranks chose there, with a note on it.
 
-    So a restarted run never reads the keys of the one before.
+    A rank that joins again may find the store of the time before, which rank 0 has yet to close; then it comes back.
+    """
+    until = time.monotonic() + deadline_s
+    number = next(_joins)
+    while True:
+        store = _store(environment, deadline_s, number)
+        try:
+            if device.type != "cpu":
+                return store, ("nccl", None)
+            return store, choose(store, environment.rank, environment.world_size, transport, deadline_s)
+        except dist.DistNetworkError:
+            if number == 0 or environment.rank == 0 or time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def _store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:
+    """The rendezvous' store, scoped by attempt and by how often the ranks have joined.
+
+    So neither a restarted run nor ranks that meet again read the keys of the time before.
     """
     rank, world = environment.rank, environment.world_size
     address, port = environment.master_address, environment.master_port
@@ -134,7 +157,7 @@ def _store(environment: RankEnvironment, deadline_s: float) -> Store:
             "run, or rank 0 not started? "
             "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
         ) from error
-    return PrefixStore(f"paceline/{environment.attempt}", store)
+    return PrefixStore(f"paceline/{environment.attempt}/{number}", store)
 
 
 def _listen(address: str, port: int) -> int:

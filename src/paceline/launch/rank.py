@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import multiprocessing
 import os
 import select
 import shutil
@@ -68,6 +69,8 @@ def run(
         _pin(environment)
         prepare()
         defer_compiler()
+        # What multiprocessing makes, as for loader processes, goes with the launcher's folder, however this rank ends.
+        multiprocessing.current_process()._config["tempdir"] = str(record.parent)  # type: ignore[attr-defined]
         target, *arguments = module_args
         load_object(target)(arguments)
     except SystemExit as error:

@@ -57,30 +57,33 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: lab\nemulate:\n  host: 2", 'line 3: unknown key "host" in `emulate`. Did you mean "hosts"?'),
+        ("name: lab\nemulate:\n  host: 2", 'line 3: unknown key "host" in emulate. Did you mean "hosts"?'),
         ("name: lab\nemulat: {hosts: 2}", 'line 2: unknown key "emulat" in the cluster. Did you mean "emulate"?'),
-        ("emulate:\n  rate: 1gbit", 'line 1: `emulate` needs "hosts"'),
-        ("emulate:\n  hosts: 0", 'line 2: "hosts" of `emulate`: Input should be greater than or equal to 1, not 0'),
-        ("emulate:\n  hosts: 2\n  rate: 100Mbps", "line 3: rate: '100Mbps' is not a rate such as 25mbit or 1gbit"),
-        ("emulate:\n  hosts: 2\n  rate: [1gbit, 5]", "line 3: rate: '5' is not a rate"),
+        ("emulate:\n  rate: 1gbit", 'line 1: emulate needs the key "hosts"'),
+        ("emulate:\n  hosts: 0", "line 2: emulate.hosts should be at least 1, got 0"),
+        (
+            "emulate:\n  hosts: 2\n  rate: 100Mbps",
+            "line 3: emulate.rate: '100Mbps' is not a rate such as 25mbit or 1gbit",
+        ),
+        ("emulate:\n  hosts: 2\n  rate: [1gbit, 5]", "line 3: emulate.rate: '5' is not a rate"),
         (
             "\nemulate:\n  hosts: 2\n  cpu: [1, 1, 1]",
-            "line 2: cpu lists 3 values, but there are 2 hosts: give one for each",
+            "line 2: emulate: cpu lists 3 values, but there are 2 hosts: give one for each",
         ),
-        ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: cpu: 0 is not a number of cores"),
-        ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: cpu: nan is not a number of cores"),
-        ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: cpu: True is not a number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: emulate.cpu: 0 is not a number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: emulate.cpu: nan is not a number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: emulate.cpu: True is not a number of cores"),
         (
             "emulate:\n  hosts: 2\n  cpu: 9",
             "line 1: cpu: host-0 is to have 9 cores, but this machine leaves only 4 to use",
         ),
-        ("emulate: {hosts: 2, delay_ms: 0}", 'line 1: "delay_ms" of `emulate`: Input should be greater than 0, not 0'),
-        ("emulate: 4", 'line 1: "emulate" of the cluster'),
+        ("emulate: {hosts: 2, delay_ms: 0}", "line 1: emulate.delay_ms should be more than 0.0, got 0"),
+        ("emulate: 4", "line 1: emulate should be a group of keys with values, got 4"),
         (
             "hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}",
             "emulate stands for 2 hosts, but 1 are listed",
         ),
-        ("name: lab", "line 1: a cluster has at least one host: list `hosts`, or emulate some"),
+        ("name: lab", "cluster.yaml: a cluster has at least one host: list `hosts`, or emulate some"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, text: str, message: str) -> None:

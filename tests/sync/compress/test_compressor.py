@@ -305,7 +305,7 @@ def under_one_name() -> None:
 
 
 def test_a_name_that_stands_for_two_tensors_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match='SyncError: "a" stood for 2000 numbers before and now for 2020'):
+    with pytest.raises(RankError, match='"a" stood for 2000 numbers before and now for 2020'):
         ranks(2, under_one_name)
 
 

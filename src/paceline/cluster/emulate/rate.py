@@ -19,7 +19,7 @@ def bits_per_s(rate: str) -> int:
     speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
     if not _LEAST <= speed <= _MOST:
         raise ValueError(
-            f"rate: {rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a "
+            f"{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a "
             "second, 10kbit to 400gbit)"
         )
     return speed
