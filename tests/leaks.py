@@ -119,12 +119,26 @@ def _descendants() -> list[psutil.Process]:
     Python's resource tracker and the seeds belong to the whole session, and stay.
     """
     living = []
-    for child in psutil.Process().children(recursive=True):
+    for child in _children_of(os.getpid(), recursive=True):
         with suppress(psutil.NoSuchProcess):
             stays = child.pid in shared_pids() or any("resource_tracker" in word for word in child.cmdline())
             if child.status() != psutil.STATUS_ZOMBIE and not stays:
                 living.append(child)
     return living
+
+
+def _children_of(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+    """Children of a process, as psutil has them, but without looking at all processes of the machine."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel without that list
+        return psutil.Process(pid).children(recursive)
+    found = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError, psutil.NoSuchProcess):
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    found.append(psutil.Process(int(child)))
+                    found += _children_of(int(child), recursive=True) if recursive else []
+    return found
 
 
 def _threads() -> set[str]:
@@ -141,7 +155,7 @@ def _shared_memory() -> set[str]:
     names = {name for name in _entries(Path("/dev/shm")) if name.startswith(_SEGMENT_PREFIXES)}
     new = names - _seen_segments
     if new:
-        ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        ours = {os.getpid(), *(child.pid for child in _children_of(os.getpid(), recursive=True))}
         _seen_segments.update(name for name in new if _used_by_others(name, ours))
     return names - _seen_segments
 
@@ -216,7 +230,7 @@ def _not_of_others(names: set[str]) -> set[str]:
     """
     if not names:
         return names
-    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    ours = {os.getpid(), *(child.pid for child in _children_of(os.getpid(), recursive=True))}
     owned = [(record.name, owner) for record in Record.all() for owner in (record.launcher, record.keeper)]
     others = {name for name, owner in owned if owner.alive and owner.pid not in ours}
     return {name for name in names if name.rpartition("-")[0] not in others and Path(name).stem not in others}
@@ -266,7 +280,7 @@ def _torch_settings() -> dict[str, object]:
 
 def _reap() -> None:
     """Take the exit codes of adopted orphans; nobody else will."""
-    for child in psutil.Process().children():
+    for child in _children_of(os.getpid()):
         with suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(child.pid, os.WNOHANG)
