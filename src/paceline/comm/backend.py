@@ -113,7 +113,7 @@ def _device() -> torch.device:
 def _met(
     environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float
 ) -> tuple[Store, tuple[str, str | None]]:
-    """Meet the other ranks: the rendezvous' store, and the transport that all chose, with a note.
+    """The rendezvous' store, and the transport that all ranks chose, with a note.
 
     A rank that joins again may find the store of the time before, which rank 0 has yet to close; then it comes back.
     """
