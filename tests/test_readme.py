@@ -142,7 +142,7 @@ def test_the_readme_is_one_page() -> None:
 
 
 def test_every_figure_in_the_readme_is_one_of_the_results() -> None:
-    table = README.partition("## Figures")[2].partition("\n## ")[0]
+    table = README.partition("## Ten figures")[2].partition("\n## ")[0]
     values = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(values) == 10
     numbers = [number for value in values for number in re.findall(r"\d+(?:\.\d+)?", value)]
