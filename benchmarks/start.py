@@ -109,8 +109,10 @@ def commands(repeats: int) -> dict[str, float]:
 def _script(command: Sequence[str]) -> tuple[float, float, float]:
     """Loss, seconds to the end of the first step, and seconds to the end of the command."""
     started = time.time()
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     whole_s = time.time() - started
+    if ended.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stderr}")
     loss, at = ended.stdout.split()[-2:]
     return float(loss), float(at) - started, whole_s
 

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -79,10 +78,8 @@ def script(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the_next_step", "the_same_step_again"]
 )
-def test_a_kill_at_any_line_of_the_writing_leaves_a_whole_checkpoint(step: int) -> None:
-    # In memory: hundreds of checkpoints that are flushed to a busy disk take minutes.
-    with tempfile.TemporaryDirectory(prefix="kills-", dir="/dev/shm") as folder:
-        done = script("kill_at_every_line", folder, step)
+def test_a_kill_at_any_line_of_the_writing_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
+    done = script("kill_at_every_line", tmp_path, step)
     assert done.returncode == 0, done.stderr
     kills, old, new = map(int, done.stdout.split())
     assert kills == old + new

@@ -21,7 +21,6 @@ from paceline.trace.sample import batch_of
 from ranks import Ranks
 from tensor_parity import own_group
 
-pytest.importorskip("transformers")
 TRUNK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     # two divide the vocabulary and the feed-forward layer, four do not
