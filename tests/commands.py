@@ -1,4 +1,4 @@
-"""The commands of paceline as a person runs them: real processes, with a deadline and what they printed."""
+"""The commands of paceline: called in the process of a test, or run as a person does, with a deadline."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
+import pytest
 import yaml
+
+from paceline.cli import main
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 60.0  # ten times what any of them takes on a busy machine of two cores
@@ -46,8 +50,54 @@ class Outcome:
         return error
 
 
-def paceline(*arguments: object, folder: Path, **environment: str) -> Outcome:
-    """Run the command `paceline ARGUMENTS…` in `folder` to its end."""
+def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Outcome:
+    """Call the command `paceline ARGUMENTS…` in this process, in `folder`, to its end.
+
+    Its ranks are forked from the tests' seed. What only a process of its own shows, `in_a_process` does.
+
+    Args:
+        columns: width of the terminal for the errors of the command line.
+    """
+    with ExitStack() as stack:
+        out, err = (stack.enter_context(tempfile.TemporaryFile("w+", buffering=1)) for _ in range(2))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        if columns is not None:
+            patch.setenv("COLUMNS", str(columns))
+        with _streams_to(out, err):
+            code = _exit_code_of_main()
+        return Outcome(code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err)))
+
+
+def _exit_code_of_main() -> int:
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+@contextmanager
+def _streams_to(out: IO[str], err: IO[str]) -> Iterator[None]:
+    """Within, this process and the ranks that it starts write into these files."""
+    before, kept = (sys.stdout, sys.stderr), (os.dup(1), os.dup(2))
+    sys.stdout, sys.stderr = out, err
+    try:
+        for number, file in enumerate((out, err), start=1):
+            os.dup2(file.fileno(), number)
+        yield
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+        for number, copy in enumerate(kept, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def in_a_process(*arguments: object, folder: Path, **environment: str) -> Outcome:
+    """Run the command `paceline ARGUMENTS…` in `folder` to its end, in a process of its own."""
     with started("paceline", *arguments, folder=folder, environment=environment) as process:
         return ended(process)
 

@@ -35,7 +35,8 @@ MUST_RUN_ALL = os.environ.get("CI") == "true"
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
-    """Fail a test that leaves a process, thread, port, file or changed setting behind."""
+    """Begin with an empty cache; fail a test that leaves a process, thread, port, file or changed setting behind."""
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     before = Snapshot()
     yield
     if found := before.left_over():
@@ -68,18 +69,16 @@ def _seed(_own_temporary_folder: None) -> None:
 
 @pytest.fixture(scope="session")
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A temporary folder that only this session uses, so that whatever stays in it was left by a test."""
+    """A temporary folder of this session alone, where whatever stays was left by a test, and a cache of its own."""
     tmp_path_factory.getbasetemp()  # stays where pytest keeps it
     multiprocessing.util.get_temp_dir()  # lives as long as this process
     adopt_orphans()
-    before = os.environ.get("TMPDIR")
     folder = tempfile.mkdtemp(prefix="paceline-tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    yield
-    tempfile.tempdir = None
-    os.environ.pop("TMPDIR")
-    if before is not None:
-        os.environ["TMPDIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # not the user's
+        yield
     shutil.rmtree(folder, ignore_errors=True)
 
 

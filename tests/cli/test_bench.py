@@ -91,7 +91,9 @@ def test_an_interrupted_benchmark_keeps_what_it_measured_and_goes_on(job: Path, 
     assert Report.load(tmp_path / "b" / "report.json").complete
 
 
-def test_an_interrupt_before_the_first_step_leaves_a_benchmark_to_go_on_with(job: Path, tmp_path: Path) -> None:
+def test_an_interrupt_before_the_first_step_leaves_a_benchmark_to_go_on_with_for_the_same_job(
+    job: Path, tmp_path: Path
+) -> None:
     with started("paceline", "bench", job, *TWO_DEVICES, folder=tmp_path) as process:
         wait_for((tmp_path / "b" / "runs" / "1-device-r1" / "events.jsonl").exists, process)
         process.send_signal(signal.SIGINT)
@@ -101,12 +103,6 @@ def test_an_interrupt_before_the_first_step_leaves_a_benchmark_to_go_on_with(job
     assert "failed" not in outcome.err
     assert (tmp_path / "b" / "protocol.json").exists()
 
-
-def test_a_directory_of_another_job_is_refused(job: Path, tmp_path: Path) -> None:
-    with started("paceline", "bench", job, *TWO_DEVICES, folder=tmp_path) as process:
-        wait_for((tmp_path / "b" / "protocol.json").exists, process)
-        process.send_signal(signal.SIGINT)
-        ended(process)
     write_job(job, global_batch=24)
     outcome = paceline("bench", job, "--devices", "1", "--out", "b", folder=tmp_path)
     assert outcome.code == 1
@@ -152,7 +148,7 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
 def test_what_cannot_work_is_told_before_anything_runs(
     arguments: list[str], code: int, text: str, job: Path, tmp_path: Path
 ) -> None:
-    outcome = paceline("bench", job, *arguments, folder=tmp_path, COLUMNS="200")
+    outcome = paceline("bench", job, *arguments, folder=tmp_path, columns=200)
     assert outcome.code == code
     assert outcome.says(text)
     assert not (tmp_path / "bench").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import BIN, ended, paceline, started
+from commands import BIN, ended, in_a_process, started
 
 
 def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
 
 def test_a_torch_that_cannot_be_imported_is_a_problem_and_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    shown = paceline("doctor", "--json", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    shown = in_a_process("doctor", "--json", folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert shown.code == 1
     assert shown.says(
         "problem", "libcudart.so.12", "nothing was measured", "1 problem keeps paceline from training here"
@@ -69,5 +69,7 @@ def test_ranks_that_could_not_meet_are_not_started(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_noted_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('not here')")  # spares the measuring
-    shown = paceline("doctor", folder=tmp_path, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="64", CXX="no-such-compiler")
+    shown = in_a_process(
+        "doctor", folder=tmp_path, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="64", CXX="no-such-compiler"
+    )
     assert shown.says("no-such-compiler (C++ compiler)", "apt install g++ python3-dev", "OMP_NUM_THREADS=64")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from commands import paceline, write_job
+from commands import in_a_process, paceline, write_job
 from paceline.job.job import Job
 from paceline.training.checkpoint.writer import Snapshot
 from paceline.training.record.run import Run
@@ -101,7 +101,7 @@ def test_transformers_loads_the_exported_folder_of_a_bert(tmp_path: Path) -> Non
     save_all(
         tmp_path / "run" / "checkpoints", 1, [Snapshot({f"model/{name}": p for name, p in model.named_parameters()})]
     )
-    outcome = paceline("export", "run", "bert", "--layout", "hf", folder=tmp_path)
+    outcome = in_a_process("export", "run", "bert", "--layout", "hf", folder=tmp_path)
     assert outcome.says("bert: load it with from_pretrained('bert')")
     assert outcome.err == "", "nothing of transformers is on the screen"
     assert json.loads((tmp_path / "bert" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]

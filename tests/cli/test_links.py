@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended, paceline, started
+from commands import ended, in_a_process, paceline, started
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.runner.links import COLLECTIVES, algorithms_of, ranks_of, transports_of
@@ -88,7 +88,7 @@ def test_slow_emulated_hosts_are_measured_against_their_link_in_bounded_time(tmp
 def test_what_it_does_not_understand_is_an_error_of_the_command_line(
     arguments: list[str], texts: list[str], tmp_path: Path
 ) -> None:
-    shown = paceline("links", *arguments, folder=tmp_path, COLUMNS="200")
+    shown = paceline("links", *arguments, folder=tmp_path, columns=200)
     assert shown.code == 2
     assert shown.says(*texts, "--help")
 
@@ -99,7 +99,7 @@ def test_a_transport_that_fails_is_named_and_costs_no_other(tmp_path: Path) -> N
     broken = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))\n"
     (tmp_path / "sitecustomize.py").write_text(broken)
     arguments = ["--transports", "shm,gloo", "--collectives", "broadcast", "--sizes", "1KiB", "--json"]
-    shown = paceline("links", *arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    shown = in_a_process("links", *arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert shown.code == 1
     assert shown.says("shm could not be measured", "transport=shm cannot be had")
     record = json.loads(shown.out.splitlines()[-1])

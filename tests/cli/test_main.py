@@ -16,7 +16,7 @@ import pytest
 import typer.main
 
 import paceline as package
-from commands import paceline
+from commands import in_a_process, paceline
 from paceline.cli import app
 from paceline.plans.plan import Plan
 
@@ -61,14 +61,14 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 
 
 def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
-    shown = paceline("--help", folder=tmp_path, COLUMNS="200")
+    shown = paceline("--help", folder=tmp_path, columns=200)
     assert shown.says(
         "Train any PyTorch model", "train", "Train a job on this machine's devices", "export", "newest checkpoint"
     )
     assert shown.says(
         "bench", "how a job scales", "report", "report.html", "doctor", "how fast it is", "links", "hardware's limits"
     )
-    shown = paceline("train", "--help", folder=tmp_path, COLUMNS="200")
+    shown = paceline("train", "--help", folder=tmp_path, columns=200)
     assert shown.says("JOB", "--plan", "--resume", "--restarts", "Directory of the run.", "runs/JOB-TIME", "a free one")
 
 
@@ -93,7 +93,7 @@ def test_it_is_a_module_as_well(tmp_path: Path) -> None:
 def test_what_it_does_not_know_is_an_error_of_the_command_line(
     arguments: list[str], texts: list[str], tmp_path: Path
 ) -> None:
-    shown = paceline(*arguments, folder=tmp_path, COLUMNS="200")
+    shown = paceline(*arguments, folder=tmp_path, columns=200)
     assert shown.code == 2
     assert shown.says(*texts, "--help")
 
@@ -114,7 +114,7 @@ def test_every_command_is_tested_for_its_example() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_ends_with_an_example_that_the_command_takes(name: str, tmp_path: Path) -> None:
-    shown = paceline(name, "--help", folder=tmp_path, COLUMNS="200").out
+    shown = paceline(name, "--help", folder=tmp_path, columns=200).out
     example = shown.partition("Example: ")[2].strip()
     program, command, *arguments = shlex.split(example)
     assert (program, command) == ("paceline", name)
@@ -127,7 +127,7 @@ def test_help_ends_with_an_example_that_the_command_takes(name: str, tmp_path: P
 def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
     def completed(words: str, position: int) -> list[str]:
         variables = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
-        return paceline(folder=tmp_path, **variables).out.split()
+        return in_a_process(folder=tmp_path, **variables).out.split()
 
     assert completed("paceline tr", 1) == ["train"]
     assert completed("paceline train job.yaml --res", 3) == ["--resume", "--restarts"]

@@ -18,7 +18,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from commands import paceline
+from commands import in_a_process, paceline
 from handmade_search import RARER, cluster, found, job
 from paceline.cli import app
 from paceline.cli import plan as command
@@ -69,7 +69,7 @@ def test_one_command_tells_everything_on_the_screen_as_json_and_as_a_page_and_im
         "import sys\nsys.modules['torch'] = None  # to import it is an error from here on\n"
     )
     arguments = ["--cluster", NAME, "--json", "--page", "plan.html", "--batch-advice", "--top", 4]
-    shown = paceline("plan", "job.yaml", *arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    shown = in_a_process("plan", "job.yaml", *arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert shown.code == 0, shown.err
     assert shown.says(
         "where the step goes", "what holds the memory", "the best plans", "what was excluded", "what would help most"
@@ -104,7 +104,7 @@ def test_the_accepted_batch_is_a_new_job_and_every_change_is_said(tmp_path: Path
         "wrote out.yaml",
     )
     again = paceline(
-        "plan", file, "--cluster", "1x2xA100-SXM-80", "--accept-batch", "out.yaml", folder=tmp_path, COLUMNS="200"
+        "plan", file, "--cluster", "1x2xA100-SXM-80", "--accept-batch", "out.yaml", folder=tmp_path, columns=200
     )
     assert again.code == 2
     assert again.says("is there already")

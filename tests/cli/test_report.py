@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commands import paceline, write_job
+from commands import in_a_process, paceline, write_job
 from handmade_reports import report
 
 
 def test_it_writes_the_page_of_a_run_and_says_where(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
     assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
-    shown = paceline("report", "run", folder=tmp_path)
+    shown = in_a_process("report", "run", folder=tmp_path)
     assert (shown.code, shown.out, shown.err) == (0, "run/report.html\n", "")
     assert "Trained 12 steps" in (tmp_path / "run" / "report.html").read_text()
 

@@ -20,7 +20,7 @@ from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
 from paceline.planner.auto import auto_plan
-from paceline.planner.history import pairs
+from paceline.planner.history import cache_folder, pairs
 from paceline.planner.knobs import Trial
 from paceline.planner.shortlist import Forecast
 from paceline.plans.plan import Plan
@@ -53,11 +53,6 @@ class Net(nn.Module):
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def network(folder: Path, body: str, **changes: Any) -> Job:
     """A job whose model does `body` in its forward pass."""
     (folder / "net.py").write_text(NETWORK.replace("{body}", body))
@@ -85,9 +80,9 @@ def does_not_begin(*_: object, **__: object) -> None:
     pytest.fail("nothing is to be started")
 
 
-def kept(folder: Path) -> list[Path]:
+def kept() -> list[Path]:
     """The files of what was measured."""
-    return list((folder / "cache" / "paceline" / "knobs").glob("*.json"))
+    return list((cache_folder() / "knobs").glob("*.json"))
 
 
 @pytest.mark.slow
@@ -109,12 +104,12 @@ def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_p
     assert Run(run).plan.memory_format == "channels_last"
     assert Run(run).plan.precision is None, "the job's precision is kept"
 
-    if kept(tmp_path):  # else the machine was busy with other tests, and the command said so
+    if kept():  # else the machine was busy with other tests, and the command said so
         again = choose(Job.load(tmp_path / "job.yaml"), CLUSTER)
         assert again.from_cache
         assert again.seconds == 0
         assert again.plan == Run(run).plan
-        assert f"as measured before ({kept(tmp_path)[0]}; delete it to measure again)" in again.lines[-1]
+        assert f"as measured before ({kept()[0]}; delete it to measure again)" in again.lines[-1]
         assert verdicts(again)["memory_format=channels_last"] == "kept"
     else:
         assert first.says("not kept, as other work took")
@@ -126,7 +121,7 @@ def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypa
     forecasts(monkeypatch)
     job = network(tmp_path, "pass", stop={"steps": 1000})
     assert not choose(job, CLUSTER).from_cache
-    [file] = kept(tmp_path)
+    [file] = kept()
     renamed = job.model_copy(update={"seed": 5, "deadline_s": 20.0})
     assert choose(renamed, CLUSTER).from_cache
     file.write_text("{ not what was written")
@@ -138,7 +133,7 @@ def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypa
         == f"nothing could be measured (RuntimeError: it is measured again); going on with plan {default}"
     )
     assert again.plan == default
-    assert kept(tmp_path) == [file], "an edited model is another one, and a trial that fails leaves nothing"
+    assert kept() == [file], "an edited model is another one, and a trial that fails leaves nothing"
 
 
 @pytest.mark.slow
@@ -241,7 +236,7 @@ def test_a_job_that_is_started_often_enough_is_measured_once(tmp_path: Path, mon
     choices = [choose(job, CLUSTER) for _ in range(3)]
     assert [choice.lines[0].startswith("plan auto: measuring") for choice in choices] == [False, False, True]
     assert choose(job, CLUSTER, runs=1).plan == choices[0].plan
-    (tmp_path / "cache").rename(tmp_path / "before")
+    cache_folder().rename(tmp_path / "before")
     assert choose(job, CLUSTER, runs=10).lines[0].startswith("plan auto: measuring"), (
         "as a benchmark asks, which makes many runs"
     )
