@@ -56,7 +56,7 @@ def connections_that_break(every_s: float) -> Iterator[None]:
     def break_them() -> None:
         chance = random.Random(dist.get_rank())
         while not stop.wait(every_s * chance.random()):
-            with group._loop.lock:
+            with group._progress.lock:
                 link = chance.choice(list(group._mesh.links.values()))
                 if link.stream.socket is not None:
                     link.stream.socket.shutdown(socket.SHUT_RDWR)
@@ -282,7 +282,7 @@ def early_leaver() -> None:
     assert isinstance(group, TcpProcessGroup)
     if dist.get_rank() == 0:
         dist.send(torch.arange(3_000_000), 1)
-        with group._loop.lock:
+        with group._progress.lock:
             connection = group._mesh.links[1].stream.socket
             assert connection is not None
             connection.shutdown(socket.SHUT_RDWR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import DistBackendError
 
@@ -68,25 +68,6 @@ class OperationQueue:
                 for behind in self.operations:
                     behind.fail(follow_up_error(self.broken))
         return done
-
-
-class Driver(Protocol):
-    """Drives a process' operations: the thread that waits, or else a background thread."""
-
-    def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Append an operation to its queue, and continue with all as far as possible."""
-
-    def in_background(self, operation: Operation) -> None:
-        """Drive an operation while nobody waits for it."""
-
-    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call back from the thread that finishes the operation; at once if it is done."""
-
-    def is_done(self, operation: Operation) -> bool:
-        """True if it is done, after continuing as far as possible."""
-
-    def wait(self, operation: Operation) -> None:
-        """Drive everything until `operation` is done; raises its error."""
 
 
 def follow_up_error(error: Exception) -> DistBackendError:

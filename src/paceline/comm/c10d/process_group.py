@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.c10d.collectives import Collectives
-from paceline.comm.c10d.operation import Driver, Operation, OperationQueue, Steps
+from paceline.comm.c10d.driver import Driver
+from paceline.comm.c10d.operation import Operation, OperationQueue, Steps
 from paceline.comm.c10d.profile import start
 from paceline.comm.c10d.reduction import Op, Reduction
 from paceline.comm.c10d.sparse import all_reduce_sparse

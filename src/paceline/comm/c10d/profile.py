@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 
-from paceline.comm.c10d.operation import Driver, Operation, OperationQueue
+from paceline.comm.c10d.driver import Driver
+from paceline.comm.c10d.operation import Operation, OperationQueue
 
 
 def start(

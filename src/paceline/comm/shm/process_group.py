@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -35,7 +34,8 @@ class ShmProcessGroup(DrivenProcessGroup):
     _collectives: ShmCollectives
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        progress = _SharedProgress.get(size)
+        progress = ShmProgress.acquire()
+        progress.expect(size)
         self._rounds = Rounds(store, rank, size, progress, timeout.total_seconds())
         super().__init__(rank, size, timeout, name, progress, ShmCollectives(self._rounds))
         self._sending: dict[int, tuple[ShmOutbox, OperationQueue]] = {}
@@ -150,7 +150,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             del self._collectives, self._rounds, self._progress
             self._sending.clear()
             self._inboxes.clear()
-            _SharedProgress.release()
+            ShmProgress.release()
 
     abort = shutdown
 
@@ -178,28 +178,3 @@ class _SharedMemory(Transport):
 
     def everywhere(self, tensor: Tensor) -> list[Tensor]:
         return self.group.everywhere(tensor)
-
-
-class _SharedProgress:
-    """The one `ShmProgress` of this process, from its first group to its last."""
-
-    lock = threading.Lock()
-    progress: ShmProgress | None = None
-    users = 0
-
-    @classmethod
-    def get(cls, ranks: int) -> ShmProgress:
-        with cls.lock:
-            if cls.progress is None:
-                cls.progress = ShmProgress()
-            cls.users += 1
-            cls.progress.expect(ranks)
-            return cls.progress
-
-    @classmethod
-    def release(cls) -> None:
-        with cls.lock:
-            cls.users -= 1
-            if cls.users == 0 and cls.progress is not None:
-                cls.progress.close()
-                cls.progress = None

@@ -8,7 +8,6 @@ died.
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
 import threading
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from torch.distributed import DistBackendError
 
 from paceline.cluster.emulate.cgroup import cpu_quota
-from paceline.comm.c10d.operation import Operation, OperationQueue, follow_up_error
+from paceline.comm.c10d.driver import GRACE_S, WATCH_S, Driver, call_all
+from paceline.comm.c10d.operation import Operation
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
@@ -29,8 +29,6 @@ _SPIN_S = 20e-6
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
 _YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
-_GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
-_WATCH_S = 0.5  # how long the thread looks out for more, which spares the callers from waking it each time
 _SLEEPERS, _RUNG = 0, 1  # the words of a bell
 
 
@@ -57,13 +55,12 @@ class Peer:
             futex.wake(self.bell_address)
 
 
-class ShmProgress:
-    """Drives the operations of this process, of all its groups."""
+class ShmProgress(Driver):
+    """Drives the operations of this process, of all its groups over shared memory."""
 
     def __init__(self) -> None:
+        super().__init__(threading.RLock())
         self.oversubscribed = False  # whether there are more ranks on this host than cores for them
-        self._lock = threading.RLock()
-        self._busy: dict[OperationQueue, None] = {}
         self._own = create(4096, "bell")
         self._bell = self._own.segment.words(0, 2)
         self._bell_address = self._own.segment.address + 8 * _RUNG
@@ -71,8 +68,6 @@ class ShmProgress:
         self._wanted = threading.Event()
         self._urgent = threading.Event()
         self._watching = False
-        self._thread: threading.Thread | None = None
-        self._ending = False
 
     @property
     def bell(self) -> Handle:
@@ -99,81 +94,39 @@ class ShmProgress:
 
     def close(self) -> None:
         """End the thread and let go of the peers."""
-        self._end_thread()
+        super().close()
         for _, life in self._peers.values():
             os.close(life)
         self._peers.clear()
         self._own.close_descriptor()
 
-    def _end_thread(self) -> None:
-        atexit.unregister(self._end_thread)
-        with self._lock:
-            self._ending = True
-            self._wanted.set()
-            self._urgent.set()
-            self._bell[_RUNG] = (self._bell[_RUNG] + 1) & 0xFFFFFFFF
-            futex.wake(self._bell_address)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Append an operation to its queue, and continue with all as far as possible."""
-        with self._lock:
-            if queue.broken is not None:
-                operation.fail(follow_up_error(queue.broken))
-                return
-            queue.operations.append(operation)
-            self._busy[queue] = None
-            self._advance()
-
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation while nobody waits for it.
-
-        This begins soon, not at once, as most are waited for at once.
-        """
-        with self._lock:
+        """Drive an operation while nobody waits for it; soon, as most are waited for at once."""
+        with self.lock:
             if operation.done:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="paceline-shm", daemon=True)
-                self._thread.start()
-                atexit.register(self._end_thread)  # a thread that is inside torch when Python ends aborts the process
+                self._start_thread("paceline-shm")
             if not self._watching:
                 self._wanted.set()
 
-    def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call back from the thread that finishes the operation; at once if it is done."""
-        with self._lock:
-            if not operation.done:
-                operation.on_done.append(call)
-                self._urgent.set()
-                return
-        call()
+    def _hurry(self) -> None:
+        self._urgent.set()
 
-    def is_done(self, operation: Operation) -> bool:
-        """True if it is done, after continuing as far as possible."""
-        if not operation.done:
-            with self._lock:
-                self._advance()
-        return operation.done
+    def _wake_thread(self) -> None:
+        self._wanted.set()
+        self._urgent.set()
+        self._bell[_RUNG] = (self._bell[_RUNG] + 1) & 0xFFFFFFFF
+        futex.wake(self._bell_address)
 
-    def wait(self, operation: Operation) -> None:
-        """Drive everything until `operation` is done.
-
-        Raises:
-            DistBackendError: a peer is gone or did not come within the deadline.
-        """
-        if not operation.done:
-            self._drive(lambda: operation.done)
-        if operation.error is not None:
-            raise operation.error
-
-    def _drive(self, is_over: Callable[[], bool]) -> None:
+    def drive(self, is_over: Callable[[], bool]) -> None:
+        """Drive everything until `is_over`: look, then yield the core, then sleep."""
         started = time.perf_counter()
         yield_after, sleep_after = (0.0, _YIELD_OVERSUBSCRIBED_S) if self.oversubscribed else (_SPIN_S, _YIELD_S)
         while True:
-            with self._lock:
-                self._advance()
+            with self.lock:
+                calls = self._advance()
+            call_all(calls)
             if is_over():
                 return
             waited = time.perf_counter() - started
@@ -187,34 +140,24 @@ class ShmProgress:
 
         Hopeless ones are late or wait for a dead peer.
         """
-        with self._lock:
+        with self.lock:
             self._bell[_SLEEPERS] += 1
             futex.fence()
             rung = self._bell[_RUNG]
-            self._advance()  # what came before the bell could be rung
         try:
+            with self.lock:
+                calls = self._advance()  # what came before the bell could be rung
+            call_all(calls)
             if not is_over():
                 futex.wait(self._bell_address, rung, _NAP_S)
         finally:
-            with self._lock:
+            with self.lock:
                 self._bell[_SLEEPERS] -= 1
-        with self._lock:
-            self._advance()
-            for queue in self._busy:
-                if queue.operations and (error := _lost(queue.operations[0])):
-                    queue.operations[0].fail(error)
-            self._advance()
-
-    def _advance(self) -> None:
-        done = []
-        for queue in list(self._busy):
-            done += queue.advance()
-            if not queue.operations:
-                del self._busy[queue]
-        for operation in done:
-            for call in operation.on_done:  # may start another operation
-                call()
-            operation.on_done.clear()
+        with self.lock:
+            calls = self._advance()
+            self._fail_hopeless()
+            calls += self._advance()
+        call_all(calls)
 
     def _run(self) -> None:
         """The background thread: drives operations that nobody has waited for.
@@ -224,38 +167,36 @@ class ShmProgress:
         while not self._ending:
             self._wanted.wait()
             self._wanted.clear()
-            until = time.monotonic() + _WATCH_S
+            until = time.monotonic() + WATCH_S
             while self._keeps_watching(until):
-                urgent = self._urgent.wait(_GRACE_S)
+                urgent = self._urgent.wait(GRACE_S)
                 self._urgent.clear()
                 # It never spins: what it would gain, it would take from the thread that computes.
-                while self._busy and not self._ending and (urgent or self._oldest_s() > _GRACE_S):
-                    until = time.monotonic() + _WATCH_S
+                while self._busy and not self._ending and (urgent or self._is_late()):
+                    until = time.monotonic() + WATCH_S
                     self._sleep(lambda: not self._busy or self._ending)
 
+    def _is_late(self) -> bool:
+        with self.lock:
+            return self._oldest_s() > GRACE_S
+
     def _keeps_watching(self, until: float) -> bool:
-        with self._lock:  # so that whoever starts an operation either is seen here, or sees that nobody watches
+        with self.lock:  # so that whoever starts an operation either is seen here, or sees that nobody watches
             self._watching = not self._ending and (bool(self._busy) or time.monotonic() < until)
             return self._watching
 
-    def _oldest_s(self) -> float:
-        """Seconds since the start of the oldest operation in progress."""
-        with self._lock:
-            starts = [queue.operations[0].started for queue in self._busy if queue.operations]
-        return time.monotonic() - min(starts, default=time.monotonic())
-
-
-def _lost(operation: Operation) -> DistBackendError | None:
-    """The error of an operation that can wait no longer."""
-    gone = [peer for peer in operation.waits_for() if peer.is_gone()]
-    gone = [peer for peer in operation.waits_for() if peer in gone]  # it may have done its part just before it ended
-    waited_s = time.monotonic() - operation.started
-    if gone:
-        who = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in gone)
-        return DistBackendError(f"{operation.what}: {who} ended after {waited_s:.1f} s of waiting for it")
-    if waited_s > operation.deadline_s:
-        late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
-        return DistBackendError(
-            f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else "")
-        )
-    return None
+    def _hopeless(self, operation: Operation) -> DistBackendError | None:
+        gone = [peer for peer in operation.waits_for() if peer.is_gone()]
+        gone = [
+            peer for peer in operation.waits_for() if peer in gone
+        ]  # it may have done its part just before it ended
+        waited_s = time.monotonic() - operation.started
+        if gone:
+            who = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in gone)
+            return DistBackendError(f"{operation.what}: {who} ended after {waited_s:.1f} s of waiting for it")
+        if waited_s > operation.deadline_s:
+            late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
+            return DistBackendError(
+                f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else "")
+            )
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -27,14 +26,13 @@ class TcpProcessGroup(DrivenProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        loop = _SharedProgress.get()
+        loop = TcpProgress.acquire()
         try:
             self._mesh = LinkMesh(loop, store, rank, size, timeout.total_seconds())
         except BaseException:
-            _SharedProgress.release()
+            TcpProgress.release()
             raise
         super().__init__(rank, size, timeout, name, loop, TcpCollectives(self._mesh))
-        self._loop = loop
         self._operations = MeshQueue(self._mesh)
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
@@ -107,35 +105,11 @@ class TcpProcessGroup(DrivenProcessGroup):
             self._closed = True
             self._mesh.close(linger_s)
             # torch's own caches may keep this object for as long as the process lives.
-            del self._collectives, self._mesh, self._operations, self._progress, self._loop
-            _SharedProgress.release()
+            del self._collectives, self._mesh, self._operations, self._progress
+            TcpProgress.release()
 
     def getBackendName(self) -> str:
         return "tcp"
-
-
-class _SharedProgress:
-    """The one `TcpProgress` of this process, from its first group to its last."""
-
-    lock = threading.Lock()
-    loop: TcpProgress | None = None
-    users = 0
-
-    @classmethod
-    def get(cls) -> TcpProgress:
-        with cls.lock:
-            if cls.loop is None:
-                cls.loop = TcpProgress()
-            cls.users += 1
-            return cls.loop
-
-    @classmethod
-    def release(cls) -> None:
-        with cls.lock:
-            cls.users -= 1
-            if cls.users == 0 and cls.loop is not None:
-                cls.loop.close()
-                cls.loop = None
 
 
 def _message(flat: Tensor, tag: int) -> CurrentCall:
