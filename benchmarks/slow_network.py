@@ -54,7 +54,6 @@ from paceline.cluster.emulate.hosts import Emulation
 from paceline.job.job import Job
 from paceline.launch.seed import ALLOCATOR
 from paceline.plans.plan import Plan
-from paceline.report.environment import described
 from paceline.report.rules_page import Rates, RuleFigures, write_rules_page
 from paceline.training.record.run import Run
 from served import Ranks
@@ -275,9 +274,7 @@ class Comparison:
             "host’s link carries each way."
         )
         at = {rate: [self._shown(rate, name) for name in timings] for rate, timings in self.timings.items()}
-        return Rates(
-            "Time to a loss on a slow network", about, at, described({"command": " ".join(sys.argv)}, environment())
-        )
+        return Rates("Time to a loss on a slow network", about, at, {"command": " ".join(sys.argv)}, environment())
 
     def _shown(self, rate: str, name: str) -> RuleFigures:
         timing, losses = self.timings[rate][name], self.losses(name) or []

@@ -18,8 +18,8 @@ from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.benchmark.words import on_cores
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
+from paceline.report.bench_view import write_bench_page
 from paceline.report.definitions import DEFINITIONS
-from paceline.report.page import write_bench_page
 
 needs_chromium = pytest.mark.needs_chromium
 CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]

@@ -16,8 +16,9 @@ import pytest
 
 from paceline.benchmark.result import Report
 from paceline.errors import PacelineError, RunError
-from paceline.report.page import write_bench_page, write_run_page
+from paceline.report.bench_view import write_bench_page
 from paceline.report.run_record import RunRecord
+from paceline.report.run_view import write_run_page
 from paceline.training.record.run import Run
 from small_jobs import small_job, train_here
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from browser import Browser
 from handmade_search import RARER, candidate, cluster, found, job
-from paceline.planner.cost.prediction import PARTS
+from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.advice import Advice
 from paceline.planner.explain.batch_advice import BatchAdvice, BatchPoint
-from paceline.planner.explain.explain import PART_NAMES, Explanation, explain
+from paceline.planner.explain.explain import Explanation, explain
 from paceline.planner.explain.scaling import ScaledPlan
 from paceline.report.plan_charts import SPAN_COLOURS, TIME_COLOURS, Point, front
 from paceline.report.plan_view import write_plan_page

@@ -29,7 +29,7 @@ def rates(**changes: str) -> Rates:
         changes.get("title", "slow network"),
         "A small GPT.",
         {"25mbit": [whole, fast], "loopback": [whole, lost, untrained]},
-        [("host", "vm")],
+        {"host": "vm"},
     )
 
 

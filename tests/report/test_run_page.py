@@ -14,9 +14,8 @@ import pytest
 from browser import Browser
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.report.page import write_run_page
 from paceline.report.run_record import RunRecord
-from paceline.report.run_view import RunView
+from paceline.report.run_view import RunView, write_run_page
 from paceline.training.record.run import WARM_UP_STEPS, Run
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here

@@ -61,7 +61,7 @@ def command(
     from paceline.cli.where import to_run_on
     from paceline.console import Console
     from paceline.errors import RunError
-    from paceline.report.page import write_bench_page
+    from paceline.report.bench_view import write_bench_page
 
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.benchmark.words import on_cores
-from paceline.planner.explain.explain import LEAST, PART_NAMES
+from paceline.planner.cost.prediction import PART_NAMES
+from paceline.planner.explain.explain import LEAST
 from paceline.planner.search.result import equals, error_of, preferred
 from paceline.units import digits, large, percent, seconds, size
 

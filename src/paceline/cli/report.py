@@ -19,7 +19,8 @@ def command(
     """
     from paceline.benchmark.result import Report
     from paceline.errors import RunError
-    from paceline.report.page import write_bench_page, write_run_page
+    from paceline.report.bench_view import write_bench_page
+    from paceline.report.run_view import write_run_page
     from paceline.training.record.run import Run
 
     if (directory / "report.json").is_file():

@@ -1,34 +1,45 @@
-"""View of a benchmark's page: headline, cards, table and charts, from a `Report`."""
+"""The page of a benchmark: headline, cards, table and charts, from a `Report`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from paceline import units
 from paceline.benchmark.limits import excess_s
 from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.errors import RunError
-from paceline.report import charts
-from paceline.report.chart import Chart
-from paceline.report.definitions import PARTS, Card
-from paceline.report.panels import Panel, panelled
+from paceline.report import bench_charts, charts
+from paceline.report.definitions import PARTS, SYNTHETIC
+from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown
 
-Cell = Shown | str
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
 _VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures beside it without a word
 
 
-@dataclass(frozen=True)
-class BenchRow:
-    """A line of the table: a definition's name, and a figure or words per setting."""
+def write_bench_page(report: Report, folder: Path) -> Path:
+    """Write `report.html` about a benchmark into its folder.
 
-    term: str
-    cells: list[Cell]
+    The report's run directories are relative to that folder.
+
+    Raises:
+        RunError: nothing was measured, or the file cannot be written.
+    """
+    with not_by_paceline(folder, "benchmark"):
+        plans = " · ".join(dict.fromkeys(s.plan for s in report.settings))
+        return write_page(
+            folder / PAGE,
+            "bench.html.j2",
+            facts={"machine": report.cluster, "command": report.command, "plans": plans},
+            environment=report.environment,
+            on_cores=report.on_cores,
+            report=report,
+            view=BenchView(report, folder),
+        )
 
 
 class BenchView:
@@ -110,19 +121,25 @@ class BenchView:
         )
 
     @property
+    def warnings(self) -> list[str]:
+        """Reasons not to rely on the figures."""
+        interrupted = (
+            "The benchmark was interrupted: not every run of every setting was made. The same command with --out and "
+            "this directory goes on where it stopped."
+        )
+        known = {interrupted: not self.report.complete, SYNTHETIC: self.report.synthetic}
+        return [*(note for note, holds in known.items() if holds), *self.report.warnings]
+
+    @property
     def cards(self) -> list[Card]:
         """The figures of the headline, all of one setting."""
         best, cards = self.best, []
         if best.speedup is not None and best.is_speedup:
-            cards = [
-                Card("speedup", _speedup(best)),
-                Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×"),
-            ]
+            efficiency = Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×")
+            cards = [Card("speedup", _speedup(best)), efficiency]
         elif best.speedup is not None:
-            cards = [
-                Card("speedup", "no difference"),
-                Card("step_time", units.seconds(best.step_time_s), self._of_one("step_time_s")),
-            ]
+            step_time = Card("step_time", units.seconds(best.step_time_s), self._of_one("step_time_s"))
+            cards = [Card("speedup", "no difference"), step_time]
         cards.append(Card("throughput", units.rate(best.throughput), self._of_one("throughput", units.rate)))
         used = {card.term for card in cards}
         term = next((t for t, name in _TIMES.items() if t not in used and getattr(best, name) is not None), None)
@@ -155,64 +172,52 @@ class BenchView:
     # The table
 
     @property
-    def rows(self) -> list[BenchRow]:
+    def rows(self) -> list[Row]:
         """Every figure of every setting, without rows that this job or machine cannot have."""
-        has_tokens = any(s.tokens_per_sample for s in self.settings)
-        has_gpu = any(rank.gpu_memory_bytes for s in self.settings for rank in s.ranks)
         to_end = any(s.training_time_s for s in self.settings)
-        to_target = to_end and self.report.target
-        has_loss = any(s.final_loss is not None for s in self.settings)
-        return [
-            BenchRow("global_batch", [Shown(s.global_batch, f"{s.global_batch:,}", "samples") for s in self.settings]),
-            BenchRow("step_time", [units.seconds(s.step_time_s) for s in self.settings]),
-            BenchRow("throughput", [units.rate(s.throughput) for s in self.settings]),
-            *([BenchRow("tokens", [_tokens(s) for s in self.settings])] if has_tokens else []),
-            *(
-                [BenchRow("training_time", [_time(s.training_time_s, "not trained to its end") for s in self.settings])]
-                if to_end
-                else []
+        compressed = any(_most(s, "compression_error") is not None for s in self.settings)
+        rows = [
+            self._row("global_batch", lambda s: Shown(s.global_batch, f"{s.global_batch:,}", "samples")),
+            self._row("step_time", lambda s: units.seconds(s.step_time_s)),
+            self._row("throughput", lambda s: units.rate(s.throughput)),
+            self._row("tokens", _tokens, shown=any(s.tokens_per_sample for s in self.settings)),
+            self._row("training_time", lambda s: _or(s.training_time_s, "not trained to its end"), shown=to_end),
+            self._row(
+                "time_to_target",
+                lambda s: _or(s.time_to_target_s, "not reached"),
+                shown=to_end and bool(self.report.target),
             ),
-            *(
-                [BenchRow("time_to_target", [_time(s.time_to_target_s, "not reached") for s in self.settings])]
-                if to_target
-                else []
+            self._row("speedup", self._unless_reference(_speedup)),
+            self._row("pairs", self._unless_reference(_pairs)),
+            self._row("efficiency", self._unless_reference(_efficiency)),
+            self._row(
+                "final_loss",
+                lambda s: _or(s.final_loss, "not finite", units.number),
+                shown=any(s.final_loss is not None for s in self.settings),
             ),
-            BenchRow("speedup", [self._or_reference(s, _speedup) for s in self.settings]),
-            BenchRow("pairs", [self._or_reference(s, _pairs) for s in self.settings]),
-            BenchRow("efficiency", [self._or_reference(s, _efficiency) for s in self.settings]),
-            *(
-                [BenchRow("final_loss", [_or_words(s.final_loss, units.number, "not finite") for s in self.settings])]
-                if has_loss
-                else []
+            self._row("wire", lambda s: _bytes(s, "wire_bytes")),
+            self._row("saved", lambda s: _bytes(s, "saved_bytes"), shown=compressed),
+            self._row(
+                "compression_error",
+                lambda s: _or(_most(s, "compression_error"), "not compressed", units.number),
+                shown=compressed,
             ),
-            BenchRow("wire", [_largest(s, "wire_bytes") for s in self.settings]),
-            *self._compressed_rows,
-            BenchRow("memory", [_largest(s, "memory_bytes") for s in self.settings]),
-            *([BenchRow("gpu_memory", [_largest(s, "gpu_memory_bytes") for s in self.settings])] if has_gpu else []),
-            BenchRow(
-                "energy",
-                ["not available" if s.energy_joules is None else units.joules(s.energy_joules) for s in self.settings],
-            ),
+            self._row("memory", lambda s: _bytes(s, "memory_bytes")),
+            self._row("gpu_memory", lambda s: _bytes(s, "gpu_memory_bytes"), shown=not self.report.on_cores),
+            self._row("energy", lambda s: _or(s.energy_joules, "not available", units.joules)),
         ]
+        return [row for row in rows if row is not None]
 
-    @property
-    def _compressed_rows(self) -> list[BenchRow]:
-        """Rows on what compression saves and loses; none if no plan compresses."""
-        errors = [
-            max((r.compression_error for r in s.ranks if r.compression_error is not None), default=None)
-            for s in self.settings
-        ]
-        if errors == [None] * len(errors):
-            return []
-        return [
-            BenchRow("saved", [_largest(s, "saved_bytes") for s in self.settings]),
-            BenchRow("compression_error", [_or_words(error, units.number, "not compressed") for error in errors]),
-        ]
+    def _row(self, term: str, cell: Callable[[MeasuredSetting], Cell], *, shown: bool = True) -> Row | None:
+        return Row(term, [cell(s) for s in self.settings]) if shown else None
 
-    def _or_reference(self, setting: MeasuredSetting, cell: Callable[[MeasuredSetting], Cell]) -> Cell:
-        if setting is self.reference:
-            return "reference"
-        return "needs 1 device" if setting.speedup is None else cell(setting)
+    def _unless_reference(self, cell: Callable[[MeasuredSetting], Cell]) -> Callable[[MeasuredSetting], Cell]:
+        def compared(setting: MeasuredSetting) -> Cell:
+            if setting is self.reference:
+                return "reference"
+            return "needs 1 device" if setting.speedup is None else cell(setting)
+
+        return compared
 
     # The charts
 
@@ -222,29 +227,24 @@ class BenchView:
         compared = [s for s in self.settings if s.scaling == "strong" and s.devices > 1]
         if len({s.devices for s in compared}) == len(compared):
             return None
-        wire = [[r.wire_bytes for r in s.ranks if r.wire_bytes is not None] for s in compared]
-        panels = [
-            Panel("bytes on the wire per step, KiB", [max(sent, default=None) for sent in wire], 1 / 1024),
-            Panel("step time, ms", [s.step_time_s.middle for s in compared], 1e3),
-            Panel("time to target, s", [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared]),
-            Panel("final loss", [s.final_loss for s in compared]),
-        ]
-        label = "Bytes on the wire, step time, time to target and final loss of each plan."
-        return Chart("plans", panelled([self.name(s) for s in compared], panels), label)
+        figure = bench_charts.compared(
+            [self.name(s) for s in compared],
+            [_most(s, "wire_bytes") for s in compared],
+            [s.step_time_s.middle for s in compared],
+            [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared],
+            [s.final_loss for s in compared],
+        )
+        return Chart("plans", figure, "Bytes on the wire, step time, time to target and final loss of each plan.")
 
     @property
     def scaling(self) -> Chart | None:
         """The curve against the ideal; none where nothing was compared with one device."""
         if all(s.speedup is None for s in self.settings):
             return None
-        points = [
-            f"{self.name(s)}: {self._or_reference(s, _speedup)}." for s in self.settings if s is not self.reference
-        ]
-        return Chart(
-            "scaling",
-            charts.scaling(self.settings),
-            " ".join(["Speedup over the number of devices, against the ideal.", *points]),
-        )
+        speedup = self._unless_reference(_speedup)
+        points = [f"{self.name(s)}: {speedup(s)}." for s in self.settings if s is not self.reference]
+        label = " ".join(["Speedup over the number of devices, against the ideal.", *points])
+        return Chart("scaling", bench_charts.scaling(self.settings), label)
 
     @property
     def breakdown(self) -> Chart | None:
@@ -254,9 +254,8 @@ class BenchView:
             for s in self.settings
             for rank, use in enumerate(s.ranks)
         ]
-        return (
-            Chart("breakdown", charts.breakdown(bars), "Time of one step on each rank, part by part.") if bars else None
-        )
+        label = "Time of one step on each rank, part by part."
+        return Chart("breakdown", charts.breakdown(bars), label) if bars else None
 
     def _ideal_s(self, setting: MeasuredSetting) -> float | None:
         if self.reference is None or setting.devices == 1:
@@ -264,13 +263,13 @@ class BenchView:
         return self.reference.step_time_s.middle / (setting.devices if setting.scaling == "strong" else 1)
 
     @property
-    def losses(self) -> list[tuple[str, Chart]]:
+    def losses(self) -> list[Chart]:
         """The training loss over time and over samples."""
         curves = [(s, self.name(s), s.curve) for s in self.settings if s.curve is not None and s.curve.steps]
         if not curves:
             return []
         return [
-            (title, Chart(f"loss-{over}", charts.losses(curves, over), f"{title} of each setting."))
+            Chart(f"loss-{over}", bench_charts.losses(curves, over), f"{title} of each setting.", title)
             for over, title in (("seconds", "Training loss over time"), ("samples", "Training loss over samples"))
         ]
 
@@ -297,14 +296,14 @@ def _tokens(setting: MeasuredSetting) -> Cell:
     return "not available" if per_sample is None else units.rate(setting.throughput.times(per_sample), "tokens/s")
 
 
-def _time(time_s: Interval | None, absent: str) -> Cell:
-    return absent if time_s is None else units.seconds(time_s)
-
-
-def _or_words(x: float | None, shown: Callable[[float], Shown], absent: str) -> Cell:
+def _or(x: Any, absent: str, shown: Callable[[Any], Shown] = units.seconds) -> Cell:
     return absent if x is None else shown(x)
 
 
-def _largest(setting: MeasuredSetting, what: str) -> Cell:
-    values = [value for rank in setting.ranks if (value := getattr(rank, what)) is not None]
-    return units.size(max(values)) if values else "not available"
+def _bytes(setting: MeasuredSetting, name: str) -> Cell:
+    return _or(_most(setting, name), "not available", units.size)
+
+
+def _most(setting: MeasuredSetting, name: str) -> float | None:
+    """The largest value of a figure over the setting's ranks; None if no rank has it."""
+    return max((value for rank in setting.ranks if (value := getattr(rank, name)) is not None), default=None)

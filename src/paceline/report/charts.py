@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 import plotly.graph_objects as go
 
-from paceline.benchmark.result import Curve, MeasuredSetting
 from paceline.report.definitions import PARTS
 from paceline.units import digits
 
@@ -35,6 +35,8 @@ PART_COLOURS = {
     "checkpoint": GREY,
 }
 Middle = Callable[[Sequence[float]], float]
+_BAR_PX, _TITLE_PX = 24, 46
+_LABEL_WIDTH = 26  # characters; a longer plan is broken into lines
 POINTS = 400  # a curve of more is drawn by the means of its stretches
 
 
@@ -67,68 +69,16 @@ class Mark:
     text: str
 
 
-def scaling(settings: Sequence[MeasuredSetting]) -> go.Figure:
-    """Speedup over devices, strong and weak, against the ideal.
+@dataclass(frozen=True)
+class Panel:
+    """One figure for everything compared: values in the order of the names.
 
-    A point without a speedup is hollow, stands at 1 and says so.
+    None where there is no value; drawn times `factor`.
     """
-    figure = empty_figure("devices", "times the speed of one device")
-    compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
-    most = max(s.devices for s in compared)
-    figure.add_scatter(
-        x=[0, most],
-        y=[0, most],
-        name="ideal",
-        mode="lines",
-        line={"color": GREY, "dash": "dash", "width": 2},
-        hoverinfo="skip",
-    )
-    plain = [s for s in compared if s.devices > 1 and s.label == f"{s.devices} devices"]
-    for name, points, colour, side in (
-        ("strong scaling", [s for s in plain if s.scaling == "strong"], BLUE, "bottom right"),
-        ("weak scaling", [s for s in plain if s.scaling == "weak"], ORANGE, "top left"),
-        ("other plans", [s for s in compared if s not in plain], GREEN, "middle right"),
-    ):
-        if points:
-            figure.add_scatter(**_curve(points, colour, from_one=points[0] in plain), name=name, textposition=side)
-    tops = [s.speedup.high for s in compared if s.speedup is not None]
-    room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # for the words beside the last point
-    figure.update_xaxes(range=[0, most * room], tickvals=sorted({1, *(s.devices for s in compared)}), showgrid=False)
-    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval leaves the chart
-    figure.update_yaxes(range=[0, top], dtick=1 if most <= 8 else None)
-    return figure
 
-
-def _curve(points: Sequence[MeasuredSetting], colour: str, *, from_one: bool) -> dict[str, object]:
-    """A trace through the points, each with its interval.
-
-    A curve begins at one device.
-    """
-    gains = [p.speedup for p in points if p.speedup is not None]
-    at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
-    words = [
-        f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)
-    ]
-    more = [max(gain.high - y, 0.0) for y, gain in zip(at, gains, strict=True)]
-    less = [max(y - gain.low, 0.0) for y, gain in zip(at, gains, strict=True)]
-    about = [f"{escape(p.label)}<br>{escape(p.plan)}<br>{text}" for p, text in zip(points, words, strict=True)]
-    one = [0.0] if from_one else []  # the first point of a curve, which is exact
-    return {
-        "x": [1 for _ in one] + [p.devices for p in points],
-        "y": [1.0 for _ in one] + at,
-        "error_y": {"type": "data", "array": one + more, "arrayminus": one + less, "thickness": 1.5, "width": 7},
-        "mode": "lines+markers+text" if from_one else "markers+text",
-        "text": ["" for _ in one] + words,
-        "line": {"color": colour, "width": 2.5},
-        "marker": {
-            "size": 8,
-            "color": colour,
-            "symbol": ["circle" for _ in one] + ["circle" if p.is_speedup else "circle-open" for p in points],
-            "line": {"width": 2, "color": colour},
-        },
-        "hovertext": ["1 device" for _ in one] + about,
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+    title: str
+    values: Sequence[float | None]
+    factor: float = 1.0
 
 
 def breakdown(bars: Sequence[Bar]) -> go.Figure:
@@ -184,26 +134,6 @@ def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], fl
         places.append(place)
         place += 1.0
     return places, headings, place
-
-
-def losses(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> go.Figure:
-    """The training loss of each setting over `steps`, `seconds` or `samples`.
-
-    A plan keeps its colour; weak scaling is dashed.
-    """
-    plans = list(dict.fromkeys(setting.plan for setting, _, _ in curves))
-    series = [
-        Line(
-            name,
-            getattr(curve, over),
-            curve.losses,
-            SERIES[plans.index(setting.plan) % len(SERIES)],
-            dashed=setting.scaling == "weak",
-        )
-        for setting, name, curve in curves
-    ]
-    figure = lines(series, over, "training loss", log_if_wide=True)
-    return figure.update_layout(height=figure.layout.height + 18 * max(0, len(series) - 3))  # the legend's lines
 
 
 def lines(
@@ -265,6 +195,59 @@ def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) 
             hovertemplate="%{y:.3~g} ms",
         )
     figure.update_layout(hovermode="x unified", showlegend=False)
+    return figure
+
+
+def panelled(names: Sequence[str], panels: Sequence[Panel]) -> go.Figure:
+    """A bar per name in each panel, panels under each other, empty ones left out."""
+    panels = [panel for panel in panels if any(value is not None for value in panel.values)]
+    labels = ["<br>".join(escape(line) for line in textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
+    rows = sum(label.count("<br>") + 1 for label in labels)
+    panel_px = _TITLE_PX + _BAR_PX * rows
+    figure = empty_figure("", "")
+    figure.update_layout(height=panel_px * len(panels), showlegend=False, margin={"l": 8, "r": 12, "t": 0, "b": 4})
+    whole = 1.0 / len(panels)
+    for number, panel in enumerate(panels):
+        top = 1.0 - number * whole
+        axis = "" if number == 0 else str(number + 1)
+        shown = [None if value is None else value * panel.factor for value in panel.values]
+        known = [value for value in shown if value is not None]
+        figure.add_bar(
+            x=shown,
+            y=labels,
+            orientation="h",
+            xaxis=f"x{axis}",
+            yaxis=f"y{axis}",
+            marker={"color": [SERIES[i % len(SERIES)] for i in range(len(names))]},
+            text=["" if value is None else digits(value) for value in shown],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate=f"%{{y}}<br>{escape(panel.title)} %{{x:,.4~g}}<extra></extra>",
+        )
+        common = figure.layout.xaxis.to_plotly_json()
+        plain = {"showgrid": False, "showline": False, "automargin": True}
+        figure.update_layout(
+            {
+                f"xaxis{axis}": common
+                | plain
+                | {"range": [0, 1.25 * max(known) or 1], "anchor": f"y{axis}", "showticklabels": False},
+                f"yaxis{axis}": plain
+                | {
+                    "domain": [top - whole, top - whole * _TITLE_PX / panel_px],
+                    "anchor": f"x{axis}",
+                    "autorange": "reversed",
+                },
+            }
+        )
+        at = {
+            "xref": "paper",
+            "yref": "paper",
+            "x": 0,
+            "y": top - whole * 10 / panel_px,
+            "xanchor": "left",
+            "yanchor": "top",
+        }
+        figure.add_annotation(text=f"<b>{escape(panel.title)}</b>", showarrow=False, **at)
     return figure
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.planner.cost.prediction import PART_NAMES
 from paceline.stats import LEAST_REPEATS
 from paceline.training.record.run import WARM_UP_STEPS
-from paceline.units import Shown
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,7 @@ class Definition:
     text: str
 
 
-@dataclass(frozen=True)
-class Card:
-    """A big figure at the top of a page.
-
-    Has a definition's name, a figure or words, and a comparison.
-    """
-
-    term: str
-    cell: Shown | str
-    note: str = ""
-
-
+SYNTHETIC = "The data is synthetic: speeds are real, losses and other metrics say nothing about a real task."
 _PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
     "data": ("data wait", "The part of a step in which a rank waits for its next batch."),
     "compute": (
@@ -148,18 +137,88 @@ _FIGURES = {
     ),
     "load": ("load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."),
 }
+_PREDICTED = {  # on a plan's page
+    "predicted_step": (
+        "step time",
+        "Of one optimizer step, all ranks together, as the cost model predicts it; not measured.",
+    ),
+    "predicted_throughput": ("throughput", "Samples per second = global batch / predicted step time."),
+    "predicted_tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
+    "mfu": (
+        "MFU",
+        "Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311): FLOPs of the model, without those "
+        "computed again, over what all devices could do at their peak in the time of a step.",
+    ),
+    "device_memory": ("memory", "The most that the fullest rank holds at once on its device, as predicted."),
+    "cost": ("cost", "Price of a device for an hour, as you gave it, × devices × time."),
+    "device_seconds": (
+        "device-seconds",
+        "Devices × predicted step time: what a step costs, in units of the price of a device.",
+    ),
+    "gap": (
+        "optimality gap",
+        "By what part of its time the best plan may miss the optimum of the whole space, as this model predicts it.",
+    ),
+    "pareto": (
+        "not beaten in both",
+        "No other plan that was found is better in time as well as in the other figure.",
+    ),
+    "predicted_scaling": (
+        "strong scaling",
+        "The same job, global batch included, on more devices of the same kind, each number of them with its best "
+        "plan.",
+    ),
+    "predicted_speedup": (
+        "speedup",
+        "Step time on the fewest devices on which the job fits / step time on these.",
+    ),
+    "predicted_efficiency": (
+        "efficiency",
+        "Speedup / how many times the devices are. More than 100 % where more devices have the memory not to "
+        "compute again.",
+    ),
+    "gain": (
+        "gain",
+        "Throughput of the best plan with the change over that without, less 1, by the same model.",
+    ),
+}
+_PREDICTED_PARTS = {  # those of `paceline.planner.cost.prediction.PARTS`
+    "compute": "Forward and backward pass: products of matrices and other kernels.",
+    "recompute": "What the backward pass computes again instead of keeping it (remat).",
+    "launch": "Kernels that wait for the host to start them.",
+    "tp": "Sums and gathers between the ranks that shard a layer’s matrices.",
+    "cp": "Keys and values between the ranks that shard a sequence.",
+    "ep": "Tokens on their way to experts and back.",
+    "fsdp": "Gathering weights and scattering gradients, as far as computing does not hide it.",
+    "pp": "Activations on their way from stage to stage, as far as they hold up the next one.",
+    "bubble": "Stages of the pipeline that wait for their neighbours.",
+    "dp": "Gradients between the replicas, as far as the backward pass does not hide it.",
+    "optimizer": "The update of the parameters.",
+    "other": "What every step takes beside.",
+}
+_LINKS = {  # on the page of `paceline links`
+    "call_time": (
+        "time",
+        "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers.",
+    ),
+    "algorithm_bandwidth": ("algorithm bandwidth", "Size / time, as nccl-tests define it."),
+    "bus_bandwidth": (
+        "bus bandwidth",
+        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 "
+        "(n − 1) / n over n ranks for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an "
+        "all-to-all, × 1 for a broadcast and a message.",
+    ),
+    "link_limit": (
+        "limit",
+        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same "
+        "run: copies of memory between processes of a host, and TCP streams between hosts, of which each host’s "
+        "link has to carry its least share.",
+    ),
+    "share_of_limit": ("of the limit", "The least time that the limit allows / the time."),
+    "latency": ("latency", "Half of the time for the smallest message there and back between two ranks."),
+    "checked": ("checked", "Every collective’s result was held to the exact one, before and after it was timed."),
+}
 
 PARTS = {name: Definition(*words) for name, words in _PARTS.items()}
-DEFINITIONS = PARTS | {name: Definition(*words) for name, words in _FIGURES.items()}
-
-
-class Used:
-    """Looks definitions up and remembers the used ones, in order, for the page's list."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __call__(self, name: str) -> Definition:
-        if name not in self.names:
-            self.names.append(name)
-        return DEFINITIONS[name]
+DEFINITIONS = PARTS | {name: Definition(*words) for name, words in (_FIGURES | _PREDICTED | _LINKS).items()}
+DEFINITIONS |= {f"part_{part}": Definition(PART_NAMES[part], text) for part, text in _PREDICTED_PARTS.items()}

@@ -18,12 +18,8 @@ from paceline import units
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import TransportMeasurement, caveats, message_size
 from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
-from paceline.report.chart import Chart
 from paceline.report.charts import GREY, SERIES, empty_figure
-from paceline.report.definitions import DEFINITIONS, Card, Definition, Used
-from paceline.report.environment import described
-from paceline.report.page import write_page
-from paceline.units import Shown
+from paceline.report.page import Card, Cell, Chart, Row, write_page
 
 _TITLES = {
     "all_reduce": "All-reduce",
@@ -43,30 +39,6 @@ _SIZES = {
 }
 _DASHES = {"flat": "solid", "ring": "dash", "tree": "dot", "hierarchical": "longdashdot", "auto": "dashdot"}
 _SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle-up", "hierarchical": "square", "auto": "x"}
-_TERMS = {
-    "call_time": Definition(
-        "time", "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers."
-    ),
-    "algorithm_bandwidth": Definition("algorithm bandwidth", "Size / time, as nccl-tests define it."),
-    "bus_bandwidth": Definition(
-        "bus bandwidth",
-        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 "
-        "(n − 1) / n over n ranks "
-        "for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an all-to-all, × 1 for a "
-        "broadcast and a message.",
-    ),
-    "link_limit": Definition(
-        "limit",
-        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same "
-        "run: copies of memory between "
-        "processes of a host, and TCP streams between hosts, of which each host’s link has to carry its least share.",
-    ),
-    "share_of_limit": Definition("of the limit", "The least time that the limit allows / the time."),
-    "latency": Definition("latency", "Half of the time for the smallest message there and back between two ranks."),
-    "checked": Definition(
-        "checked", "Every collective’s result was held to the exact one, before and after it was timed."
-    ),
-}
 
 
 def write_links_page(
@@ -77,26 +49,8 @@ def write_links_page(
     Raises:
         RunError: the file cannot be written.
     """
-    facts = described({"machine": cluster, "command": command}, environment)
-    return write_page(file, "links.html.j2", view=LinksView(measured, cluster), facts=facts, define=_Terms())
-
-
-class _Terms(Used):
-    """The page's own definitions beside those of all pages."""
-
-    def __call__(self, name: str) -> Definition:
-        if name not in self.names:
-            self.names.append(name)
-        return _TERMS.get(name) or DEFINITIONS[name]
-
-
-@dataclass(frozen=True)
-class LinksRow:
-    """A line of a collective's table."""
-
-    term: str
-    name: str
-    cells: list[Shown | str]
+    facts = {"machine": cluster, "command": command}
+    return write_page(file, "links.html.j2", facts=facts, environment=environment, view=LinksView(measured, cluster))
 
 
 @dataclass(frozen=True)
@@ -108,7 +62,7 @@ class Section:
     about: str
     chart: Chart
     sizes: list[str]
-    rows: list[LinksRow]
+    rows: list[Row]
 
 
 class LinksView:
@@ -201,7 +155,7 @@ class LinksView:
         for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit"):
             for key, curve in curves.items():
                 by_size = {s.size_bytes: s for s in curve}
-                rows.append(LinksRow(term, _named(*key), [self._cell(term, by_size.get(size)) for size in sizes]))
+                rows.append(Row(term, [self._cell(term, by_size.get(size)) for size in sizes], _named(*key)))
         return Section(
             name,
             _TITLES[name],
@@ -211,7 +165,7 @@ class LinksView:
             rows,
         )
 
-    def _cell(self, term: str, speed: CollectiveSpeed | None) -> Shown | str:
+    def _cell(self, term: str, speed: CollectiveSpeed | None) -> Cell:
         if speed is None:
             return "left out"
         share = self.limit.share(speed)

@@ -1,90 +1,145 @@
-"""Pages about a benchmark or a run: one self-contained HTML file each.
-
-A page asks no host for anything.
-"""
+"""A page: one self-contained HTML file that asks no host for anything, and the blocks that pages are made of."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import secrets
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from paceline.benchmark import words
-from paceline.benchmark.result import Report
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.report.bench_view import BenchView
 from paceline.report.charts import PART_COLOURS
-from paceline.report.definitions import Used
-from paceline.report.environment import described
-from paceline.report.run_charts import run_charts
-from paceline.report.run_view import RunView
-from paceline.training.record.run import Run
+from paceline.report.definitions import DEFINITIONS, Definition
+from paceline.units import Shown, size
 
 PAGE = "report.html"
-# What values of wrong types and shapes end in; the directory may be anybody's.
+Cell = Shown | str
+# Errors that values of wrong types and shapes end in.
 _NOT_OURS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# Known entries of an environment, in the order of the page.
+_ENVIRONMENT = {
+    "host": "host",
+    "cpu": "CPU",
+    "cores": "cores",
+    "physical_cores": "physical cores",
+    "memory_bytes": "memory",
+    "gpus": "GPUs",
+    "gpu_driver": "GPU driver",
+    "load_average": "load average",
+    "os": "operating system",
+    "python": "Python",
+    "torch": "PyTorch",
+    "numpy": "NumPy",
+    "paceline": "paceline",
+    "git_commit": "git commit",
+    "variables": "environment variables",
+}
 
 
-def write_bench_page(report: Report, folder: Path) -> Path:
-    """Write `report.html` about a benchmark into its folder.
+@dataclass(frozen=True)
+class Card:
+    """A big figure at the top of a page.
 
-    The report's run directories are relative to that folder.
+    Has a definition's name, a figure or words, and a comparison.
+    """
+
+    term: str
+    cell: Cell
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: a definition's name or a text, its cells, and words under or beside them."""
+
+    name: str
+    cells: Sequence[Cell]
+    about: str = ""
+    loud: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plotly figure of a page, and its content in words for those who cannot see it.
+
+    Attributes:
+        name: unique on the page.
+        title, terms: of its caption, where the page writes none: a heading, and names of definitions.
+        note: added to the definitions of its caption.
+    """
+
+    name: str
+    figure: go.Figure
+    label: str
+    title: str = ""
+    terms: Sequence[str] = ()
+    note: str = ""
+
+    @cached_property
+    def height(self) -> int:
+        """Pixels, reserved before the chart is drawn so that the page does not jump."""
+        return int(self.figure.layout.height)
+
+    @property
+    def values(self) -> Any:
+        """The figure as plain JSON values (no NaN)."""
+        return json.loads(self.figure.to_json())
+
+
+class _UsedDefinitions:
+    """Looks definitions up and remembers the used ones, in order, for the page's list."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, name: str) -> Definition:
+        if name not in self.names:
+            self.names.append(name)
+        return DEFINITIONS[name]
+
+
+@contextmanager
+def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
+    """Turn the errors of a directory that anybody may have made into one that says so.
 
     Raises:
-        RunError: nothing was measured, or the file cannot be written.
+        RunError: the directory holds values of wrong types and shapes.
     """
     try:
-        view = BenchView(report, folder)
-        facts = {
-            "machine": report.cluster,
-            "command": report.command,
-            "plans": " · ".join(dict.fromkeys(s.plan for s in report.settings)),
-        }
-        listed = described(facts, report.environment)
-        return write_page(
-            folder / PAGE, "bench.html.j2", on_cores=report.on_cores, report=report, view=view, facts=listed
-        )
+        yield
     except _NOT_OURS as error:
         raise RunError(
-            f"{folder} holds what no benchmark of paceline writes, so there is no page of it: {error!r:.200}"
+            f"{folder} holds what no {writer} of paceline writes, so there is no page of it: {error!r:.200}"
         ) from error
 
 
-def write_run_page(run: Run) -> Path:
-    """Write `report.html` about a run into its directory.
-
-    Raises:
-        RunError: the run has not finished a step, or the file cannot be written.
-    """
-    try:
-        view = RunView(run)
-        return write_page(
-            run.path / PAGE,
-            "run.html.j2",
-            view=view,
-            charts=[*run_charts(view.record), *view.sync.charts],
-            facts=described(view.facts, view.environment),
-        )
-    except _NOT_OURS as error:
-        raise RunError(
-            f"{run.path} holds what no run of paceline writes, so there is no page of it: {error!r:.200}"
-        ) from error
-
-
-def write_page(file: Path, template: str, *, on_cores: bool = False, **values: Any) -> Path:
+def write_page(
+    file: Path,
+    template: str,
+    *,
+    facts: Mapping[str, str],
+    environment: Mapping[str, Any] = {},
+    on_cores: bool = False,
+    **values: Any,
+) -> Path:
     """Render a template of this package to a file.
 
-    `facts` are the entries of its list of the environment.
-
-    With `on_cores`, the page calls devices cores.
+    Args:
+        facts, environment: entries of the page's list of the environment; see `described`.
+        on_cores: the page calls devices cores.
 
     Raises:
         RunError: the file cannot be written.
@@ -96,8 +151,9 @@ def write_page(file: Path, template: str, *, on_cores: bool = False, **values: A
     )
     scripts = {"plotly": plotly, "script": script}
     places = {name: Markup(f"[[{secrets.token_hex(8)}]]") for name in scripts}  # a reader's text cannot name one
-    fixed = {"define": Used(), "colours": PART_COLOURS, "policy": policy, **places}
-    text = _templates().get_template(template).render(fixed, **values)
+    fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, **places}
+    listed = described(facts, environment)
+    text = _templates().get_template(template).render(fixed, facts=listed, **values)
     text = words.on_cores(text) if on_cores else text
     for name, code in scripts.items():
         text = text.replace(places[name], code)
@@ -106,6 +162,40 @@ def write_page(file: Path, template: str, *, on_cores: bool = False, **values: A
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror or error}") from error
     return file
+
+
+def described(facts: Mapping[str, str], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values in words; `facts` first, then those of the environment that say anything.
+
+    Known names come first, others are shown as they are written.
+    """
+    names = [name for name in {**_ENVIRONMENT, **environment} if name in environment]
+    lines = [(_ENVIRONMENT.get(name, name.replace("_", " ")), _text(name, environment[name])) for name in names]
+    return [(name, text) for name, text in (*facts.items(), *lines) if text]
+
+
+def _text(name: str, value: Any) -> str:
+    match value:
+        case None | "":
+            return ""
+        case dict() if not value:
+            return ""
+        case []:
+            return "none" if name == "gpus" else ""
+        case bool():
+            return "yes" if value else "no"
+        case int() | float() if name.endswith("_bytes"):
+            return str(size(value))
+        case list() if all(isinstance(entry, int | float) for entry in value):
+            return ", ".join(f"{entry:g}" for entry in value)
+        case [*_] if all(isinstance(entry, dict) and "name" in entry for entry in value):
+            return ", ".join(
+                f"{entry['name']} ({_text('memory_bytes', entry.get('memory_bytes')) or 'memory unknown'})"
+                for entry in value
+            )
+        case dict() | list():
+            return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 @cache

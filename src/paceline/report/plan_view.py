@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
 from paceline import units
 from paceline.planner.cost.estimate import timeline
-from paceline.planner.cost.prediction import PARTS
+from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.batch_advice import BatchAdvice
-from paceline.planner.explain.explain import PART_NAMES, Explanation, shares_of_time
+from paceline.planner.explain.explain import Explanation, shares_of_time
 from paceline.planner.explain.scaling import ScaledPlan
 from paceline.planner.search.result import Candidate, error_of
 from paceline.report import plan_charts as charts
-from paceline.report.chart import Chart
-from paceline.report.definitions import Card
-from paceline.report.page import write_page
-from paceline.report.plan_terms import Terms
+from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.units import Shown, percent, seconds, size
 
 _BARS = 8  # plans whose step and memory are drawn part by part
@@ -39,31 +36,17 @@ def write_plan_page(
         RunError: the file cannot be written.
     """
     found, view = explanation.found, PlanView(explanation, scaling, advice)
-    facts = [
-        ("cluster", explanation.cluster.describe()),
-        ("command", command),
-        ("paceline", version("paceline")),
-        (
-            "plans",
-            f"{found.considered:,} considered, {found.evaluated:,} predicted, {found.pruned:,} set aside by a bound",
-        ),
-        ("searched in", str(seconds(found.seconds))),
-        ("speeds", "measured on these machines" if explanation.measured else "of the catalogue"),
-    ]
+    considered = f"{found.considered:,} considered, {found.evaluated:,} predicted"
+    facts = {
+        "cluster": explanation.cluster.describe(),
+        "command": command,
+        "paceline": version("paceline"),
+        "plans": f"{considered}, {found.pruned:,} set aside by a bound",
+        "searched in": str(seconds(found.seconds)),
+        "speeds": "measured on these machines" if explanation.measured else "of the catalogue",
+    }
     on_cores = view.best.layout.machines.device.kind == "cpu"
-    return write_page(
-        file, "plan.html.j2", on_cores=on_cores, view=view, facts=facts, define=Terms(), colours=view.colours
-    )
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """A line of a table: its name, its cells, and words under or beside them."""
-
-    name: str
-    cells: list[Shown | str]
-    about: str = ""
-    loud: bool = False
+    return write_page(file, "plan.html.j2", facts=facts, on_cores=on_cores, view=view, colours=view.colours)
 
 
 class PlanView:
@@ -188,9 +171,8 @@ class PlanView:
         label = (
             f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
         )
-        return piped, Chart(
-            "pipeline", charts.pipeline(timeline(replace(piped.layout, microbatches=drawn))), label, note
-        )
+        figure = charts.pipeline(timeline(replace(piped.layout, microbatches=drawn)))
+        return piped, Chart("pipeline", figure, label, note=note)
 
     @property
     def spans(self) -> list[tuple[str, str]]:
@@ -262,19 +244,19 @@ class PlanView:
     # The tables
 
     @property
-    def tables(self) -> list[list[tuple[int, PlanRow]]]:
+    def tables(self) -> list[list[tuple[int, Row]]]:
         """The best plans, and the others; a number with each."""
         rows = list(enumerate(self.candidates, 1))
         return [part for part in (rows[:_LISTED], rows[_LISTED:]) if part]
 
     @property
-    def candidates(self) -> list[PlanRow]:
+    def candidates(self) -> list[Row]:
         """All plans that were found, the best first."""
         rows = []
         for number, candidate in self._numbered:
             prediction, cost = candidate.prediction, self.explanation.cost(candidate)
             slower = prediction.step_time_s / self.best.prediction.step_time_s - 1
-            cells: list[Shown | str] = [
+            cells: list[Cell] = [
                 seconds(prediction.step_time_s),
                 f"+{percent(slower)}" if number > 1 else "",
                 size(prediction.memory_bytes),
@@ -282,7 +264,7 @@ class PlanView:
                 "" if prediction.mfu is None else percent(prediction.mfu),
                 *([] if cost is None else [Shown(cost.value, units.digits(cost.value))]),
             ]
-            rows.append(PlanRow(str(candidate.plan), cells, candidate.why, loud=number == 1))
+            rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
         return rows
 
     @property
@@ -292,10 +274,10 @@ class PlanView:
         return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
 
     @property
-    def devices(self) -> list[PlanRow]:
+    def devices(self) -> list[Row]:
         """The best plan for each number of devices."""
         rows = [
-            PlanRow(
+            Row(
                 f"{p.devices:,}",
                 [seconds(p.prediction.step_time_s), units.ratio(p.speedup), percent(p.efficiency)],
                 str(p.plan),
@@ -303,13 +285,13 @@ class PlanView:
             for p in self.scaled
             if p.prediction is not None and p.speedup is not None and p.efficiency is not None
         ]
-        return [*(PlanRow(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
+        return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
 
     @property
-    def changes(self) -> list[PlanRow]:
+    def changes(self) -> list[Row]:
         """Changes that would help, the most effective first."""
         return [
-            PlanRow(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
+            Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
             for row in self.explanation.helps
         ]
 

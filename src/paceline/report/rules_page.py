@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline import units
 from paceline.report import charts
-from paceline.report.bench_view import Cell
-from paceline.report.chart import Chart
-from paceline.report.page import write_page
-from paceline.report.panels import Panel, panelled
+from paceline.report.bench_charts import compared
+from paceline.report.page import Cell, Chart, write_page
 
 FIGURES = ("wire", "step_time", "time_to_target", "final_loss")  # the columns of the table, by their definitions' names
 
@@ -57,7 +56,8 @@ class Rates:
     title: str
     about: str
     at: dict[str, list[RuleFigures]]
-    facts: list[tuple[str, str]] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
 
     def loss_chart(self, number: int, rate: str) -> Chart | None:
         """Loss against time; None without any losses."""
@@ -83,17 +83,14 @@ class Rates:
     def bars(self, number: int, rate: str) -> Chart:
         """The figures beside each other."""
         rules = self.at[rate]
-        panels = [
-            Panel("bytes on the wire per step, KiB", [rule.wire_bytes for rule in rules], 1 / 1024),
-            Panel("step time, ms", [rule.step_time_s for rule in rules], 1e3),
-            Panel("time to target, s", [rule.time_to_target_s for rule in rules]),
-            Panel("final loss", [rule.final_loss for rule in rules]),
-        ]
-        return Chart(
-            f"bars-{number}",
-            panelled([rule.name for rule in rules], panels),
-            f"The figures of each rule at {rate}, as bars.",
+        figure = compared(
+            [rule.name for rule in rules],
+            [rule.wire_bytes for rule in rules],
+            [rule.step_time_s for rule in rules],
+            [rule.time_to_target_s for rule in rules],
+            [rule.final_loss for rule in rules],
         )
+        return Chart(f"bars-{number}", figure, f"The figures of each rule at {rate}, as bars.")
 
 
 def write_rules_page(found: Rates, file: Path) -> Path:
@@ -102,4 +99,6 @@ def write_rules_page(found: Rates, file: Path) -> Path:
     Raises:
         RunError: the file cannot be written.
     """
-    return write_page(file, "rules.html.j2", found=found, figures=FIGURES, facts=found.facts)
+    return write_page(
+        file, "rules.html.j2", found=found, figures=FIGURES, facts=found.facts, environment=found.environment
+    )

@@ -10,8 +10,8 @@ from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
 from paceline.job.read.imports import load_object
 from paceline.report import charts
-from paceline.report.chart import Chart
 from paceline.report.definitions import PARTS
+from paceline.report.page import Chart
 from paceline.report.run_record import RunRecord, timed
 from paceline.units import digits
 
@@ -25,15 +25,6 @@ _MEMORY = {
     "memory_bytes": ("Memory of each rank", "memory_now"),
     "gpu_memory_bytes": ("GPU memory of each rank", "gpu_memory"),
 }
-
-
-@dataclass(frozen=True)
-class DrawnChart:
-    """A chart with its title and the definitions that its caption needs."""
-
-    title: str
-    terms: list[str]
-    chart: Chart
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ PANELS = ExtensionPoint(
 )
 
 
-def run_charts(record: RunRecord) -> list[DrawnChart]:
+def run_charts(record: RunRecord) -> list[Chart]:
     """All charts that the record has values for, in the order of the page.
 
     Those of installed packages come last.
@@ -64,7 +55,7 @@ def run_charts(record: RunRecord) -> list[DrawnChart]:
     Raises:
         RunError: a panel of a package cannot be loaded, or fails; names it.
     """
-    found: list[DrawnChart] = []
+    found: list[Chart] = []
     for name, info in PANELS.all().items():
         try:
             found += load_object(info.panel)(record)
@@ -77,7 +68,7 @@ def run_charts(record: RunRecord) -> list[DrawnChart]:
     return found
 
 
-def losses(record: RunRecord) -> Iterator[DrawnChart]:
+def losses(record: RunRecord) -> Iterator[Chart]:
     """Training and validation loss, over steps and over time."""
     steps = record.ranks[0]
     values = [s["loss"] for s in steps]
@@ -103,7 +94,8 @@ def losses(record: RunRecord) -> Iterator[DrawnChart]:
             log_if_wide=True,
         )
         terms = ["loss", "held_out"] if evaluated else ["loss"]
-        yield DrawnChart(f"Loss over {over}", terms, Chart(f"loss-{over}", figure, f"Loss over {over}.", note))
+        title = f"Loss over {over}"
+        yield Chart(f"loss-{over}", figure, f"{title}.", title, terms, note)
 
 
 def _marks(record: RunRecord) -> dict[int, str]:
@@ -117,51 +109,42 @@ def _marks(record: RunRecord) -> dict[int, str]:
     return marks
 
 
-def metrics(record: RunRecord) -> Iterator[DrawnChart]:
+def metrics(record: RunRecord) -> Iterator[Chart]:
     """Every validation metric but the loss."""
     names = dict.fromkeys(name for e in record.evaluations for name in e["metrics"] if name != "loss")
     for number, name in enumerate(names):
         measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
         line = charts.Line(name, [step for step, _ in measured], [value for _, value in measured], charts.GREEN)
         label = f"{name} on validation samples; newest {digits(measured[-1][1])}."
-        yield DrawnChart(
-            f"Validation: {name}",
-            ["held_out"],
-            Chart(f"metric-{number}", charts.lines([], "steps", name, points=[line]), label),
-        )
+        figure = charts.lines([], "steps", name, points=[line])
+        yield Chart(f"metric-{number}", figure, label, f"Validation: {name}", ["held_out"])
 
 
-def speeds(record: RunRecord) -> list[DrawnChart]:
+def speeds(record: RunRecord) -> list[Chart]:
     """Throughput, and the parts of rank 0's steps."""
     return [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
 
 
-def _throughput(record: RunRecord) -> DrawnChart:
+def _throughput(record: RunRecord) -> Chart:
     steps = timed(record.ranks[0])
     line = charts.Line(
         "throughput", [record.clock_of[s["step"]] for s in steps], [s["samples"] / s["step_s"] for s in steps]
     )
     figure = charts.lines([line], "seconds", "samples per second", middle=statistics.median)
-    return DrawnChart(
-        "Throughput over time",
-        ["throughput"],
-        Chart("throughput", figure, "Throughput over time, in samples per second."),
-    )
+    title = "Throughput over time"
+    return Chart("throughput", figure, f"{title}, in samples per second.", title, ["throughput"])
 
 
-def _parts(record: RunRecord) -> DrawnChart:
+def _parts(record: RunRecord) -> Chart:
     steps = timed(record.ranks[0])
     figure = charts.parts_over_steps(
         [s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS}
     )
-    return DrawnChart(
-        "Where rank 0’s time went",
-        list(PARTS),
-        Chart("parts", figure, "Time of rank 0’s steps over the run, part by part."),
-    )
+    label = "Time of rank 0’s steps over the run, part by part."
+    return Chart("parts", figure, label, "Where rank 0’s time went", list(PARTS))
 
 
-def memory(record: RunRecord) -> Iterator[DrawnChart]:
+def memory(record: RunRecord) -> Iterator[Chart]:
     """Memory of each rank, on the host and on its GPU."""
     for key, (title, term) in _MEMORY.items():
         series = []
@@ -173,4 +156,4 @@ def memory(record: RunRecord) -> Iterator[DrawnChart]:
                     charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour)
                 )
         if series:
-            yield DrawnChart(title, [term], Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB."))
+            yield Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB.", title, [term])

@@ -1,18 +1,20 @@
-"""View of a run's page: headline, sentences and events, from its directory's files."""
+"""The page of a run: headline, sentences, charts and events, from its directory's files."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from paceline import units
 from paceline.benchmark.words import listed
 from paceline.errors import RunError
 from paceline.report import charts
-from paceline.report.chart import Chart
-from paceline.report.definitions import PARTS, Card
+from paceline.report.definitions import PARTS, SYNTHETIC
+from paceline.report.page import PAGE, Card, Chart, not_by_paceline, write_page
+from paceline.report.run_charts import run_charts
 from paceline.report.run_record import RunRecord, timed
 from paceline.report.sync_view import SyncView
 from paceline.training.record.progress import event_sentence
@@ -31,6 +33,24 @@ TROUBLE = (
 TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up
 WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
 EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well
+
+
+def write_run_page(run: Run) -> Path:
+    """Write `report.html` about a run into its directory.
+
+    Raises:
+        RunError: the run has not finished a step, or the file cannot be written.
+    """
+    with not_by_paceline(run.path, "run"):
+        view = RunView(run)
+        return write_page(
+            run.path / PAGE,
+            "run.html.j2",
+            facts={"run": str(run.path.resolve()), "plan": view.record.plan, "machine": view.record.machine},
+            environment=view.record.environment,
+            view=view,
+            charts=[*run_charts(view.record), *view.sync.charts],
+        )
 
 
 class RunView:
@@ -53,8 +73,6 @@ class RunView:
         self.timed = timed(self.steps)
         self.parts = list(PARTS)
         self.began = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.steps[0]["time"]))
-        self.facts = {"run": str(run.path.resolve()), "plan": self.record.plan, "machine": self.record.machine}
-        self.environment = self.record.environment
         self.start = self._newest("start", "resume") or {}
         newest = self._newest("start", "resume", "end")
         self.end = newest if newest is not None and newest["event"] == "end" else None
@@ -170,27 +188,19 @@ class RunView:
     def breakdown(self) -> Chart | None:
         """The mean step of each rank; none without steps after the warm-up."""
         bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.mean_parts_s.items()]
-        return (
-            Chart(
-                "breakdown",
-                charts.breakdown(bars),
-                " ".join(["Mean step of each rank, part by part.", *self.sentences]),
-            )
-            if bars
-            else None
-        )
+        label = " ".join(["Mean step of each rank, part by part.", *self.sentences])
+        return Chart("breakdown", charts.breakdown(bars), label) if bars else None
 
     # What happened, and what is not known
 
     @property
-    def missing(self) -> list[str]:
-        """Reasons for everything that could not be drawn."""
-        notes = list(self.record.gaps)
+    def warnings(self) -> list[str]:
+        """Synthetic data, and reasons for everything that could not be drawn."""
+        notes = [*([SYNTHETIC] if self.synthetic else []), *self.record.gaps]
         if not self.timed:
             notes.append(
-                f"Throughput, step time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed "
-                "steps, as the first "
-                f"{WARM_UP_STEPS} are warm-up, and this run has {len(self.steps)}."
+                f"Throughput, step time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed steps, "
+                f"as the first {WARM_UP_STEPS} are warm-up, and this run has {len(self.steps)}."
             )
         if not any("use" in s for steps in self.record.ranks.values() for s in steps):
             notes.append("Memory is not shown: no reading of it was written.")
@@ -206,15 +216,9 @@ class RunView:
         ]
         if len(told) > EVENTS:
             told = [("", f"{len(told) - EVENTS:,} earlier events are in events.jsonl", False), *told[-EVENTS:]]
-        saved = [e for e in self.events if e["event"] == "checkpoint_saved"]
-        if saved:
-            told.append(
-                (
-                    "",
-                    f"{units.count(len(saved), 'checkpoint')} saved, the newest at step {saved[-1].get('step')}",
-                    False,
-                )
-            )
+        if saved := [e for e in self.events if e["event"] == "checkpoint_saved"]:
+            newest = f"the newest at step {saved[-1].get('step')}"
+            told.append(("", f"{units.count(len(saved), 'checkpoint')} saved, {newest}", False))
         return told
 
 

@@ -9,9 +9,7 @@ from typing import Any
 from paceline import units
 from paceline.plans.plan import Plan
 from paceline.report import charts
-from paceline.report.bench_view import BenchRow
-from paceline.report.chart import Chart
-from paceline.report.run_charts import DrawnChart
+from paceline.report.page import Chart, Row
 from paceline.report.run_record import RunRecord
 from paceline.units import Shown
 
@@ -64,16 +62,15 @@ class SyncView:
         )
 
     @property
-    def rows(self) -> list[BenchRow]:
+    def rows(self) -> list[Row]:
         """Figures of a mean step for the rank that sends most, with the links' totals."""
         found = []
         if sent := _largest(self.sent):
-            found.append(BenchRow("wire", [units.size(sent)]))
+            found.append(Row("wire", [units.size(sent)]))
         if (saved := _largest(self.saved)) is not None and self.errors:
-            found.append(BenchRow("saved", [units.size(saved)]))
-            found.append(
-                BenchRow("compression_error", [units.number(statistics.median(error for _, error in self.errors))])
-            )
+            found.append(Row("saved", [units.size(saved)]))
+            median = statistics.median(error for _, error in self.errors)
+            found.append(Row("compression_error", [units.number(median)]))
         return found
 
     @property
@@ -88,11 +85,11 @@ class SyncView:
         return [(name, units.size(sent), units.size(received)) for name, (sent, received) in totals.items()]
 
     @property
-    def charts(self) -> list[DrawnChart]:
+    def charts(self) -> list[Chart]:
         """Bytes on the wire over the steps, and the error of compression."""
         return [*self._wire_chart(), *self._error_chart()]
 
-    def _wire_chart(self) -> Iterator[DrawnChart]:
+    def _wire_chart(self) -> Iterator[Chart]:
         rank = max(
             (rank for rank, sent in self.sent.items() if sent), key=lambda rank: _mean(self.sent[rank]), default=None
         )
@@ -106,21 +103,15 @@ class SyncView:
             series.append(charts.Line("without compression", steps, whole, charts.GREY, dashed=True))
         title = f"Bytes on the wire, rank {rank}"
         figure = charts.lines(series, "steps", "KiB per step", log_if_wide=True)
-        yield DrawnChart(
-            title, ["wire", "saved"] if self.errors else ["wire"], Chart("wire", figure, f"{title}, in KiB per step.")
-        )
+        terms = ["wire", "saved"] if self.errors else ["wire"]
+        yield Chart("wire", figure, f"{title}, in KiB per step.", title, terms)
 
-    def _error_chart(self) -> Iterator[DrawnChart]:
+    def _error_chart(self) -> Iterator[Chart]:
         if self.errors:
-            line = charts.Line(
-                "error", [step for step, _ in self.errors], [error for _, error in self.errors], charts.PURPLE
-            )
-            figure = charts.lines([line], "steps", "relative error")
-            yield DrawnChart(
-                "Error of compression",
-                ["compression_error"],
-                Chart("error", figure, "Relative error of compression over the steps."),
-            )
+            steps, errors = zip(*self.errors, strict=True)
+            figure = charts.lines([charts.Line("error", steps, errors, charts.PURPLE)], "steps", "relative error")
+            label = "Relative error of compression over the steps."
+            yield Chart("error", figure, label, "Error of compression", ["compression_error"])
 
 
 # step of a reading, steps since the one before, what a counter grew by per step meanwhile

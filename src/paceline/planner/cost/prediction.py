@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PARTS = ("compute", "recompute", "launch", "tp", "cp", "ep", "fsdp", "pp", "bubble", "dp", "optimizer", "other")
+# the parts of a predicted step, with their names for people
+PART_NAMES: Mapping[str, str] = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "launch": "launching kernels",
+    "tp": "tp: sums of layers",
+    "cp": "cp: keys and values",
+    "ep": "ep: tokens to experts",
+    "fsdp": "fsdp: weights, gradients",
+    "pp": "pp: between stages",
+    "bubble": "pipeline bubble",
+    "dp": "dp: gradients",
+    "optimizer": "optimizer",
+    "other": "overhead of a step",
+}
+PARTS = tuple(PART_NAMES)
 
 
 @dataclass(frozen=True)

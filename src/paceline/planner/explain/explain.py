@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.cost.memory import capacity_bytes
-from paceline.planner.cost.prediction import PARTS
+from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.advice import WORTH, Advice, other_machines, other_trainings
 from paceline.planner.explain.uneven import cut_by_speed, weights_by_speed
 from paceline.planner.explain.what_if import Case
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
 
 # fraction of a step or of the memory below which a part gets no line
 LEAST = 0.005
-PART_NAMES: Mapping[str, str] = {
-    "compute": "computing",
-    "recompute": "computing again",
-    "launch": "launching kernels",
-    "tp": "tp: sums of layers",
-    "cp": "cp: keys and values",
-    "ep": "ep: tokens to experts",
-    "fsdp": "fsdp: weights, gradients",
-    "pp": "pp: between stages",
-    "bubble": "pipeline bubble",
-    "dp": "dp: gradients",
-    "optimizer": "optimizer",
-    "other": "overhead of a step",
-}
 
 
 @dataclass(frozen=True)
