@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -119,9 +121,12 @@ def _descendants() -> list[psutil.Process]:
     Python's resource tracker and the seeds belong to the whole session, and stay.
     """
     living = []
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # known before it has its command line
     for child in _children_of(os.getpid(), recursive=True):
         with suppress(psutil.NoSuchProcess):
-            stays = child.pid in shared_pids() or any("resource_tracker" in word for word in child.cmdline())
+            stays = child.pid in (*shared_pids(), tracker) or any(
+                "resource_tracker" in word for word in child.cmdline()
+            )
             if child.status() != psutil.STATUS_ZOMBIE and not stays:
                 living.append(child)
     return living
@@ -146,8 +151,15 @@ def _threads() -> set[str]:
 
 
 def _listening() -> set[str]:
-    connections = psutil.Process().net_connections("inet")
-    return {f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN}
+    """Own sockets that listen, each asked itself: the kernel's list has those of all processes, and is slow to read."""
+    addresses = set()
+    for fd in _entries(Path("/proc/self/fd")):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as own:
+                    if own.family != socket.AF_UNIX and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        addresses.add("{}:{}".format(*own.getsockname()[:2]))
+    return addresses
 
 
 def _shared_memory() -> set[str]:

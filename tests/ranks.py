@@ -32,7 +32,24 @@ from paceline.rank_environment import RankEnvironment
 
 Backend = Literal["gloo", "shm", "tcp"]
 _GRACE_S = 10.0  # for the other ranks to end after one has failed
-_IMPORTS = ("numpy", "pytest", "hypothesis", COMPILER)
+_IMPORTS = (
+    "numpy.random",
+    "pytest",
+    "hypothesis",
+    "ranks",
+    COMPILER,
+    "sympy",
+    "torch.export._trace",
+    "torch.distributed.pipelining",
+    "paceline.comm.tcp",
+    "paceline.engine.split_model",
+    "paceline.parity.check",
+    "paceline.sync.compress",
+    "paceline.training.own_loop.setup",
+    "paceline.job.zoo.data.datasets",
+    "transformers.modeling_utils",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 _LAUNCHERS = {
     "PACELINE_STATUS",
     "PACELINE_ERROR_FILE",
@@ -98,11 +115,10 @@ def run_in_places(
         call = Call(
             function.__code__.co_filename, module, name, arguments, backend, Path(folder), dict(os.environ), sys.path
         )
-        if not _environment:
-            start_seed()
-        wait_for_imports()
         try:
-            with _in(_environment):
+            with _in(_environment or dict(os.environ)):
+                start_seed()
+                wait_for_imports()
                 results = run_rank_function(
                     be_rank,
                     call,
@@ -227,4 +243,4 @@ def _in(environment: Mapping[str, str]) -> Iterator[None]:
 def start_seed() -> None:
     """Start the process that ranks are forked from, with what tests import already there."""
     _environment.update(os.environ)
-    warm_up(*_IMPORTS)
+    warm_up(*_IMPORTS)  # a seed that other launches have displaced is started again

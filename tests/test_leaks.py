@@ -48,9 +48,11 @@ def test_a_listening_port_is_seen(before: Snapshot) -> None:
 
 def test_shared_memory_is_seen(before: Snapshot) -> None:
     segment = SharedMemory(create=True, size=64)
-    segment.close()
-    assert before.left_over() == [f"shared memory: {segment.name}"]
-    segment.unlink()
+    try:
+        segment.close()
+        assert before.left_over() == [f"shared memory: {segment.name}"]
+    finally:
+        segment.unlink()
 
 
 def test_a_memory_file_is_seen_while_it_is_open_and_while_it_is_mapped(before: Snapshot) -> None:

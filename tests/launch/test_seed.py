@@ -80,6 +80,26 @@ def test_every_rank_is_an_interpreter_where_that_is_asked_for_or_a_fork_would_be
     assert "paceline.launch.rank" in told["title"]
 
 
+@pytest.mark.parametrize(
+    ("what_it_starts", "forked"),
+    [
+        ("threading.Thread(target=time.sleep, args=[60], daemon=True).start()", False),
+        ("weakref.finalize(threading.Lock, open, 'finalized', 'w')", True),
+    ],
+    ids=["a_thread", "a_finalizer"],
+)
+def test_what_an_import_starts_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what_it_starts: str, forked: bool
+) -> None:
+    (tmp_path / "starts.py").write_text(f"import threading, time, weakref\n{what_it_starts}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.chdir(tmp_path)
+    warm_up("starts")
+    [told] = run("tell_of_the_fork", tmp_path, ranks=1).values()
+    assert (told["parent"] == shared_pids()[-1]) == forked
+    assert not (tmp_path / "finalized").exists()
+
+
 def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = seed_for(os.environ)
     assert seed_for({**os.environ, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "9", "RANK": "7"}) is before

@@ -22,12 +22,14 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
+from paceline.deferred_compiler import COMPILER
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
 from paceline.job.read.imports import import_path_of, load_object
 from paceline.launch.local import COLLECT_S, launch
 from paceline.launch.place import RankPlace, places_on
+from paceline.launch.seed import warm_up
 from paceline.plans.plan import Plan
 from paceline.rank_environment import own_rank
 
@@ -108,10 +110,23 @@ def run_on_plan(
         ClusterError: the cluster's hosts cannot be emulated here.
     """
     threads = plan.threads_for(cluster.hosts[0], plan.ranks)
+    warm_up_for(job, plan)
     with places_on(cluster, plan.ranks) as places:
         return run_on_ranks(
             function, request, places=places, threads=threads, deadline_s=job.deadline_s, on_partial=on_partial
         )
+
+
+def warm_up_for(job: Job, plan: Plan) -> None:
+    """Have the seed import what every rank of this job and plan needs, so that it is imported once."""
+    modules = []
+    if plan.compile != "off" or plan.splits:
+        modules.append(COMPILER)  # it brings all that the splits need of torch, too
+    if plan.splits:
+        modules.append("paceline.engine.split_model")
+    if job.model.hf:
+        modules.append("transformers.modeling_utils")
+    warm_up(*modules)
 
 
 def be_rank(arguments: list[str]) -> None:

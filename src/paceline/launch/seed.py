@@ -88,7 +88,9 @@ class Seed:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ANSWER_S)
         self._lock = threading.Lock()
-        self._ready: dict[str, Any] | None = None
+        self._imported: set[str] = set()
+        self._imports_under_way = 1  # each is answered with why no rank may be forked, if so
+        self._unfit: str | None = None
         own_thread = threading.current_thread() is threading.main_thread()
         with theirs:
             self._process = subprocess.Popen(
@@ -128,7 +130,7 @@ class Seed:
             LaunchError: the imports took longer than the deadline.
         """
         until = time.monotonic() + deadline_s
-        while self._ready is None and not stopped():
+        while self._imports_under_way and not stopped():
             if time.monotonic() > until:
                 raise LaunchError(
                     f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to "
@@ -136,14 +138,16 @@ class Seed:
                 )
             if select.select([self._socket], [], [], _TICK_S)[0]:
                 with self._lock:
-                    self._ready = self._ready or self._answer()
-        return self._ready["unfit"] if self._ready else None
+                    self._note_imports(1)
+        return self._unfit
 
     def will_import(self, modules: Sequence[str]) -> None:
         """Have it import these before the next fork; nothing waits for that here."""
         with self._lock, suppress(OSError):  # a lost seed is told by the next fork
-            if modules:
-                send(self._socket, {"do": "import", "modules": list(modules)})
+            if new := [name for name in modules if name not in self._imported]:
+                self._imported.update(new)
+                send(self._socket, {"do": "import", "modules": new})
+                self._imports_under_way += 1
 
     def fork(
         self,
@@ -187,6 +191,7 @@ class Seed:
         """
         with self._lock:
             try:
+                self._note_imports(self._imports_under_way)
                 send(self._socket, order, descriptors)
                 answer = self._answer()
             except OSError as error:
@@ -203,6 +208,11 @@ class Seed:
         if self.owner == os.getpid():  # not in a fork of the launcher
             self._process.kill()
             self._process.wait()
+
+    def _note_imports(self, number: int) -> None:
+        for _ in range(min(number, self._imports_under_way)):
+            self._unfit = self._answer()["unfit"] or self._unfit
+            self._imports_under_way -= 1
 
     def _answer(self) -> dict[str, Any]:
         gone = {"error": f"the process that ranks are forked from (pid {self.pid}) has ended", "unfit": "it has ended"}

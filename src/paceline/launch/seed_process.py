@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from paceline.launch.rank import PR_SET_PDEATHSIG, run
 from paceline.launch.seed import receive, send
 from paceline.rank_environment import RankEnvironment
 
-_IMPORTS = ("paceline.training.loop",)  # what every rank needs
+_IMPORTS = ("paceline.training.loop", "paceline.launch.run_on_ranks")  # what every rank needs
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,31 @@ def _imported() -> str | None:
         return traceback.format_exc()
     gc.enable()
     gc.collect()
-    gc.freeze()  # no collection in a rank writes to what it shares with the others
+    _keep_for_the_seed()
+    return _unfit()
+
+
+def _import_more(modules: list[str]) -> str | None:
+    """Import what some ranks need, as `_imported` does. What cannot be imported, the ranks will meet and show."""
+    gc.disable()
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.enable()
+    gc.collect()
+    _keep_for_the_seed()
+    return _unfit()
+
+
+def _keep_for_the_seed() -> None:
+    """Have ranks neither collect nor finalize what was imported: they share its memory, and would copy it."""
+    gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
+def _unfit() -> str | None:
+    """Reason why no rank may be forked from this process; None where there is none."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"something that is imported has started {threads - 1} threads"
     if any(
@@ -90,14 +115,6 @@ def _imported() -> str | None:
     ):
         return "something that is imported has started CUDA, which no fork survives"
     return None
-
-
-def _import_more(modules: list[str]) -> None:
-    """Import what some ranks need. What cannot be imported, the ranks will meet and show."""
-    for name in modules:
-        with suppress(Exception):
-            importlib.import_module(name)
-    gc.freeze()
 
 
 def _is_open(descriptor: str) -> bool:
@@ -116,7 +133,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             return None
         do = message.pop("do")
         if do == "import":
-            _import_more(message["modules"])
+            send(channel, {"unfit": _import_more(message["modules"])})
             continue
         if do == "wait":
             send(channel, {"code": os.waitstatus_to_exitcode(os.waitpid(message["pid"], 0)[1])})

@@ -17,12 +17,13 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate.hosts import LinkBytes
 from paceline.console import Console as SafeConsole
-from paceline.deferred_compiler import COMPILER, defer_compiler
+from paceline.deferred_compiler import defer_compiler
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
+from paceline.launch.run_on_ranks import warm_up_for
 from paceline.launch.seed import warm_up
 from paceline.launch_engine import is_rank
 from paceline.planner.check.check_plan import check_plan
@@ -96,9 +97,7 @@ def train(
         # From here to the end the directory is this process's; of a new run, once it is known where.
         lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
         choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
-        if choice.plan.compile != "off" or choice.plan.splits:
-            # It brings all that the splits need of torch, too.
-            warm_up(COMPILER)
+        warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
             lock = held.enter_context(
