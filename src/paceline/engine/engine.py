@@ -101,7 +101,8 @@ class Engine:
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
         local_steps: True if replicas differ between the steps in which they agree (local rules).
         device: where the model is.
-        before_update: called before every optimizer step (the checkpoint writer copies weights until then).
+        before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
+            until then).
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Engine:
         self.group, self.settings, self.device = group, settings, group.device
         self.precision = plan.precision or settings.precision
         self.step_count = self._dealt = 0
-        self.before_update: Callable[[], object] = lambda: None
+        self.before_update: Callable[[int], object] = lambda step: None
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = self._made_ready(model, plan)
@@ -394,7 +395,7 @@ class Engine:
             torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
         self.replica_state.before_update()
         self.meter.mark(OPTIMIZER)
-        self.before_update()
+        self.before_update(step)
         self.meter.mark(CHECKPOINT)
         self.optimizer.step()
         if not self.local_steps:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.errors import JobError
 from paceline.job.spec import Spec
 
 if TYPE_CHECKING:
@@ -81,14 +83,27 @@ class ScheduleSpec(Spec):
     def factor_at(self, step: int, total_steps: int | None) -> float:
         """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
 
-        `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
+        Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from
+        its end on. `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
 
         Raises:
             JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
         """
-        from paceline.job.zoo.optimizers import schedule_factor
-
-        return schedule_factor(self, step, total_steps)
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return 1.0
+        if self.name == "step":
+            return self.factor ** sum(step >= milestone for milestone in self.milestones)
+        end = self.decay_steps or total_steps
+        if end is None:
+            raise JobError(
+                f"schedule {self.name} does not know where the decay ends: give schedule.decay_steps, or "
+                "stop.epochs or stop.steps"
+            )
+        progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
+        remaining = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.final + (1 - self.final) * remaining
 
 
 _OPTIMIZER_KEYS = {

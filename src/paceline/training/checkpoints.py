@@ -43,7 +43,7 @@ class Checkpoints(Callback):
             report=events,
         )
         self.saving = CheckpointSchedule(self.writer, job.checkpoint, engine.signals, events)
-        engine.before_update = lambda: self.saving.before_update(engine.step_count + 1)
+        engine.before_update = self.saving.before_update
         self.rejected: list[int] = []
         self._rewinds = 0
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch.distributed import ReduceOp
 
 from paceline.comm.c10d.collectives import Collectives
-from paceline.comm.c10d.driver import Driver
-from paceline.comm.c10d.operation import Operation, OperationQueue, Steps
-from paceline.comm.c10d.profile import start
+from paceline.comm.c10d.operation import Driver, Operation, OperationQueue, Steps
 from paceline.comm.c10d.reduction import Op, Reduction
 from paceline.comm.c10d.sparse import all_reduce_sparse
 from paceline.comm.c10d.work import DONE, DrivenWork
@@ -238,7 +237,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         timeout = getattr(opts, "timeout", None)
         deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
         operation = Operation(what, steps(), deadline_s, self._collectives.waits_for)
-        start(self._progress, self._operations, operation, self.getBackendName(), what, inputs)
+        self._begin(self._operations, operation, what, inputs)
         if waits:
             return DrivenWork(self._progress, operation, result)
         self._progress.wait(operation)
@@ -255,8 +254,18 @@ class DrivenProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Start the steps of a message."""
         operation = Operation(what, steps, self._timeout_s, waits_for)
-        start(self._progress, queue, operation, self.getBackendName(), title, result)
+        self._begin(queue, operation, title, result)
         return DrivenWork(self._progress, operation, result)
+
+    def _begin(self, queue: OperationQueue, operation: Operation, what: str, tensors: Iterable[Tensor]) -> None:
+        """Start an operation; an event with the tensors' shapes for this thread's profiler."""
+        if not _profiler_enabled():
+            self._progress.start(queue, operation)
+            return
+        event = _record_function_with_args_enter(f"{self.getBackendName()}:{what}", *tensors)
+        self._progress.start(queue, operation)
+        # the event is over when the operation is, not when this call is
+        self._progress.call_when_done(operation, lambda: _record_function_with_args_exit(event))
 
     def end_within(self, seconds: float) -> None:
         """End the group of a failed rank; pending messages to the others get `seconds`."""

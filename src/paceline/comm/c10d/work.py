@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.c10d.driver import Driver
-from paceline.comm.c10d.operation import Operation
+from paceline.comm.c10d.operation import Driver, Operation
 
 
 class DrivenWork(dist.Work):

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from torch.distributed import DistBackendError
 
 from paceline.cluster.emulate.cgroup import cpu_quota
-from paceline.comm.c10d.driver import GRACE_S, WATCH_S, Driver, call_all
-from paceline.comm.c10d.operation import Operation
+from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
@@ -101,7 +100,7 @@ class ShmProgress(Driver):
         self._own.close_descriptor()
 
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation while nobody waits for it; soon, as most are waited for at once."""
+        """Drive an operation soon, while nobody waits for it."""
         with self.lock:
             if operation.done:
                 return

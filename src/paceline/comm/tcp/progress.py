@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.comm.c10d.driver import GRACE_S, WATCH_S, Calls, Driver, call_all
-from paceline.comm.c10d.operation import Operation
+from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
 from paceline.errors import SyncError
 
 _NAP_S = 0.05  # the longest sleep between two looks at the clock
@@ -80,7 +79,7 @@ class TcpProgress(Driver):
     # Operations
 
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation while nobody waits for it; soon, as most are waited for at once."""
+        """Drive an operation soon, while nobody waits for it."""
         with self.lock:
             if not operation.done:
                 watching = self._watch_until > time.monotonic()

@@ -1,8 +1,7 @@
-"""Optimizers (torch's own, LARS and LAMB) and learning-rate schedules."""
+"""Optimizers: torch's own, LARS and LAMB."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.optimizer import OptimizerSpec
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # for which torch has fused steps; elsewhere the first step would raise
 
@@ -37,32 +36,6 @@ def build_optimizer(
         return LAMB(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     has_fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
     return _torch_optimizer(spec, parameters, fused=True if fused and has_fused else None)
-
-
-def schedule_factor(spec: ScheduleSpec, step: int, total_steps: int | None) -> float:
-    """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
-
-    Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from its
-    end on.
-
-    Raises:
-        JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
-    """
-    if step < spec.warmup_steps:
-        return (step + 1) / spec.warmup_steps
-    if spec.name == "constant":
-        return 1.0
-    if spec.name == "step":
-        return spec.factor ** sum(step >= milestone for milestone in spec.milestones)
-    end = spec.decay_steps or total_steps
-    if end is None:
-        raise JobError(
-            f"schedule {spec.name} does not know where the decay ends: give schedule.decay_steps, or "
-            "stop.epochs or stop.steps"
-        )
-    progress = min(1.0, (step - spec.warmup_steps) / max(1, end - spec.warmup_steps))
-    remaining = 1 - progress if spec.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return spec.final + (1 - spec.final) * remaining
 
 
 class _Layerwise(torch.optim.Optimizer):

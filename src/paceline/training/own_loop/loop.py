@@ -439,7 +439,7 @@ class OwnLoop(Engine):
         if clip is not None and norm > clip:
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
         self.replica_state.before_update()
-        self.before_update()
+        self.before_update(self.step_count + 1)
         self._updating = True
         try:
             for number in sorted(stepped):
@@ -530,7 +530,7 @@ class OwnLoop(Engine):
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self.replica_state.before_update()
-        self.before_update()
+        self.before_update(self.step_count + 1)
         return None
 
     def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
