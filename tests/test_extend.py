@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -153,6 +154,22 @@ def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> No
         "print('torch' in sys.modules)"
     )
     assert loaded(code, installed) == ["exponent 1.0 0.5", "False"]
+
+
+@pytest.mark.needs_root
+@pytest.mark.needs_iproute2
+@pytest.mark.slow
+def test_a_codec_from_a_package_is_timed_and_tried_by_auto_on_a_slow_link(installed: str, tmp_path: Path) -> None:
+    # matrices with 16 rows, of which powersgd:16 saves nothing: the two codecs with the fewest bytes are tried
+    narrow = {"zoo": "mlp", "args": {"hidden": 16}}
+    job = write_job(tmp_path / "job.yaml", model=narrow, stop={"steps": 20})
+    (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2, rate: 4mbit}\n")
+    arguments = ("train", job, "--cluster", "cluster.yaml", "--plan", "dp=2 compress=auto", "--run", "run")
+    shown = in_a_process(*arguments, folder=tmp_path, PYTHONPATH=installed)
+    assert shown.code == 0, shown.err
+    told = [line for event in events(tmp_path / "run", "sync") for line in event["said"]]
+    [said] = [line for line in told if line.startswith("compress=auto: ")]
+    assert re.search(r" with exponent[,;].*exponent saves ", said), said
 
 
 # A transport

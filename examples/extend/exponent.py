@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.plans.codec_info import CodecInfo
 
-INFO = CodecInfo("exponent:Exponent", sent_bytes=lambda sending: 1.0, codes_numbers=True)
+INFO = CodecInfo("exponent:Exponent", lambda sending: 1.0, codes_numbers=True, tried_by_auto="exponent", order=3)
 
 
 class Exponent:

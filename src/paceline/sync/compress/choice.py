@@ -1,33 +1,39 @@
 """`compress=auto`: gradients are compressed only where that shortens the step.
 
-It is predicted first and measured then.
+Exact and coded sums are timed alone first; then whole steps, with the codecs whose sums save enough.
 
 Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training
-Systems" (arXiv:2103.00543). So nothing is tried that the prediction does not favour, and without such a codec every
-step is exact.
+Systems" (arXiv:2103.00543). So no step is taken with a codec that should not pay, and without one every step is exact.
+
+It is no candidate of `--plan auto`, whose trial has the launcher's machine only and keeps every step's result: a codec
+pays on the network of the run, which its ranks alone reach, also under torchrun and in a loop of one's own.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm import Group
-from paceline.comm.allreduce.algorithms import Algorithm, Auto
-from paceline.comm.measure.transports import measure_links
+from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.errors import PlanError
-from paceline.plans.codec_info import CompressSpec, auto_candidates
-from paceline.sync.compress.codec_cost import CodecCost, measure_codec, wait_for
+from paceline.plans.codec_info import auto_candidates
+from paceline.sync.compress.compressor import Compressor
+from paceline.sync.traffic import Traffic
 from paceline.units import percent, seconds
 
+Buckets = Sequence[tuple[Tensor, Sequence[Tensor]]]
 MARGIN = 0.05  # a step must become shorter by this share, or a codec that loses more by this share faster
 TRIALS = 2  # codecs that are tried
 _WARM_UP, _MEASURED = 2, 3  # steps without a codec and with each
+# numbers of the model whose sums are timed; the time is taken to grow with their count
+_SAMPLE = 2**20
+# rounds of sums, or one that takes this many seconds
+_ROUNDS, _LONG_S = 3, 0.5
 
 
 class CodecChooser:
@@ -48,10 +54,10 @@ class CodecChooser:
         clock: returns the time in seconds.
     """
 
-    def __init__(self, algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> None:
+    def __init__(self, algorithm: Algorithm, buckets: Buckets) -> None:
         self.group = algorithm.group
         self.codec, self.decided, self.message = "none", False, ""
-        self._plain_s, self._coded_s = predict(algorithm, buckets)
+        self._plain_s, self._coded_s = measure_sums(algorithm, buckets)
         self.clock = time.perf_counter
         self._trials: list[str] = []
         self._measured_s: dict[str, float] = {}
@@ -65,14 +71,14 @@ class CodecChooser:
         """
         if self.decided:
             return self.codec
-        wait_for(self.group.device)
+        _wait_for(self.group.device)
         now = self.clock()
         if self._last is not None:
             self._steps_s.append(now - self._last)
         self._last = now
         if len(self._steps_s) == _WARM_UP + _MEASURED:
             own = statistics.median(self._steps_s[_WARM_UP:])
-            self._measured_s[self.codec] = _slowest(self.group, [own])[0]
+            self._measured_s[self.codec] = _slowest(self.group, own)
             self._steps_s.clear()
             self._go_on()
         return self.codec
@@ -126,70 +132,69 @@ class CodecChooser:
         )
 
 
-def predict(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[float, dict[str, float]]:
-    """Predicted seconds per step of the exact sums and of each candidate codec.
+def measure_sums(algorithm: Algorithm, buckets: Buckets) -> tuple[float, dict[str, float]]:
+    """Seconds per step of the exact sums, and of each candidate codec's.
 
-    Candidates that do not take the tensors are left out. The same on every rank.
+    Random numbers are summed over the ranks in the shapes of the first gradients. Codecs that do not take them are left
+    out. Every rank calls it, and all get the slowest rank's times.
     """
     group = algorithm.group
-    costs: dict[str, CodecCost] = {}
+    generator = torch.Generator(group.device).manual_seed(0)  # not the one that training uses
+    sample = []
+    for flat, shapes in _first(buckets):
+        sizes = [shape.numel() for shape in shapes]
+        own = algorithm.empty(sum(sizes), flat.dtype)
+        parts = [part.view(shape) for part, shape in zip(own.split(sizes), shapes, strict=True)]
+        sample.append((own, parts, torch.randn(sum(sizes), device=group.device, generator=generator)))
+    grows = sum(view.numel() for _, views in buckets for view in views) / max(1, sum(len(own) for own, *_ in sample))
+
+    def time_s(sum_one: Callable[[str, Tensor, Sequence[Tensor]], object]) -> float:
+        times_s: list[float] = []
+        while len(times_s) < _ROUNDS and not (times_s and times_s[-1] > _LONG_S):
+            for own, _, numbers in sample:
+                own.copy_(numbers)
+            _wait_for(group.device)
+            started = time.perf_counter()
+            for i, (own, parts, _) in enumerate(sample):
+                sum_one(f"{i}", own, parts)
+            _wait_for(group.device)
+            times_s.append(_slowest(group, time.perf_counter() - started))
+        return grows * min(times_s)
+
+    plain_s, coded_s = time_s(lambda _, own, parts: algorithm.all_reduce(own)), {}
     for codec in auto_candidates():
         try:
-            costs[codec] = measure_codec(codec, group, buckets)
+            coded_s[codec] = time_s(Compressor(codec, group, Traffic()).sum)
         except PlanError:  # it does not take the dtype
             continue
-    sizes = [flat.nbytes for flat, _ in buckets]
-    predicted = [algorithm.predicted_s(nbytes) for nbytes in sizes]
-    plain_s = sum(s for s in predicted if s is not None) if None not in predicted else _measured_s(algorithm, buckets)
-    links = _links(algorithm)
-    coded_s = []
-    for codec, cost in costs.items():
-        if links is None:  # as fast as the exact sums, byte for byte
-            travel_s = plain_s * cost.sent_bytes / (2 * (group.size - 1) / group.size * sum(sizes))
-        else:
-            messages = CompressSpec.parse(codec).first.messages * len(sizes)
-            travel_s = (
-                messages * links.between.latency_s + _most_over_a_link(group, cost.sent_bytes) / links.between.bandwidth
-            )
-        coded_s.append(cost.coding_s + travel_s)
-    plain_s, *coded_s = _slowest(group, [plain_s, *coded_s])
-    return plain_s, dict(zip(costs, coded_s, strict=True))
+    for own, *_ in sample:
+        algorithm.release(own)
+    return plain_s, coded_s
 
 
-def _links(algorithm: Algorithm) -> GroupLinks | None:
-    """The speed of the links between hosts; None where all ranks are on one."""
-    if isinstance(algorithm, Auto):
-        return algorithm.links
-    return measure_links(algorithm.group) if algorithm.group.spans_hosts else None
+def _first(buckets: Buckets) -> list[tuple[Tensor, list[torch.Size]]]:
+    """Each bucket's tensor and the shapes of its first gradients; about `_SAMPLE` numbers in all."""
+    found, left = [], _SAMPLE
+    for flat, views in buckets:
+        shapes = []
+        for view in views:
+            if left > 0 and view.numel() > 0:
+                part = view if view.numel() <= left else view[: max(1, left * len(view) // view.numel())]
+                shapes.append(part.shape)
+                left -= part.numel()
+        if shapes:
+            found.append((flat, shapes))
+    return found
 
 
-def _most_over_a_link(group: Group, sent_bytes: float) -> float:
-    """Bytes that the fullest host sends to others.
-
-    Each of its ranks sends equal parts of `sent_bytes` to all ranks.
-    """
-    counts = [group.hosts.count(host) for host in set(group.hosts)]
-    return max(count * (group.size - count) for count in counts) * sent_bytes / (group.size - 1)
+def _slowest(group: Group, time_s: float) -> float:
+    """The slowest rank's time."""
+    slowest = torch.tensor([time_s], dtype=torch.float64, device=group.device)
+    group.all_reduce(slowest, op="max")
+    return float(slowest)
 
 
-def _measured_s(algorithm: Algorithm, buckets: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> float:
-    """The time of the exact sums of one step, of zeros."""
-    tensors = [algorithm.empty(flat.numel(), flat.dtype) for flat, _ in buckets]
-    times_s = []
-    for _ in range(1 + _MEASURED):
-        wait_for(algorithm.group.device)
-        started = time.perf_counter()
-        for tensor in tensors:
-            algorithm.all_reduce(tensor)
-        wait_for(algorithm.group.device)
-        times_s.append(time.perf_counter() - started)
-    for tensor in tensors:
-        algorithm.release(tensor)
-    return statistics.median(times_s[1:])
-
-
-def _slowest(group: Group, times_s: list[float]) -> list[float]:
-    """The slowest rank's value of each time."""
-    times = torch.tensor(times_s, dtype=torch.float64, device=group.device)
-    group.all_reduce(times, op="max")
-    return [float(s) for s in times.tolist()]
+def _wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
