@@ -62,6 +62,7 @@ def command(
     """
     from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
+    from paceline.console import Console
     from paceline.runner import links
 
     where = to_run_on(cluster) or discover()
@@ -76,18 +77,12 @@ def command(
         if found is None:  # rank 0 speaks for all
             return
     else:
-        found = _launched(where, ranks or links.ranks_of(where), wanted)
+        ranks = ranks or links.ranks_of(where)
+        with Console(stderr=True).status("") as status:
+            found = links.measure_links(
+                where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks")
+            )
     _report(found, where, plot, as_json=as_json)
-
-
-def _launched(where: Cluster, ranks: int, wanted: Wanted) -> LinkResults:
-    from paceline.console import Console
-    from paceline.runner.links import measure_links
-
-    with Console(stderr=True).status("") as status:
-        return measure_links(
-            where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks")
-        )
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
@@ -95,16 +90,19 @@ def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
 
     Returns None except on rank 0.
     """
-    from paceline.runner.links import LinkResults, measure_as_rank
+    from paceline.comm.measure.links import LinksRequest, measure_on_rank
+    from paceline.rank_environment import own_rank
+    from paceline.runner.links import LinkResults
     from paceline.runner.torchrun import fail
 
     if named is not None and len(wanted.transports) > 1:
         raise typer.BadParameter("under torchrun name one transport: its ranks join once", param_hint="--transports")
     try:
-        measured = measure_as_rank(wanted.transports[0] if named else "auto", wanted)
+        transport = wanted.transports[0] if named else "auto"
+        measured = measure_on_rank(LinksRequest(transport, wanted.collectives, wanted.algorithms, wanted.sizes))
     except Exception as error:  # noqa: BLE001 - torchrun is told, whatever it was
         fail(error)
-    return LinkResults([measured]) if measured else None
+    return LinkResults([measured]) if own_rank() == 0 else None
 
 
 def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: bool) -> None:

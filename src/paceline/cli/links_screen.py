@@ -13,13 +13,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.comm.measure.links import message_size
+from paceline.comm.measure.limit import Limit
+from paceline.comm.measure.links import caveats, curves, message_size
 from paceline.units import bandwidth, digits, percent, seconds
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
-    from paceline.comm.measure.limit import Limit
-    from paceline.comm.measure.links import LeftOut, TransportMeasurement
+    from paceline.comm.measure.links import Curve, TransportMeasurement
     from paceline.comm.measure.speed import CollectiveSpeed
     from paceline.runner.links import LinkResults
 
@@ -47,9 +47,6 @@ _SECTIONS = {
 
 def show(found: LinkResults, where: Cluster, console: Console) -> None:
     """Everything that was found, then what the figures mean."""
-    from paceline.comm.measure.limit import Limit
-    from paceline.comm.measure.links import caveats
-
     console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     console.print("[bold]paceline links[/] on", where.describe(), markup=True)
     if not found.measured:
@@ -90,18 +87,10 @@ def _limits(limit: Limit, stated: str) -> Iterator[str]:
 
 def _stated(where: Cluster) -> str:
     """The rates of the links between the hosts, as the cluster states them."""
-    rates = sorted(
-        {
-            link.bandwidth_gbps
-            for host in where.hosts
-            for link in host.links
-            if link.kind == "ethernet" and link.bandwidth_gbps
-        }
-    )
-    return (
-        " to ".join(f"{rate * 1e3:g} Mbit/s" if rate < 1 else f"{rate:g} Gbit/s" for rate in {rates[0], rates[-1]})
-        if rates
-        else ""
+    links = [link for host in where.hosts for link in host.links if link.kind == "ethernet"]
+    rates = sorted({link.bandwidth_gbps for link in links if link.bandwidth_gbps})
+    return " to ".join(
+        f"{rate * 1e3:g} Mbit/s" if rate < 1 else f"{rate:g} Gbit/s" for rate in rates[:: max(1, len(rates) - 1)]
     )
 
 
@@ -124,15 +113,8 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[TransportMe
     table.add_column("")
     for size in sizes:
         table.add_column(str(message_size(size)), justify="right", no_wrap=True)
-    rows = {
-        (m.transport, name): (
-            m,
-            {s.size_bytes: s for s in m.speeds if s.collective == collective and s.algorithm == name},
-        )
-        for m in measured
-        for name in dict.fromkeys(s.algorithm for s in m.speeds if s.collective == collective)
-    }
-    several = len({name for _, name in rows}) > 1
+    found = curves(measured, collective)
+    several = len({curve.algorithm for curve in found}) > 1
     fastest = max(s.bus_bandwidth for m in measured for s in m.speeds)
     unit, per = ("MB/s", 1e6) if fastest < _MEGABYTES_BELOW else ("GB/s", 1e9)
     blocks: list[tuple[str, Callable[[CollectiveSpeed], str]]] = [
@@ -141,35 +123,23 @@ def _table(collective: str, sizes: Sequence[int], measured: Sequence[TransportMe
         (f"bus {unit}", lambda s: digits(s.bus_bandwidth / per)),
         ("of the limit", lambda s: _percent(limit.share(s))),
     ]
-    for title, cell in blocks:
-        for number, ((transport, name), (m, by_size)) in enumerate(rows.items()):
-            label = f"{transport} {name}" if several else transport
-            cells = [_cell(by_size.get(size), m, collective, name, cell) for size in sizes]
-            last = number == len(rows) - 1 and title != blocks[-1][0]
+    for title, text in blocks:
+        for number, curve in enumerate(found):
             table.add_row(
                 title if number == 0 else "",
-                label,
-                *cells,
-                end_section=last,
+                f"{curve.transport} {curve.algorithm}" if several else curve.transport,
+                *(_cell(curve, size, text) for size in sizes),
+                end_section=number == len(found) - 1 and title != blocks[-1][0],
                 style="bold" if title.startswith("bus") else "",
             )
     return table
 
 
-def _cell(
-    speed: CollectiveSpeed | None,
-    m: TransportMeasurement,
-    collective: str,
-    name: str,
-    text: Callable[[CollectiveSpeed], str],
-) -> Text:
+def _cell(curve: Curve, size_bytes: int, text: Callable[[CollectiveSpeed], str]) -> Text:
+    speed = curve.speeds.get(size_bytes)
     if speed is None:
-        return Text("left out" if any(_is(left, collective, name) for left in m.left_out) else "", style="dim")
+        return Text("left out" if curve.left_out else "", style="dim")
     return Text(f"{speed.wrong} WRONG", style="bold red") if speed.wrong else Text(text(speed))
-
-
-def _is(left: LeftOut, collective: str, name: str) -> bool:
-    return (left.collective, left.algorithm) == (collective, name)
 
 
 def _percent(share: float | None) -> str:

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from paceline import units
 from paceline.comm.measure.limit import Limit
-from paceline.comm.measure.links import TransportMeasurement, caveats, message_size
+from paceline.comm.measure.links import Curve, TransportMeasurement, caveats, curves, message_size
 from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
 from paceline.report.charts import GREY, SERIES, empty_figure
 from paceline.report.page import Card, Cell, Chart, Row, write_page
@@ -58,7 +58,6 @@ class Section:
     """One collective: its curves, and all its figures by size."""
 
     name: str
-    title: str
     about: str
     chart: Chart
     sizes: list[str]
@@ -114,25 +113,16 @@ class LinksView:
     @property
     def limits(self) -> list[tuple[str, str]]:
         """The hardware's limits as measured, or why they were not."""
-        found = []
-        if self.limit.stream is not None and self.limit.latency_s is not None:
-            found.append(
-                (
-                    "TCP stream between hosts, each way",
-                    f"{units.bandwidth(self.limit.stream)}, the slowest of all at once",
-                )
-            )
-            found.append(
-                ("half a round trip between hosts", f"{units.seconds(self.limit.latency_s)}, one byte over TCP")
-            )
-        for size, (together, alone) in sorted((self.limit.copies or {}).items())[-1:]:
-            found.append(
-                (
-                    f"copy between processes, {message_size(size)}",
-                    f"{units.bandwidth(together)} each while all do, {units.bandwidth(alone)} while one does",
-                )
-            )
-        return found + [("not measured", why) for why in self.limit.why_not]
+        limit, found = self.limit, []
+        if limit.stream is not None and limit.latency_s is not None:
+            stream = f"{units.bandwidth(limit.stream)}, the slowest of all at once"
+            found.append(("TCP stream between hosts, each way", stream))
+            found.append(("half a round trip between hosts", f"{units.seconds(limit.latency_s)}, one byte over TCP"))
+        if limit.copies:
+            size, (together, alone) = max(limit.copies.items())
+            rates = f"{units.bandwidth(together)} each while all do, {units.bandwidth(alone)} while one does"
+            found.append((f"copy between processes, {message_size(size)}", rates))
+        return found + [("not measured", why) for why in limit.why_not]
 
     @property
     def sections(self) -> list[Section]:
@@ -140,30 +130,19 @@ class LinksView:
         return [self._section(name) for name in dict.fromkeys(s.collective for s in self.speeds)]
 
     def _section(self, name: str) -> Section:
-        of_it = [s for s in self.speeds if s.collective == name]
-        sizes = sorted({s.size_bytes for s in of_it})
-        curves = {
-            key: [s for s in of_it if (s.transport, s.algorithm) == key]
-            for key in dict.fromkeys((s.transport, s.algorithm) for s in of_it)
-        }
+        found = curves(self.measured, name)
+        sizes = sorted({size for curve in found for size in curve.speeds})
         in_words = [
-            f"{_named(*key)}: up to {units.bandwidth(max(s.bus_bandwidth for s in curve))}."
-            for key, curve in curves.items()
+            f"{_named(c)}: up to {units.bandwidth(max(s.bus_bandwidth for s in c.speeds.values()))}." for c in found
         ]
         label = " ".join([f"{_TITLES[name]}: bus bandwidth over size, against the limit.", *in_words])
-        rows = []
-        for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit"):
-            for key, curve in curves.items():
-                by_size = {s.size_bytes: s for s in curve}
-                rows.append(Row(term, [self._cell(term, by_size.get(size)) for size in sizes], _named(*key)))
-        return Section(
-            name,
-            _TITLES[name],
-            _SIZES[name],
-            Chart(name, self._figure(name, sizes, curves), label),
-            [str(message_size(size)) for size in sizes],
-            rows,
-        )
+        rows = [
+            Row(term, [self._cell(term, curve.speeds.get(size)) for size in sizes], _named(curve))
+            for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit")
+            for curve in found
+        ]
+        chart = Chart(name, self._figure(name, sizes, found), label, _TITLES[name])
+        return Section(name, _SIZES[name], chart, [str(message_size(size)) for size in sizes], rows)
 
     def _cell(self, term: str, speed: CollectiveSpeed | None) -> Cell:
         if speed is None:
@@ -178,23 +157,23 @@ class LinksView:
                 return units.bandwidth(speed.bus_bandwidth)
         return "not measured" if share is None else units.percent(share)
 
-    def _figure(
-        self, name: str, sizes: Sequence[int], curves: Mapping[tuple[str, str], Sequence[CollectiveSpeed]]
-    ) -> go.Figure:
+    def _figure(self, name: str, sizes: Sequence[int], found: Sequence[Curve]) -> go.Figure:
         figure = empty_figure("size", "bus bandwidth")
-        colours = self.transports if len(self.transports) > 1 else [algorithm for _, algorithm in curves]
-        for (transport, algorithm), curve in curves.items():
-            colour = SERIES[colours.index(transport if len(self.transports) > 1 else algorithm) % len(SERIES)]
+        by = "transport" if len(self.transports) > 1 else "algorithm"
+        colours = self.transports if by == "transport" else [curve.algorithm for curve in found]
+        for curve in found:
+            colour = SERIES[colours.index(getattr(curve, by)) % len(SERIES)]
+            speeds = curve.speeds.values()
             figure.add_scatter(
-                x=[s.size_bytes for s in curve],
-                y=[s.bus_bandwidth for s in curve],
-                name=escape(_named(transport, algorithm)),
+                x=list(curve.speeds),
+                y=[s.bus_bandwidth for s in speeds],
+                name=escape(_named(curve)),
                 mode="lines+markers",
-                line={"color": colour, "width": 2, "dash": _DASHES.get(algorithm, "solid")},
-                marker={"size": 7, "symbol": _SYMBOLS.get(algorithm, "circle")},
+                line={"color": colour, "width": 2, "dash": _DASHES.get(curve.algorithm, "solid")},
+                marker={"size": 7, "symbol": _SYMBOLS.get(curve.algorithm, "circle")},
                 customdata=[
                     f"{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, {units.seconds(s.time_s)}"
-                    for s in curve
+                    for s in speeds
                 ],
                 hovertemplate="%{fullData.name}<br>%{customdata}<extra></extra>",
             )
@@ -214,11 +193,11 @@ class LinksView:
             type="log", tickvals=list(sizes), ticktext=[*map(str, map(message_size, sizes))], showgrid=False
         )
         figure.update_yaxes(type="log", tickformat="~s", ticksuffix="B/s", dtick=1)
-        return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(curves) - 2) // 3))
+        return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(found) - 2) // 3))
 
 
-def _named(transport: str, algorithm: str) -> str:
-    return transport if algorithm == "flat" else f"{transport}, {algorithm}"
+def _named(curve: Curve) -> str:
+    return curve.transport if curve.algorithm == "flat" else f"{curve.transport}, {curve.algorithm}"
 
 
 def _by(algorithm: str) -> str:

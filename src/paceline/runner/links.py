@@ -15,7 +15,6 @@ from paceline.launch.place import places_on
 from paceline.launch.run_on_ranks import run_on_ranks
 from paceline.launch.seed import warm_up
 from paceline.plans import transport_info
-from paceline.rank_environment import own_rank
 
 if TYPE_CHECKING:
     from paceline.comm.measure.links import TransportMeasurement
@@ -96,12 +95,3 @@ def measure_links(
             except LaunchError as error:
                 found.failures[transport] = str(error)
     return found
-
-
-def measure_as_rank(transport: str, wanted: Wanted) -> TransportMeasurement | None:
-    """Measure among the ranks of a torchrun; the result on rank 0, else None."""
-    from paceline.comm.measure.links import LinksRequest, measure_on_rank
-
-    request = LinksRequest(transport, wanted.collectives, wanted.algorithms, wanted.sizes)
-    measured = measure_on_rank(request)
-    return measured if own_rank() == 0 else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from paceline.comm.measure.speed import CollectiveSpeed, repeats_within, timed
 _PERIOD = 251  # of the numbers in a buffer: a prime, so that a block that lands in the wrong place does not look right
 _BUDGET_S, _CALLS = 0.25, (5, 200)  # of each measurement
 _LONG_S = 0.2  # a call of so long is not repeated
+MESSAGES = {"send_receive": 2}  # one after the other in a call: there and back; else one
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,33 @@ class TimedCollective:
     """A collective that is ready to be called again and again.
 
     Attributes:
+        source, result: this rank's buffers, of zeros; one and the same where the call is in place.
+        mine: this rank's numbers, small and whole, so that every sum of them is exact.
+        expected: the numbers in `result` after `fill` and `run`.
         run: the call.
-        fill: puts this rank's numbers into the buffers; they are small and whole, so that every sum of them is exact.
-        wrong: after `fill` and `run`: how many numbers are not what they have to be on this rank.
-        clear: zeros everywhere, which stay what they are however often they are summed.
         release: lets go of the buffers.
     """
 
+    source: Tensor
+    result: Tensor
+    mine: Tensor
+    expected: Tensor
     run: Callable[[], object]
-    fill: Callable[[], object]
-    wrong: Callable[[], int]
-    clear: Callable[[], object]
     release: Callable[[], object] = lambda: None
+
+    def fill(self) -> None:
+        """Put this rank's numbers into the buffers."""
+        self.result.fill_(-1.0)
+        self.source.copy_(self.mine)
+
+    def wrong(self) -> int:
+        """Number of wrong results on this rank, after `fill` and `run`."""
+        return int((self.result != self.expected).sum().item())
+
+    def clear(self) -> None:
+        """Zero the buffers; zeros stay what they are however often they are summed."""
+        self.result.zero_()
+        self.source.zero_()
 
 
 def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None = None) -> CollectiveSpeed:
@@ -50,8 +67,8 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
             them at least.
         algorithm: of an all-reduce; None is the transport's own.
     """
-    call, numel = _prepared(group, collective, size_bytes, algorithm)
-    per_call = 2 if collective == "send_receive" else 1  # there and back
+    numel = shared_evenly(group, size_bytes)
+    call = prepared(group, collective, numel, algorithm or group)
     try:
         call.fill()
         one_s = timed(group, call.run)
@@ -71,7 +88,7 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
         group.transport.name,
         group.size,
         4 * numel,
-        time_s / per_call,
+        time_s / MESSAGES.get(collective, 1),
         collective=collective,
         algorithm=algorithm.name if algorithm else "flat",
         calls=calls,
@@ -128,85 +145,63 @@ def pair(hosts: Sequence[int]) -> tuple[int, int]:
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 
-def _prepared(
-    group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None
-) -> tuple[TimedCollective, int]:
-    numel = max(1, size_bytes // 4 // group.size) * group.size
+def shared_evenly(group: Group, size_bytes: int) -> int:
+    """How many fp32 numbers a buffer has, that the ranks share evenly; one for each of them at least."""
+    return max(1, size_bytes // 4 // group.size) * group.size
+
+
+def prepared(group: Group, collective: str, numel: int, by: Algorithm | Group | None = None) -> TimedCollective:
+    """A collective of `BUS_FACTORS` on `numel` fp32 numbers.
+
+    Args:
+        by: makes the all-reduce and its buffer; None is `group`, on memory that the transport does not know.
+    """
+    rank, size, part = group.rank, group.size, numel // group.size
+    own = slice(rank * part, (rank + 1) * part)
+    whole, piece = torch.zeros(numel, device=group.device), torch.zeros(part, device=group.device)
+    pattern = (torch.arange(numel, device=group.device) % _PERIOD).to(torch.float32)
     match collective:
         case "all_reduce":
-            return _all_reduce(group, numel, algorithm), numel
+            tensor = by.empty(numel, torch.float32) if by else whole
+            release = partial(by.release, tensor) if by else lambda: None
+            run = partial((by or group).all_reduce, tensor)
+            return TimedCollective(tensor, tensor, pattern + rank, _sum(pattern, size), run, release)
+        case "all_gather":
+            expected = torch.cat([pattern[r * part : (r + 1) * part] + r for r in range(size)])
+            return TimedCollective(piece, whole, pattern[own] + rank, expected, partial(group.all_gather, whole, piece))
+        case "reduce_scatter":
+            total = _sum(pattern, size)[own]
+            return TimedCollective(whole, piece, pattern + rank, total, partial(group.reduce_scatter, piece, whole))
+        case "all_to_all":
+            received, expected = torch.zeros_like(whole), torch.cat([pattern[own] + r for r in range(size)])
+            run = partial(group.all_to_all, received, whole)
+            return TimedCollective(whole, received, pattern + rank, expected, run)
         case "broadcast":
-            return _broadcast(group, numel), numel
-        case "send_receive":
-            return _send_receive(group, numel), numel
-    part, whole = numel // group.size, slice(group.rank * numel // group.size, (group.rank + 1) * numel // group.size)
-    device, ranks = group.device, range(group.size)
-    pattern = _pattern(numel, group)
-    own, large = torch.zeros(part, device=device), torch.zeros(numel, device=device)
-    if collective == "all_gather":
-        expected = torch.cat([pattern[r * part : (r + 1) * part] + r for r in ranks])
-        return _call(own, large, pattern[whole] + group.rank, expected, lambda: group.all_gather(large, own)), numel
-    if collective == "reduce_scatter":
-        return _call(
-            large, own, pattern + group.rank, _sum(pattern, group)[whole], lambda: group.reduce_scatter(own, large)
-        ), numel
-    received = torch.zeros_like(large)
-    expected = torch.cat([pattern[whole] + r for r in ranks])
-    return _call(large, received, pattern + group.rank, expected, lambda: group.all_to_all(received, large)), numel
+            mine = pattern if rank == 0 else torch.zeros_like(pattern)
+            return TimedCollective(whole, whole, mine, pattern, partial(group.broadcast, whole))
+    return _there_and_back(group, whole, pattern)
 
 
-def _all_reduce(group: Group, numel: int, algorithm: Algorithm | None) -> TimedCollective:
-    by: Algorithm | Group = algorithm or group
-    tensor = by.empty(numel, torch.float32)
-    pattern = _pattern(numel, group)
-    call = _call(tensor, tensor, pattern + group.rank, _sum(pattern, group), lambda: by.all_reduce(tensor))
-    return TimedCollective(call.run, call.fill, call.wrong, call.clear, lambda: by.release(tensor))
-
-
-def _broadcast(group: Group, numel: int) -> TimedCollective:
-    tensor, pattern = torch.zeros(numel, device=group.device), _pattern(numel, group)
-    mine = pattern if group.rank == 0 else torch.zeros_like(pattern)
-    return _call(tensor, tensor, mine, pattern, lambda: group.broadcast(tensor))
-
-
-def _send_receive(group: Group, numel: int) -> TimedCollective:
-    """There and back between the two ranks of `pair`: the second sends what it got."""
-    tensor, pattern = torch.zeros(numel, device=group.device), _pattern(numel, group)
+def _there_and_back(group: Group, tensor: Tensor, pattern: Tensor) -> TimedCollective:
+    """A message between the two ranks of `pair`: the second sends what it got."""
     first, second = pair(group.hosts)
     received = torch.zeros_like(tensor)
+
+    def ask() -> None:
+        group.send(tensor, second)
+        group.receive(received, second)
+
+    def answer() -> None:
+        group.receive(received, first)
+        group.send(received, first)
+
     if group.rank == first:
-
-        def run() -> None:
-            group.send(tensor, second)
-            group.receive(received, second)
-
-        return _call(tensor, received, pattern, pattern, run)
+        return TimedCollective(tensor, received, pattern, pattern, ask)
     if group.rank == second:
-
-        def answer() -> None:
-            group.receive(received, first)
-            group.send(received, first)
-
-        return _call(tensor, received, torch.zeros_like(pattern), pattern, answer)
-    return _call(tensor, tensor, pattern, pattern, lambda: None)  # only there
+        return TimedCollective(tensor, received, torch.zeros_like(pattern), pattern, answer)
+    return TimedCollective(tensor, tensor, pattern, pattern, lambda: None)
 
 
-def _call(source: Tensor, result: Tensor, mine: Tensor, expected: Tensor, run: Callable[[], object]) -> TimedCollective:
-    def fill() -> None:
-        result.fill_(-1.0)
-        source.copy_(mine)
-
-    def clear() -> None:
-        result.zero_()
-        source.zero_()
-
-    return TimedCollective(run, fill, lambda: int((result != expected).sum().item()), clear)
-
-
-def _pattern(numel: int, group: Group) -> Tensor:
-    return (torch.arange(numel, device=group.device) % _PERIOD).to(torch.float32)
-
-
-def _sum(pattern: Tensor, group: Group) -> Tensor:
-    """Over the ranks, of `pattern` + rank."""
-    return pattern * group.size + group.size * (group.size - 1) / 2
+def _sum(pattern: Tensor, ranks: int) -> Tensor:
+    """Sum over the ranks of `pattern` + rank."""
+    return pattern * ranks + ranks * (ranks - 1) / 2

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from paceline.comm.backend import joined
 from paceline.comm.group import Group
-from paceline.comm.measure.calls import over
+from paceline.comm.measure.calls import MESSAGES, over, prepared, shared_evenly
 from paceline.comm.measure.speed import repeats_within, timed, timed_with_cpu
 from paceline.planner.calibrate import Collective
 
@@ -46,29 +44,8 @@ def _measured(group: Group, transport: str, name: str) -> Collective:
 
 def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
     """Wall-clock seconds of a call on the slowest rank, and mean CPU seconds."""
-    call, per_call = _call(group, name, size_bytes // 4)
+    call, messages = prepared(group, name, shared_evenly(group, size_bytes)), MESSAGES.get(name, 1)
     for _ in range(2):
-        one_s = timed(group, call)
-    time_s, cpu_s = timed_with_cpu(group, call, repeats_within(one_s, _BUDGET_S, _CALLS))
-    return time_s / per_call, cpu_s / per_call
-
-
-def _call(group: Group, name: str, numel: int) -> tuple[Callable[[], None], int]:
-    """The call to time, and how many messages it makes one after the other."""
-    whole, part = torch.zeros(numel), torch.zeros(numel // group.size)
-    if name == "all_reduce":
-        return lambda: group.all_reduce(whole), 1
-    if name == "all_gather":
-        return lambda: group.all_gather(whole[: part.numel() * group.size], part), 1
-    if name == "reduce_scatter":
-        return lambda: group.reduce_scatter(part, whole[: part.numel() * group.size]), 1
-
-    def there_and_back() -> None:
-        if group.rank == 0:
-            group.send(whole, 1)
-            group.receive(whole, 1)
-        elif group.rank == 1:
-            group.receive(whole, 0)
-            group.send(whole, 0)
-
-    return there_and_back, 2
+        one_s = timed(group, call.run)
+    time_s, cpu_s = timed_with_cpu(group, call.run, repeats_within(one_s, _BUDGET_S, _CALLS))
+    return time_s / messages, cpu_s / messages

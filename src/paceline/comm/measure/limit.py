@@ -58,20 +58,18 @@ class Limit:
         broadcast, message), of (n - 1)/n of it (all-gather, all-to-all) or of (1 + 1/n)/2 of it (reduce-scatter: it
         reads all and writes its part).
         """
-        n = len(self.hosts)
-        number = len(set(self.hosts))
+        ranks, hosts = len(self.hosts), len(set(self.hosts))
+        others, away = (ranks - 1) / ranks, (hosts - 1) / hosts
+        largest = max(map(self.hosts.count, self.hosts))
         times_s = []
         if self.stream is not None:
-            largest = max(self.hosts.count(host) for host in set(self.hosts))
-            away = (number - 1) / number
             shares = {"all_reduce": 2 * away, "all_gather": away, "reduce_scatter": away, "all_to_all": largest * away}
             times_s.append(shares.get(collective, 1.0) * size_bytes / self.stream)
-        if self.copies is not None and (number == 1 or collective != "send_receive"):
-            together, alone = self._copies_of(size_bytes)
-            shares = {"all_gather": (n - 1) / n, "all_to_all": (n - 1) / n, "reduce_scatter": (1 + 1 / n) / 2}
-            times_s.append(
-                shares.get(collective, 1.0) * size_bytes / (alone if collective == "send_receive" else together)
-            )
+        if self.copies is not None and (hosts == 1 or collective != "send_receive"):
+            together, alone = self.copies[min(self.copies, key=lambda measured: abs(measured - size_bytes))]
+            shares = {"all_gather": others, "all_to_all": others, "reduce_scatter": (1 + 1 / ranks) / 2}
+            rate = alone if collective == "send_receive" else together
+            times_s.append(shares.get(collective, 1.0) * size_bytes / rate)
         return max(times_s, default=None)
 
     def share(self, speed: CollectiveSpeed) -> float | None:
@@ -82,23 +80,15 @@ class Limit:
     @classmethod
     def best(cls, limits: Sequence[Limit]) -> Limit:
         """The highest of several measurements of the same ranks, as other work only slows them."""
-        first = limits[0]
-        copies = [limit.copies for limit in limits if limit.copies is not None]
-        streams = [limit.stream for limit in limits if limit.stream is not None]
-        latencies_s = [limit.latency_s for limit in limits if limit.latency_s is not None]
+        known = [limit.copies for limit in limits if limit.copies is not None]
+        copies = {size: (max(c[size][0] for c in known), max(c[size][1] for c in known)) for size in (known or [{}])[0]}
         return cls(
-            first.hosts,
-            {size: (max(c[size][0] for c in copies), max(c[size][1] for c in copies)) for size in copies[0]}
-            if copies
-            else None,
-            max(streams, default=None),
-            min(latencies_s, default=None),
-            first.why_not,
+            limits[0].hosts,
+            copies or None,
+            max((limit.stream for limit in limits if limit.stream is not None), default=None),
+            min((limit.latency_s for limit in limits if limit.latency_s is not None), default=None),
+            limits[0].why_not,
         )
-
-    def _copies_of(self, size_bytes: int) -> tuple[float, float]:
-        assert self.copies is not None
-        return self.copies[min(self.copies, key=lambda measured: abs(measured - size_bytes))]
 
 
 def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:

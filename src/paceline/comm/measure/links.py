@@ -44,8 +44,21 @@ class TransportMeasurement:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """Speeds of one collective over one transport by one algorithm, by size in bytes."""
+
+    transport: str
+    algorithm: str
+    speeds: dict[int, CollectiveSpeed]
+    left_out: bool
+
+
+@dataclass(frozen=True)
 class LinksRequest:
-    """Measurements wanted of a launch's ranks; see `measure`."""
+    """Measurements wanted of a launch's ranks: collectives of `BUS_FACTORS` at sizes in bytes.
+
+    The all-reduce is measured by each algorithm.
+    """
 
     transport: str
     collectives: tuple[str, ...]
@@ -56,40 +69,26 @@ class LinksRequest:
 def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
     """Join the other ranks of the launch, and measure. Every rank gets the same."""
     with joined(deadline_s=60, transport=request.transport) as group:
-        measured = measure(group, collectives=request.collectives, algorithms=request.algorithms, sizes=request.sizes)
+        limit = measure_limit(group, request.sizes)
+        measured = TransportMeasurement(group.transport.name, limit, [], [], group.transport_note)
+        for collective in request.collectives:
+            for name in request.algorithms if collective == "all_reduce" else ("flat",):
+                _by_size(group, measured, collective, name, sorted(request.sizes))
         group.barrier()
         return measured
 
 
-def measure(
-    group: Group, *, collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int]
-) -> TransportMeasurement:
-    """Measure each collective of `BUS_FACTORS` at each size in bytes, the all-reduce by each algorithm.
-
-    Every rank gets the same.
-    """
-    limit = measure_limit(group, sizes)
-    measured = TransportMeasurement(group.transport.name, limit, [], [], group.transport_note)
-    for collective in collectives:
-        for name in algorithms if collective == "all_reduce" else ("flat",):
-            for found in _by_size(group, limit, collective, name, sorted(sizes)):
-                (measured.speeds if isinstance(found, CollectiveSpeed) else measured.left_out).append(found)  # type: ignore[arg-type]
-    return measured
-
-
-def _by_size(
-    group: Group, limit: Limit, collective: str, name: str, sizes: Sequence[int]
-) -> Iterator[CollectiveSpeed | LeftOut]:
-    """Speeds in ascending order of size; sizes that would take too long are left out."""
+def _by_size(group: Group, measured: TransportMeasurement, collective: str, name: str, sizes: Sequence[int]) -> None:
+    """Measure in ascending order of size; sizes that would take too long are left out."""
     algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
     before: list[CollectiveSpeed] = []
     for size in sizes:
-        foreseen_s = _foreseen_s(before, size, limit.least_s(collective, size) or 0.0)
+        foreseen_s = _foreseen_s(before, size, measured.limit.least_s(collective, size) or 0.0)
         if foreseen_s > _LONGEST_S:
-            yield LeftOut(collective, name, size, foreseen_s)
-            continue
-        before.append(measure_call(group, collective, size, algorithm))
-        yield before[-1]
+            measured.left_out.append(LeftOut(collective, name, size, foreseen_s))
+        else:
+            before.append(measure_call(group, collective, size, algorithm))
+    measured.speeds.extend(before)
     if algorithm is not None:
         algorithm.close()
 
@@ -104,6 +103,20 @@ def _foreseen_s(before: Sequence[CollectiveSpeed], size_bytes: int, least_s: flo
     one, two = before[-2:]
     per_byte = (two.time_s - one.time_s) / max(1, two.size_bytes - one.size_bytes)
     return max(least_s, two.time_s + per_byte * (size_bytes - two.size_bytes))
+
+
+def curves(measured: Sequence[TransportMeasurement], collective: str) -> list[Curve]:
+    """The curves of a collective, in the order in which they were measured."""
+    return [
+        Curve(
+            m.transport,
+            name,
+            {s.size_bytes: s for s in m.speeds if (s.collective, s.algorithm) == (collective, name)},
+            any((left.collective, left.algorithm) == (collective, name) for left in m.left_out),
+        )
+        for m in measured
+        for name in dict.fromkeys(s.algorithm for s in m.speeds if s.collective == collective)
+    ]
 
 
 def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
