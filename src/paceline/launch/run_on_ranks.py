@@ -118,7 +118,7 @@ def run_on_plan(
 
 
 def warm_up_for(job: Job, plan: Plan) -> None:
-    """Have the seed import what every rank of this job and plan needs, so that it is imported once."""
+    """Have the seed import, once, what every rank of this job and plan needs."""
     modules = []
     if plan.compile != "off" or plan.splits:
         modules.append(COMPILER)  # it brings all that the splits need of torch, too

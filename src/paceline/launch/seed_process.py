@@ -98,7 +98,10 @@ def _import_more(modules: list[str]) -> str | None:
 
 
 def _keep_for_the_seed() -> None:
-    """Have ranks neither collect nor finalize what was imported: they share its memory, and would copy it."""
+    """Have ranks neither collect nor finalize what was imported.
+
+    They share its memory, and would copy it.
+    """
     gc.freeze()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
