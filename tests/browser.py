@@ -30,6 +30,7 @@ _ARGUMENTS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-features=SpareRendererForSitePerProcess",  # it would outlive the tab that it was started beside
     "--hide-scrollbars",
 )
 
@@ -96,11 +97,8 @@ class Browser:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Browser]:
-    """A browser with profile and temporary files in `folder`; gone afterwards.
-
-    Every process of its own ends with it.
-    """
+def opened(folder: Path) -> Iterator[Chrome]:
+    """Chromium with profile and temporary files in `folder`; every process of its own ends with it."""
     options = ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for argument in (*_ARGUMENTS, f"--user-data-dir={folder / 'profile'}"):
@@ -109,6 +107,20 @@ def opened(folder: Path) -> Iterator[Browser]:
     own = {"TMPDIR": str(folder), "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
     driver = Chrome(options, Service(shutil.which("chromedriver"), env={**os.environ, **own}))
     try:
-        yield Browser(driver)
+        driver.get("about:blank")
+        with tab(driver):  # from here on nothing is started but what a tab needs
+            pass
+        yield driver
     finally:
         driver.quit()
+
+
+@contextmanager
+def tab(driver: Chrome) -> Iterator[Browser]:
+    """A new tab, which knows nothing of those before; closed afterwards, and its process with it."""
+    before = driver.current_window_handle
+    driver.switch_to.new_window("tab")
+    driver.get_log("browser")
+    yield Browser(driver)
+    driver.close()
+    driver.switch_to.window(before)

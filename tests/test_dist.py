@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import opened
+from browser import opened, tab
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (
@@ -113,7 +113,8 @@ def test_the_site_is_built_without_a_dead_link_and_its_pages_ask_for_nothing_fro
     site = copy / "build" / "site"
     reference = (site / "reference" / "api.html").read_text()
     assert all(f'id="paceline.{name}"' in reference for name in ("train", "setup", "Job", "Plan"))
-    with opened(tmp_path_factory.mktemp("chromium")) as browser:  # a socket of the browser bears no long path
+    # A socket of the browser bears no long path.
+    with opened(tmp_path_factory.mktemp("chromium")) as chromium, tab(chromium) as browser:
         for name in PAGES:
             browser.open(site / name)
             assert browser.all("h1"), name

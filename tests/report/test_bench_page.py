@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium.webdriver import Chrome
 
-from browser import Browser
+from browser import Browser, tab
 from handmade_reports import alike, around, rank_use, report, setting
 from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.benchmark.words import on_cores
@@ -38,9 +40,19 @@ def shown_values(browser: Browser, figure: str) -> list[float]:
     ]
 
 
+@pytest.fixture(scope="module")
+def shown(chromium: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The page of a report, opened once for tests that change nothing of it."""
+    with tab(chromium) as browser:
+        browser.open(page_of(report(), tmp_path_factory.mktemp("shown")))
+        assert browser.console() == []
+        assert browser.requests() == []
+        yield browser
+
+
 @needs_chromium
-def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(browser: Browser, tmp_path: Path) -> None:
-    browser.open(page_of(report(), tmp_path))
+def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(shown: Browser) -> None:
+    browser = shown
     assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == [
         f"plot-{name}" for name in CHARTS
     ]
@@ -55,8 +67,6 @@ def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(brow
     )
     for over in ("seconds", "samples"):
         assert len(browser.all(f"#plot-loss-{over} .scatterlayer .trace")) == 5
-    assert browser.console() == []
-    assert browser.requests() == []
 
 
 @needs_chromium
@@ -76,9 +86,8 @@ def test_the_browser_itself_refuses_a_request_or_a_script_that_is_not_the_pages(
 
 
 @needs_chromium
-def test_the_numbers_are_those_of_the_report(browser: Browser, tmp_path: Path) -> None:
-    values = report()
-    browser.open(page_of(values, tmp_path))
+def test_the_numbers_are_those_of_the_report(shown: Browser) -> None:
+    browser, values = shown, report()
     settings, more = values.settings, values.settings[1:]
     assert shown_values(browser, "step_time") == [s.step_time_s.middle for s in settings]
     assert shown_values(browser, "throughput") == [s.throughput.middle for s in settings]
@@ -105,10 +114,8 @@ def test_the_numbers_are_those_of_the_report(browser: Browser, tmp_path: Path) -
 
 
 @needs_chromium
-def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader(
-    browser: Browser, tmp_path: Path
-) -> None:
-    browser.open(page_of(report(), tmp_path))
+def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader(shown: Browser) -> None:
+    browser = shown
     terms = browser.all(".term")
     named = {str(term.get_attribute("href")).rpartition("#definition-")[2] for term in terms}
     rows = {row.get_attribute("data-figure") for row in browser.all("tr[data-figure]")}

@@ -5,14 +5,16 @@ Its pictures hold what the search found, it asks for nothing and runs nobody's s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from selenium.webdriver import Chrome
 
-from browser import Browser
+from browser import Browser, tab
 from handmade_search import RARER, candidate, cluster, found, job
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.advice import Advice
@@ -50,6 +52,16 @@ def advised() -> BatchAdvice:
     )
 
 
+@pytest.fixture(scope="module")
+def shown(chromium: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The page, opened once for tests that change nothing of it."""
+    with tab(chromium) as browser:
+        browser.open(page(tmp_path_factory.mktemp("shown")))
+        assert browser.console() == []
+        assert browser.requests() == []
+        yield browser
+
+
 def page(folder: Path, explanation: Explanation | None = None, *, whole: bool = True) -> Path:
     told = explanation or explained()
     return write_plan_page(
@@ -58,32 +70,30 @@ def page(folder: Path, explanation: Explanation | None = None, *, whole: bool = 
 
 
 @pytest.mark.needs_chromium
-def test_the_pictures_hold_what_was_found_and_the_page_asks_for_nothing(browser: Browser, tmp_path: Path) -> None:
-    browser.open(page(tmp_path))
+def test_the_pictures_hold_what_was_found_and_the_page_asks_for_nothing(shown: Browser) -> None:
+    browser = shown
     drawn = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
     assert drawn == [
         f"plot-{name}" for name in ("time", "pipeline", "pareto-memory", "pareto-cost", "held", "scaling", "batches")
     ]
     tp = browser.run("return document.getElementById('plot-time').data.find(d => d.name.startsWith('tp')).x")
     assert tp == pytest.approx([0.15, 0.0, 0.1])
-    shown = browser.run(
+    points = browser.run(
         "return document.getElementById('plot-pareto-memory').data.flatMap(d => d.mode == 'lines' ? [] : "
         "Array.from(d.y))"
     )
-    assert sorted(shown) == pytest.approx(sorted(c.prediction.step_time_s for c in found().best))
+    assert sorted(points) == pytest.approx(sorted(c.prediction.step_time_s for c in found().best))
     figures = [
         float(cell.get_attribute("data-value") or "nan")
         for cell in browser.all("#figures tr td[data-value]:nth-of-type(2)")
     ]
     assert figures == pytest.approx([c.prediction.step_time_s for c in found().best])
-    assert browser.console() == []
-    assert browser.requests() == []
     assert browser.run("return window.stolen") is None
 
 
 @pytest.mark.needs_chromium
-def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(browser: Browser, tmp_path: Path) -> None:
-    browser.open(page(tmp_path))
+def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(shown: Browser) -> None:
+    browser = shown
     assert browser.one("#verdict").text == "1.00 s a step on 16 × H100-SXM, as predicted, ± 28 %."
     assert "not measured" in browser.one("#warnings").text
     assert STOLEN in browser.one("#warnings").text
