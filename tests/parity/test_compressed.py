@@ -29,9 +29,7 @@ SAMPLES_MORE = {  # beyond those that exact training needs, as a share of them
     "int8": 0.1,
     "int4": 0.1,
     "1bit": 0.25,
-    "topk:0.05": 0.25,
     "topk:0.05+bf16": 0.25,
-    "powersgd:4": 0.15,
     "powersgd:4+bf16": 0.15,
 }
 
@@ -42,7 +40,7 @@ def mlp() -> nn.Module:
 
 
 def losses_on_digits() -> dict[str, list[float]]:
-    """By codec: the loss on all digits before training and after every few steps."""
+    """By codec: the loss on all digits before training, and from the steps of exact training on."""
     digits = load_digits()
     inputs, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
     with joined(deadline_s=60) as group:
@@ -58,7 +56,7 @@ def trained(group: Any, codec: str, inputs: Tensor, labels: Tensor, steps: int) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     order, found = torch.Generator().manual_seed(2), []
     for step in range(steps + 1):
-        if step % EVERY == 0:
+        if step % EVERY == 0 and (step == 0 or step >= STEPS):
             with torch.no_grad():
                 found.append(float(nn.functional.cross_entropy(model(inputs), labels)))
         optimizer.zero_grad()
@@ -76,7 +74,7 @@ def test_every_codec_reaches_the_loss_of_exact_training_on_digits(ranks: Ranks) 
     exact = first.pop("none")
     assert exact[-1] < 0.4 < 2 < exact[0]
     for codec, losses in first.items():
-        assert losses != exact[: len(losses)], codec
+        assert losses[: len(exact)] != exact, codec
         assert min(losses) <= exact[-1], (
             f"{codec} needs more than {1 + SAMPLES_MORE[codec]:.2f} x the samples: {min(losses)} > {exact[-1]}"
         )
@@ -99,7 +97,7 @@ def gpt_job() -> Job:
 
 
 @pytest.fixture(scope="module")
-def exact_gpt_losses(tmp_path_factory: pytest.TempPathFactory, _fork_server: None) -> list[float]:
+def exact_gpt_losses(tmp_path_factory: pytest.TempPathFactory, _seed: None) -> list[float]:
     return gpt_losses(run_on_ranks, tmp_path_factory.mktemp("exact"), "none")
 
 

@@ -166,8 +166,7 @@ def trained_sharded(size: int, zero: int, microbatches: int) -> tuple[list[float
     return losses, whole({n: p.detach() for n, p in held.items()}, parts), unused, tied
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (4, "shm")])
+@pytest.mark.parametrize(("zero", "size", "backend"), [(1, 4, "shm"), (2, 2, "gloo"), (3, 4, "shm")])
 def test_every_stage_of_zero_learns_what_one_process_learns(
     ranks: Ranks, size: int, backend: Backend, zero: int
 ) -> None:
@@ -313,7 +312,7 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
     return full
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("1f1b", 3), ("zero-bubble", 3)])
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("zero-bubble", 3)])
 def test_a_sharded_stage_of_a_pipeline_gets_the_gradients_of_one_process(
     ranks: Ranks, schedule: str, zero: int
 ) -> None:

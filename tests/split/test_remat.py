@@ -160,13 +160,22 @@ def changed_in_place(how: How) -> Gradients:
     return {n: p.grad for n, p in model.named_parameters()}
 
 
+def in_turn(function: Callable[..., Gradients], hows: tuple[How, ...], *args: Any) -> list[Gradients]:
+    """The function's gradients under each policy, on the same ranks."""
+    return [function(how, *args) for how in hows]
+
+
+def assert_alike(found: list[list[Gradients]]) -> None:
+    """On each rank, the gradients of every policy are those of the first, bit for bit."""
+    for expected, *others in found:
+        for other in others:
+            for name, grad in expected.items():
+                torch.testing.assert_close(other[name], grad, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_what_is_kept_is_not_what_the_block_changes_in_place(ranks: Ranks, backend: Backend) -> None:
-    expected = ranks(2, changed_in_place, "none", backend=backend)
-
-    for found, right in zip(ranks(2, changed_in_place, "selective", backend=backend), expected, strict=True):
-        for name, grad in right.items():
-            torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
+    assert_alike(ranks(2, in_turn, changed_in_place, ("none", "selective"), backend=backend))
 
 
 def fully_sharded(how: How) -> Gradients:
@@ -184,13 +193,8 @@ def fully_sharded(how: How) -> Gradients:
     return {n: None if p.grad is None else local(p.grad).clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["selective", "block"])
-def test_blocks_that_are_fully_sharded_are_computed_again_from_gathered_weights(ranks: Ranks, how: How) -> None:
-    for found, right in zip(
-        ranks(2, fully_sharded, how, backend="shm"), ranks(2, fully_sharded, "none", backend="shm"), strict=True
-    ):
-        for name, grad in right.items():
-            torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
+def test_blocks_that_are_fully_sharded_are_computed_again_from_gathered_weights(ranks: Ranks) -> None:
+    assert_alike(ranks(2, in_turn, fully_sharded, ("none", "selective", "block"), backend="shm"))
 
 
 def in_a_pipeline(how: How, schedule: str) -> Gradients:
@@ -212,12 +216,7 @@ def in_a_pipeline(how: How, schedule: str) -> Gradients:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_the_stages_of_a_pipeline_are_computed_again_in_every_schedule(ranks: Ranks, schedule: str) -> None:
-    expected = ranks(2, in_a_pipeline, "none", schedule)
-
-    for how in ("selective", "block"):
-        for found, right in zip(ranks(2, in_a_pipeline, how, schedule), expected, strict=True):
-            for name, grad in right.items():
-                torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
+    assert_alike(ranks(2, in_turn, in_a_pipeline, ("none", "selective", "block"), schedule))
 
 
 def test_undone_a_block_has_again_the_forward_it_had() -> None:

@@ -71,16 +71,13 @@ def assembled(parts: list[dict[str, Any]], like: list[Tensor]) -> list[Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(
-    ("size", "tokens", "causal", "key_heads", "value_size", "scale"),
+    ("backend", "size", "tokens", "causal", "key_heads", "value_size", "scale"),
     [
-        (2, 12, True, 4, 6, None),
-        (4, 24, True, 2, 6, 0.3),  # grouped queries: each key head serves two heads
-        (4, 24, False, 1, 6, None),
-        (3, 9, True, 4, 6, None),  # 9 tokens do not make 6 chunks
-        (3, 9, False, 4, 9, None),
-        (2, 4, True, 4, 3, None),  # chunks of one token, and values smaller than keys
+        pytest.param("gloo", 4, 24, True, 2, 6, 0.3, id="grouped queries: each key head serves two heads"),
+        pytest.param("shm", 3, 9, True, 4, 6, None, id="9 tokens do not make 6 chunks"),
+        pytest.param("shm", 3, 9, False, 1, 9, None, id="all tokens see all, with one key head and larger values"),
+        pytest.param("shm", 2, 4, True, 4, 3, None, id="chunks of one token, and values smaller than keys"),
     ],
 )
 def test_a_ring_of_ranks_attends_as_one_process(

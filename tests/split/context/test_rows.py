@@ -101,6 +101,11 @@ def batch() -> Batch:
     return drawn[0], drawn[1]
 
 
+def all_learned(cp: int) -> dict[str, tuple[float, dict[str, Tensor], list[tuple[int, ...]]]]:
+    """`learned` for each model."""
+    return {kind: learned(kind, cp) for kind in MODELS}
+
+
 def learned(kind: str, cp: int) -> tuple[float, dict[str, Tensor], list[tuple[int, ...]]]:
     """The loss, the gradients, and the shapes that the last Linear of the MLP was given."""
     torch.manual_seed(3)
@@ -121,15 +126,16 @@ def learned(kind: str, cp: int) -> tuple[float, dict[str, Tensor], list[tuple[in
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, seen
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_ranks_that_compute_rows_learn_what_one_process_learns(ranks: Ranks, kind: str) -> None:
-    loss, gradients, _ = learned(kind, 1)
-    for of_rank, found, seen in ranks(2, learned, kind, 2):
-        assert of_rank == pytest.approx(loss, rel=1e-12)
-        assert found.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
-        assert seen == ([(2, 9, 32)] if kind == "Biased" else []), "9 of 17 tokens"
+def test_ranks_that_compute_rows_learn_what_one_process_learns(ranks: Ranks) -> None:
+    alone = all_learned(1)
+    for of_rank in ranks(2, all_learned, 2):
+        for kind, (loss, found, seen) in of_rank.items():
+            expected, gradients, _ = alone[kind]
+            assert loss == pytest.approx(expected, rel=1e-12), kind
+            assert found.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13, msg=f"{kind}: {name}")
+            assert seen == ([(2, 9, 32)] if kind == "Biased" else []), "9 of 17 tokens"
 
 
 class MixesTokens(nn.Module):
