@@ -1,4 +1,4 @@
-"""Tiny jobs of every model family that the splits are held to: the zoo's, and Hugging Face's from configurations."""
+"""Tiny jobs of every model family that the splits are held to, and the size of one large model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.job.job import Job
+from paceline.job.read.dimensions import Dimensions
 
 VOCAB, TOKENS = 48, 16
+LLAMA_70B = Dimensions(
+    layers=80,
+    hidden=8192,
+    ffn=28672,
+    heads=64,
+    kv_heads=8,
+    seq=4096,
+    vocab=128256,
+    gated=True,
+    tied=False,
+    positions=False,
+)
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # family: (task, configuration)
     "llama": (

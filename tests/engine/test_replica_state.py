@@ -98,13 +98,11 @@ def assert_as_one(many: list[dict[str, Any]], one: dict[str, Any]) -> None:
             assert torch.equal(rank["parameters"][name], many[0]["parameters"][name])
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 microbatches=2"])
-def test_rows_that_an_embedding_shortens_are_shortened_on_every_rank(ranks: Ranks, plan: str) -> None:
-    assert_as_one(ranks(2, trained, plan, short, backend="shm"), trained("dp=1", short))
+def test_rows_that_an_embedding_shortens_are_shortened_on_every_rank(ranks: Ranks) -> None:
+    assert_as_one(ranks(2, trained, "dp=2 microbatches=2", short, backend="shm"), trained("dp=1", short))
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "fsdp=2"])
+@pytest.mark.parametrize(("plan", "optimizer"), [("dp=1", "SGD"), ("dp=2", "Adagrad"), ("fsdp=2", "SGD")])
 def test_sparse_embeddings_train_as_dense_ones(ranks: Ranks, plan: str, optimizer: str) -> None:
     one = trained("dp=1", Words, optimizer)
     if plan == "dp=1":
@@ -114,53 +112,50 @@ def test_sparse_embeddings_train_as_dense_ones(ranks: Ranks, plan: str, optimize
         assert all(rank.get("losses") == pytest.approx(one["losses"], rel=1e-9) for rank in many), many
 
 
-@pytest.mark.parametrize(
-    ("plan", "make", "optimizer", "why"),
-    [
-        ("dp=2", by_frequency, "SGD", "scale_grad_by_freq, which divides by how often a rank sees a row"),
-        ("fsdp=2", short, "SGD", '"embedding" has max_norm'),
-        ("dp=2", sparse, "SparseAdam", "SparseAdam takes sparse gradients"),
-    ],
-)
-def test_what_cannot_be_as_in_one_process_is_refused(
-    ranks: Ranks, plan: str, make: Any, optimizer: str, why: str
-) -> None:
-    assert all(why in rank["said"] for rank in ranks(2, trained, plan, make, optimizer, backend="shm"))
+UNLIKE_ONE_PROCESS: list[tuple[str, Callable[[], nn.Module], str, str]] = [
+    ("dp=2", by_frequency, "SGD", "scale_grad_by_freq, which divides by how often a rank sees a row"),
+    ("fsdp=2", short, "SGD", '"embedding" has max_norm'),
+    ("dp=2", sparse, "SparseAdam", "SparseAdam takes sparse gradients"),
+]
 
 
-def written(kind: str, plan: str, buffers: str) -> dict[str, Any]:
-    return trained(plan, lambda: Written(kind), buffers=buffers)
+def refused() -> list[str]:
+    return [trained(plan, make, optimizer)["said"] for plan, make, optimizer, _ in UNLIKE_ONE_PROCESS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "plan"),
-    [
-        ("a buffer", "'average'", "dp=2"),
-        ("a buffer", "'average'", "fsdp=2"),
-        ("a parameter", "'seen'", "dp=2"),
-        ("functional max_norm", "'embedding.weight'", "dp=2"),
-    ],
-)
-def test_state_that_forward_writes_from_a_ranks_own_samples_ends_the_run_before_its_first_update(
-    ranks: Ranks, kind: str, name: str, plan: str
-) -> None:
-    for rank in ranks(2, written, kind, plan, "same", backend="shm"):
-        assert (
-            f"step 1: {'buffer' if kind == 'a buffer' else 'parameter'} {name} is different on rank 1 than on rank 0"
-            in rank["said"]
-        )
-        assert "Nothing was updated" in rank["said"]
+def test_what_cannot_be_as_in_one_process_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2, refused, backend="shm"):
+        for text, (*_, why) in zip(said, UNLIKE_ONE_PROCESS, strict=True):
+            assert why in text
 
 
-@pytest.mark.parametrize("kind", ["a parameter", "functional max_norm"])
-def test_a_parameter_that_forward_writes_is_refused_under_fsdp_which_would_forget_it(ranks: Ranks, kind: str) -> None:
-    for rank in ranks(2, written, kind, "fsdp=2", "same", backend="shm"):
-        assert "fsdp: the model's forward pass changes its parameter" in rank["said"]
+def written(cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """`trained` for each (what forward writes, plan, buffers)."""
+    return [trained(plan, lambda kind=kind: Written(kind), buffers=buffers) for kind, plan, buffers in cases]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("kind", "buffers"), [("a buffer", "local"), ("a cache", "same")])
-def test_buffers_may_be_each_replicas_own_where_that_is_said(ranks: Ranks, kind: str, buffers: str) -> None:
-    assert all("losses" in rank for rank in ranks(2, written, kind, "dp=2", buffers, backend="shm"))
+def test_state_that_forward_writes_from_a_ranks_own_samples_ends_the_run_before_its_first_update(ranks: Ranks) -> None:
+    cases = {
+        ("a buffer", "dp=2", "same"): "buffer 'average'",
+        ("a buffer", "fsdp=2", "same"): "buffer 'average'",
+        ("a parameter", "dp=2", "same"): "parameter 'seen'",
+        ("functional max_norm", "dp=2", "same"): "parameter 'embedding.weight'",
+    }
+    for rank in ranks(2, written, list(cases), backend="shm"):
+        for found, what in zip(rank, cases.values(), strict=True):
+            assert f"step 1: {what} is different on rank 1 than on rank 0" in found["said"]
+            assert "Nothing was updated" in found["said"]
+
+
+def test_a_parameter_that_forward_writes_is_refused_under_fsdp_which_would_forget_it(ranks: Ranks) -> None:
+    cases = [("a parameter", "fsdp=2", "same"), ("functional max_norm", "fsdp=2", "same")]
+    for rank in ranks(2, written, cases, backend="shm"):
+        assert all("fsdp: the model's forward pass changes its parameter" in found["said"] for found in rank)
+
+
+def test_buffers_may_be_each_replicas_own_where_that_is_said(ranks: Ranks) -> None:
+    for rank in ranks(2, written, [("a buffer", "dp=2", "local"), ("a cache", "dp=2", "same")], backend="shm"):
+        assert all("losses" in found for found in rank)
 
 
 def parted(at: int, plan: str) -> str:
@@ -181,9 +176,8 @@ def parted(at: int, plan: str) -> str:
     return str(trained(plan, Parted).get("said"))
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2"])
-def test_one_bit_of_one_weight_is_seen_and_named(ranks: Ranks, plan: str) -> None:
-    said = ranks(4 if "tp" in plan else 2, parted, 2, plan, backend="shm")
+def test_one_bit_of_one_weight_is_seen_and_named(ranks: Ranks) -> None:
+    said = ranks(4, parted, 2, "dp=2 tp=2", backend="shm")
     assert any("parameter 'head.weight' is different on rank" in text for text in said)
     assert "None" not in said, "ranks that wait for one that has said so end, too"
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from model_families import LLAMA_70B
 from paceline.errors import JobError
 from paceline.job.batch import target_of
 from paceline.job.job import Job
@@ -355,20 +356,7 @@ def test_a_model_is_traced_once_and_leaves_torch_as_it_was() -> None:
 @pytest.mark.slow
 def test_seventy_billion_parameters_are_traced_without_memory() -> None:
     large = Job.load(Path(__file__).parents[2] / "examples/large/llama_70b.yaml")
-    by_formula = transformer(
-        Dimensions(
-            layers=80,
-            hidden=8192,
-            ffn=28672,
-            heads=64,
-            kv_heads=8,
-            seq=4096,
-            vocab=128256,
-            gated=True,
-            tied=False,
-            positions=False,
-        )
-    )
+    by_formula = transformer(LLAMA_70B)
     found = trace(large)
     assert (found.parameters, found.flops) == (by_formula.parameters, by_formula.flops)
     assert [often for _, often in found.runs] == [1, 80, 1]

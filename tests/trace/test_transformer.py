@@ -9,27 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model_families import LLAMA_70B
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace.transformer import transformer
 
 GPT3 = Dimensions(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
-LLAMA = Dimensions(
-    layers=80,
-    hidden=8192,
-    ffn=28672,
-    heads=64,
-    kv_heads=8,
-    seq=4096,
-    vocab=128256,
-    gated=True,
-    tied=False,
-    positions=False,
-)
 
 
 def test_parameters_are_those_that_the_models_are_named_after() -> None:
     assert transformer(GPT3).parameters == pytest.approx(174.6e9, rel=1e-3)
-    assert transformer(LLAMA).parameters == pytest.approx(70.55e9, rel=1e-3)
+    assert transformer(LLAMA_70B).parameters == pytest.approx(70.55e9, rel=1e-3)
 
 
 def test_flops_are_those_of_narayanan_et_al() -> None:

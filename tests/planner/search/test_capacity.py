@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from model_families import LLAMA_70B
 from paceline.cluster import named_cluster
 from paceline.job.read.dimensions import Dimensions
 from paceline.planner.cost.layout import Layout
@@ -16,27 +17,14 @@ from paceline.planner.machines import machines
 from paceline.planner.search.capacity import least, smallest_that_works
 from paceline.trace.transformer import transformer
 
-LLAMA_70B = transformer(
-    Dimensions(
-        layers=80,
-        hidden=8192,
-        ffn=28672,
-        heads=64,
-        kv_heads=8,
-        seq=4096,
-        vocab=128256,
-        gated=True,
-        tied=False,
-        positions=False,
-    )
-)
+LARGE = transformer(LLAMA_70B)
 SMALL = transformer(Dimensions(layers=4, hidden=256, heads=4, seq=128, vocab=1024))
 
 
 _GIB = {"MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
 
 
-def on(cluster: str, trace: object = LLAMA_70B) -> Layout:
+def on(cluster: str, trace: object = LARGE) -> Layout:
     return Layout(trace, machines(named_cluster(cluster)), precision="bf16")  # type: ignore[arg-type]
 
 

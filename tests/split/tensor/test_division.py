@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -21,7 +22,6 @@ from paceline.trace.tensor.proof import prove
 from ranks import Ranks
 from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded
 
-transformers = pytest.importorskip("transformers")
 STEPS = 3
 VOCAB, HIDDEN, HEADS, TOKENS = 32, 32, 4, 8
 TRUNK = {

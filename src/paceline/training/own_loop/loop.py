@@ -534,9 +534,12 @@ class OwnLoop(Engine):
         return None
 
     def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
-        """The optimizers that hold this one's parameters; None if some are unknown."""
+        """The optimizers that hold this one's parameters: none if another engine's hold all, None if some are unknown."""
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
-        found = {owner.get(p, -1) for g in optimizer.param_groups for p in g["params"]}
+        stepped = {p for g in optimizer.param_groups for p in g["params"]}
+        if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
+            return set()
+        found = {owner.get(p, -1) for p in stepped}
         return None if -1 in found else found
 
     def _check_own_step(self, number: int) -> None:
