@@ -534,7 +534,10 @@ class OwnLoop(Engine):
         return None
 
     def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
-        """The optimizers that hold this one's parameters: none if another engine's hold all, None if some are unknown."""
+        """The optimizers that hold this one's parameters.
+
+        None of them where another engine's hold all; None where some are unknown.
+        """
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
