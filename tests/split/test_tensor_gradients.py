@@ -100,7 +100,7 @@ def cosine() -> Made:
 def swin_v2() -> Made:
     import transformers
 
-    config = transformers.Swinv2Config(
+    config = transformers.Swinv2Config(  # type: ignore[call-arg]
         image_size=16,
         patch_size=4,
         embed_dim=16,

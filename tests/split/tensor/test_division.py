@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tensor_parity import Made, call, compare_gradients, output_of, own_group, s
 
 STEPS = 3
 VOCAB, HIDDEN, HEADS, TOKENS = 32, 32, 4, 8
-TRUNK = {
+TRUNK: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
@@ -53,7 +54,7 @@ def llama() -> Made:
 
 
 def eager_llama() -> Made:
-    config = transformers.LlamaConfig(
+    config = transformers.LlamaConfig(  # type: ignore[call-arg]
         **TRUNK, intermediate_size=48, attn_implementation="eager", tie_word_embeddings=True
     )
     return transformers.LlamaForCausalLM(config), {"input_ids": words()}
@@ -96,7 +97,7 @@ def bert() -> Made:
 
 def albert() -> Made:
     """One layer in use three times."""
-    trunk = TRUNK | {"num_hidden_layers": 3, "embedding_size": 16}
+    trunk: dict[str, Any] = TRUNK | {"num_hidden_layers": 3, "embedding_size": 16}
     config = transformers.AlbertConfig(
         **trunk, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0
     )
@@ -111,7 +112,7 @@ def neox() -> Made:
 
 
 def t5() -> Made:
-    config = transformers.T5Config(
+    config = transformers.T5Config(  # type: ignore[call-arg]
         vocab_size=VOCAB,
         d_model=HIDDEN,
         d_kv=8,
@@ -125,7 +126,7 @@ def t5() -> Made:
 
 
 def vit() -> Made:
-    config = transformers.ViTConfig(
+    config = transformers.ViTConfig(  # type: ignore[call-arg]
         hidden_size=HIDDEN,
         num_hidden_layers=2,
         num_attention_heads=HEADS,
@@ -140,7 +141,7 @@ def vit() -> Made:
 
 
 def resnet() -> Made:
-    config = transformers.ResNetConfig(
+    config = transformers.ResNetConfig(  # type: ignore[call-arg]
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=6, layer_type="basic"
     )
     return transformers.ResNetForImageClassification(config), {
@@ -376,7 +377,7 @@ def test_a_call_with_other_arguments_than_the_example_never_loses_a_gradient() -
 
 def test_a_model_on_meta_is_divided_without_memory_for_its_weights() -> None:
     """Sizes of a 70-billion-parameter Llama, of which no rank can hold a copy."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 8192,
         "intermediate_size": 28672,
         "num_attention_heads": 64,
