@@ -181,6 +181,40 @@ def test_a_transport_from_a_package_carries_a_run(runs: Path) -> None:
     assert losses(runs / "dp=2 transport=loopback") == pytest.approx(losses(runs / "dp=2"), rel=1e-5)
 
 
+MEASURED = """
+import dataclasses, os
+import psutil
+from paceline.cluster.discover import discover
+from paceline.job.job import Job
+from paceline.planner.predict import predict
+from paceline.runner.links import transports_of
+from paceline.tuning import calibrate as module
+from paceline.tuning.calibrate import calibrate
+
+if __name__ == "__main__":
+    os.environ["XDG_CACHE_HOME"] = os.getcwd()
+    psutil.cpu_percent, module.reference_time_s = lambda _: 0.0, lambda: 1e-3  # whatever else the machine does
+    here, job, said = discover(), Job.load("job.yaml"), []
+    print(*transports_of(here))
+    found = calibrate(job, here, axes=("none",))
+    print(*dict.fromkeys(one.transport for one in found.collectives))
+    print(calibrate(job, here, said.append, axes=("none",)) == found, "as measured before" in said[0])
+    times = found.collective("loopback", "all_reduce")
+    slower = dataclasses.replace(times, times_s=tuple(10 * t for t in times.times_s))
+    slow = dataclasses.replace(found, collectives=(*(c for c in found.collectives if c != times), slower))
+    step_s = [predict(job, here, "dp=2 transport=loopback", calibration=c).step_time_s for c in (found, slow)]
+    print(step_s[1] > step_s[0])
+"""
+
+
+def test_a_transport_from_a_package_is_measured_and_planned_with(installed: str, tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml", global_batch=16)
+    offered, measured, kept, dearer = loaded(MEASURED, installed, tmp_path)
+    assert offered == measured == "shm gloo loopback"
+    assert kept == "True True"
+    assert dearer == "True"
+
+
 # A launch engine
 
 

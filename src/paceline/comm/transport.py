@@ -16,7 +16,7 @@ from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.read.imports import load_object
-from paceline.plans.transport_info import TRANSPORTS
+from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 
 _SEVERAL_HOSTS = "the ranks are on several hosts"
 
@@ -34,7 +34,7 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
         ClusterError: the transport that is asked for cannot be had.
     """
     if size == 1:
-        return "gloo", None
+        return WITHOUT_SHARED_MEMORY, None
     if wanted != "auto":
         obstacle = TRANSPORTS[wanted].obstacle
         if obstacle is not None and (reason := load_object(obstacle)(store, rank, size, timeout_s)):
@@ -44,8 +44,8 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
         return wanted, None
     reason = why_not_shared(store, rank, size, timeout_s)
     if reason is None:
-        return "shm", None
-    return ("tcp", None) if reason.startswith(_SEVERAL_HOSTS) else ("gloo", reason)
+        return WITHIN_HOST, None
+    return (BETWEEN_HOSTS, None) if reason.startswith(_SEVERAL_HOSTS) else (WITHOUT_SHARED_MEMORY, reason)
 
 
 def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str | None:

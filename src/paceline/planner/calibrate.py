@@ -258,6 +258,17 @@ def key_of(job: Job, host: Host) -> str:
     return f"{job.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]}"
 
 
+def transport_note(transport: str, error: str) -> str:
+    """The note of a calibration in which a package's transport failed."""
+    return f"transport={transport}: {error}"
+
+
+def failed_transport(note: str) -> str | None:
+    """The transport that a note of a calibration is about; None for another note."""
+    start, _, rest = note.partition("=")
+    return rest.partition(":")[0] if start == "transport" else None
+
+
 def cache_file(key: str) -> Path:
     """File of the calibration with this key."""
     return cache_folder() / "calibration" / f"{key}.json"

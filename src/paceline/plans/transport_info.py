@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import PlanError
@@ -16,12 +17,17 @@ class TransportInfo:
         backend: import path of a function that makes a backend or process group for torch, called with
             `torch.distributed`'s options (store, group_rank, group_size, timeout, …) and None; None: torch has it.
         one_host: True if all ranks must be on one host.
+        within_hosts: False if its groups on one host are another transport's under its name.
+        shares_memory: True if tensors of a group lie in memory that its ranks share, as
+            `paceline.comm.c10d.transport.Transport` says; sums then cost in a step what they cost alone.
         obstacle: import path of a function of (store, rank, size, timeout_s), called by all ranks together before they
             have a group, that returns why they cannot use it, or None.
     """
 
     backend: str | None
     one_host: bool = False
+    within_hosts: bool = True
+    shares_memory: bool = False
     obstacle: str | None = None
 
 
@@ -31,14 +37,35 @@ TRANSPORTS = ExtensionPoint(
     TransportInfo,
     {
         "shm": TransportInfo(
-            "paceline.comm.shm:create", one_host=True, obstacle="paceline.comm.transport:why_not_shared"
+            "paceline.comm.shm:create",
+            one_host=True,
+            shares_memory=True,
+            obstacle="paceline.comm.transport:why_not_shared",
         ),
         "gloo": TransportInfo(None),
-        "tcp": TransportInfo("paceline.comm.tcp:create"),
+        "tcp": TransportInfo("paceline.comm.tcp:create", within_hosts=False),
     },
     PlanError,
     words=("auto",),
 )
+
+
+# what `auto` takes: within a host, between hosts, and within a host that allows no shared memory
+WITHIN_HOST, BETWEEN_HOSTS, WITHOUT_SHARED_MEMORY = "shm", "tcp", "gloo"
+
+
+def carriers(*, several_hosts: bool) -> tuple[str, ...]:
+    """Names of the transports that carry messages within a host, or between several.
+
+    Packages' own are among them; one whose description cannot be loaded is left out.
+    """
+    found = []
+    for name in TRANSPORTS.names:
+        with suppress(PlanError):
+            info = TRANSPORTS[name]
+            if not info.one_host if several_hosts else info.within_hosts:
+                found.append(name)
+    return tuple(found)
 
 
 def problem_with_transport(name: object) -> str | None:

@@ -48,9 +48,9 @@ class LinkResults:
 def transports_of(cluster: Cluster) -> tuple[str, ...]:
     """Transports that a cluster can have.
 
-    Shared memory within a host (tcp adds nothing there), tcp between hosts, NCCL between GPUs.
+    Between CPUs those that carry messages within a host, or between hosts; NCCL between GPUs.
     """
-    cores = ("shm", "gloo") if len(cluster.hosts) == 1 else ("gloo", "tcp")
+    cores = transport_info.carriers(several_hosts=len(cluster.hosts) > 1)
     return ("nccl", *cores) if cluster.kind == "cuda" and cluster.devices > 1 else cores
 
 

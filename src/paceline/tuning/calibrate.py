@@ -23,6 +23,7 @@ from paceline.planner.calibrate import (
     Collective,
     Measurements,
     cache_file,
+    failed_transport,
     keep,
     kept,
     key_of,
@@ -31,11 +32,10 @@ from paceline.planner.calibrate import (
 )
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
+from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, carriers
 from paceline.units import percent
 
 Say = Callable[[str], object]
-# within a host, where tcp is shared memory under another name
-TRANSPORTS = ("shm", "gloo")
 _MOST_RANKS = 8  # on the cores of a host
 # seconds for measuring other work on the cores, before the ranks start
 _LOOK_S = 0.2
@@ -69,7 +69,7 @@ def calibrate(
     """
     wait_for_imports()
     found = _on_this_machine(job, _this_host(cluster), say, precisions, axes, again)
-    if cluster is None or cluster.emulate is None or found.collective("tcp", "all_reduce") is not None:
+    if cluster is None or cluster.emulate is None or found.collective(BETWEEN_HOSTS, "all_reduce") is not None:
         return found
     extended = replace(found, collectives=(*found.collectives, *_between_hosts()))
     if cache_file(found.key).is_file():
@@ -124,7 +124,7 @@ def _between_hosts() -> list[Collective]:
     from paceline.comm.measure.collectives import measure_on_rank
 
     with places_on(Cluster(name="two hosts", emulate=Emulate(hosts=2)), 2) as places:
-        return run_on_ranks(measure_on_rank, "tcp", places=places)[0]
+        return run_on_ranks(measure_on_rank, BETWEEN_HOSTS, places=places)[0]
 
 
 def _this_host(cluster: Cluster | None) -> Host:
@@ -148,7 +148,9 @@ def _this_host(cluster: Cluster | None) -> Host:
 
 def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis]) -> bool:
     known = {point.axis for point in found.points} | {note.partition("=")[0] for note in found.notes}
-    return set(precisions) <= set(found.precisions) and (found.ranks == 1 or set(axes) <= known)
+    tried = {one.transport for one in found.collectives} | {failed_transport(note) for note in found.notes}
+    packages = set(carriers(several_hosts=False)) - set(TRANSPORTS.built_in)
+    return set(precisions) <= set(found.precisions) and (found.ranks == 1 or (set(axes) <= known and packages <= tried))
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _calibrated(request: _Request) -> Measurements:
     job = request.job
     with joined(deadline_s=job.deadline_s) as group, scratch_folder() as folder:
         rank = RankCalibration(job, request.here, group, folder, request.cores, request.precisions, request.axes)
-        found = rank.run(TRANSPORTS)
+        found = rank.run(carriers(several_hosts=False))
         group.barrier()
         return found
 

@@ -29,8 +29,9 @@ from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.model_call import call
 from paceline.job.stop import StopSpec
-from paceline.planner.calibrate import Axis, CalibrationPoint, Measurements, PassTiming
+from paceline.planner.calibrate import Axis, CalibrationPoint, Collective, Measurements, PassTiming, transport_note
 from paceline.plans.plan import Plan
+from paceline.plans.transport_info import TRANSPORTS
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks, submodules
 from paceline.training.build import build_engine, built, loader_of, seed_all
@@ -97,11 +98,28 @@ class RankCalibration:
             segments=self.segments,
             timings=tuple(timings),
             points=tuple(points),
-            collectives=tuple(measure_collectives(self.group, transports) if self.group.size > 1 else ()),
+            collectives=tuple(self._collectives(transports) if self.group.size > 1 else ()),
             optimizer_s=optimizer_s,
             baseline_bytes=baseline,
             notes=tuple(self.notes),
         )
+
+    def _collectives(self, transports: Sequence[str]) -> list[Collective]:
+        """Times of collectives; a package's transport that fails is noted."""
+        found: list[Collective] = []
+        for transport in transports:
+            error, measured = None, list[Collective]()
+            try:
+                measured = measure_collectives(self.group, [transport])
+            except Exception as failure:
+                if transport in TRANSPORTS.built_in:
+                    raise
+                error = f"{type(failure).__name__}: {failure}"
+            # one rank's failure counts for all
+            errors = [one for one in self.group.gather_json(error) if one]
+            found += [] if errors else measured
+            self.notes += [transport_note(transport, one) for one in errors[:1]]
+        return found
 
     def _precisions(self, axis: Axis) -> Sequence[str]:
         """The job's own precision; further ones if the model stays whole, which shows their difference."""

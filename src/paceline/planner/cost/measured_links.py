@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, LinkSpec
 from paceline.planner.calibrate import Calibration
 from paceline.planner.cost.layout import Layout, Machines
+from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.trace.graph import ModelTrace
 
 # bytes on an Ethernet link for each of TCP's
@@ -18,7 +19,7 @@ HEADERS = 1514 / 1448
 BUCKET_BYTES = 4 * 2**20
 # TCP's use of a link: it slows down after a full queue
 _EFFICIENCY = 0.95
-# gloo between passes, whose buffers are in no cache, relative to gloo alone
+# a transport without shared memory between passes, whose buffers are in no cache, relative to it alone
 _COLD = 2.0
 # fraction of the shorter of the transport's and the wire's time that is not overlapped
 _OWN_BESIDE = 0.1
@@ -54,7 +55,7 @@ class Links:
 
     def shared_all_reduce_s(self, size: float) -> float:
         """Seconds of an all-reduce through shared memory."""
-        return _time(self.found, "shm", "all_reduce", size)
+        return _time(self.found, WITHIN_HOST, "all_reduce", size)
 
     def gather_s(self, size: float, axis: str) -> float:
         """Seconds of an all-gather of `size` bytes."""
@@ -133,7 +134,7 @@ class Links:
 
     def _collective_s(self, name: str, size: float, axis: str, *, sent: float, turns: int) -> float:
         if axis not in self.far:
-            cold = _COLD if self.within == "gloo" and axis in ("tp", "fsdp") else 1.0
+            cold = _COLD if axis in ("tp", "fsdp") and not TRANSPORTS[self.within].shares_memory else 1.0
             return cold * _time(self.found, self.within, name, size)
         own_s, wire_s = _time(self.found, self.across, name, size), self.wire_s(size * sent)
         return max(own_s, wire_s) + _OWN_BESIDE * min(own_s, wire_s) + turns * self.latency_s
@@ -146,15 +147,28 @@ class Links:
 def links_of(layout: Layout, found: Calibration) -> Links:
     """Links of a layout, by its transport and its ranks' hosts."""
     machines = layout.machines
-    asked = layout.transport
     far = frozenset(
         axis
         for axis in ("dp", "cp", "ep", *_REPLICA)
         if getattr(layout, axis) > 1 and layout.link(axis) == machines.between
     )
-    within = "gloo" if asked == "gloo" or not _known(found, "shm") else "shm"
-    across = "gloo" if asked == "gloo" or not _known(found, "tcp") else "tcp"
+    within, across = (_measured(found, name) for name in _carriers(layout.transport))
     return Links(found, within, across, far, machines.between.bandwidth * machines.per_host, machines.between.latency_s)
+
+
+@cache
+def _carriers(transport: str) -> tuple[str, str]:
+    """Names of what carries a plan's messages, within a host and between hosts."""
+    if transport == "auto":
+        return WITHIN_HOST, BETWEEN_HOSTS
+    info = TRANSPORTS[transport]
+    return transport if info.within_hosts else WITHIN_HOST, BETWEEN_HOSTS if info.one_host else transport
+
+
+def _measured(found: Calibration, transport: str) -> str:
+    """The transport if it was measured; else gloo, which always is."""
+    known = any(c.transport == transport for c in found.collectives)
+    return transport if known else WITHOUT_SHARED_MEMORY
 
 
 def here(found: Calibration) -> Machines:
@@ -198,10 +212,6 @@ def _ready(count: int, backward_s: Sequence[float], weights: Sequence[float]) ->
         part = (wanted - done[k - 1]) / max(done[k] - done[k - 1], 1e-12)
         ready.append(clock[k - 1] + part * (clock[k] - clock[k - 1]) - clock[-1])
     return [*ready, 0.0]
-
-
-def _known(found: Calibration, transport: str) -> bool:
-    return any(c.transport == transport for c in found.collectives)
 
 
 def _time(found: Calibration, transport: str, name: str, size: float) -> float:

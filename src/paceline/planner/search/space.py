@@ -16,12 +16,11 @@ from paceline.planner.search.legal import LegalPlans, Refusal
 from paceline.plans.choices import REMATS, SCHEDULES
 from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
+from paceline.plans.transport_info import BETWEEN_HOSTS, WITHIN_HOST, carriers
 from paceline.trace.graph import ModelTrace
 
 Ints = NDArray[np.int64]
 COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
-# shm and tcp are what auto takes within a host and between hosts
-_TRANSPORTS = ("auto", "gloo")
 
 
 @dataclass(frozen=True)
@@ -129,15 +128,19 @@ class Space:
     def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
         if self.cluster.kind == "cuda":
             return [{}]
-        transports = (
-            [{"transport": name} for name in _TRANSPORTS] if ranks > 1 and self.base.transport == "auto" else [{}]
-        )
+        transports = self._transports if ranks > 1 and self.base.transport == "auto" else [{}]
         threads = (
             [0, *(2**n for n in range(most.bit_length()) if 2**n < most)]
             if self.base.threads == 0
             else [self.base.threads]
         )
         return [{"threads": n, **transport} for transport in transports for n in threads]
+
+    @cached_property
+    def _transports(self) -> list[dict[str, Any]]:
+        """Values of `transport`: `auto`, and what it does not take by itself."""
+        others = carriers(several_hosts=len(self.cluster.hosts) > 1)
+        return [{"transport": name} for name in ("auto", *others) if name not in (WITHIN_HOST, BETWEEN_HOSTS)]
 
     def _threads(self, ranks: int) -> int:
         """Threads of each rank on the host with the most of `ranks`; 1 on GPUs."""
