@@ -54,9 +54,9 @@ from paceline.cluster.emulate.hosts import Emulation
 from paceline.job.job import Job
 from paceline.launch.seed import ALLOCATOR
 from paceline.plans.plan import Plan
-from paceline.report.rules_page import Rates, RuleFigures, write_rules_page
 from paceline.training.record.run import Run
 from served import Ranks
+from slow_network_page import Rates, RuleFigures, write_rules_page
 
 HOSTS, TARGET_STEPS, SMOOTHED, MAX_STEPS = 4, 150, 25, 250
 SLOWEST, LOOPBACK = "25mbit", "loopback"

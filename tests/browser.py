@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -124,3 +125,17 @@ def tab(driver: Chrome) -> Iterator[Browser]:
     yield Browser(driver)
     driver.close()
     driver.switch_to.window(before)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """Headless Chromium with a fresh profile."""
+    with opened(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def browser(chromium: Chrome) -> Iterator[Browser]:
+    """A tab of its own; for tests that are marked `needs_chromium`."""
+    with tab(chromium) as opened_tab:
+        yield opened_tab

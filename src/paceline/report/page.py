@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -128,16 +128,17 @@ def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
 
 def write_page(
     file: Path,
-    template: str,
+    look: str | Template,
     *,
     facts: Mapping[str, str],
     environment: Mapping[str, Any] = {},
     on_cores: bool = False,
     **values: Any,
 ) -> Path:
-    """Render a template of this package to a file.
+    """Render a template to a file.
 
     Args:
+        look: the name of a template of this package, or one from `template`.
         facts, environment: entries of the page's list of the environment; see `described`.
         on_cores: the page calls devices cores.
 
@@ -153,7 +154,7 @@ def write_page(
     places = {name: Markup(f"[[{secrets.token_hex(8)}]]") for name in scripts}  # a reader's text cannot name one
     fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, **places}
     listed = described(facts, environment)
-    text = _templates().get_template(template).render(fixed, facts=listed, **values)
+    text = _templates().get_template(look).render(fixed, facts=listed, **values)
     text = words.on_cores(text) if on_cores else text
     for name, code in scripts.items():
         text = text.replace(places[name], code)
@@ -162,6 +163,11 @@ def write_page(
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror or error}") from error
     return file
+
+
+def template(source: str) -> Template:
+    """A template of another package; it extends `page.html.j2` and imports from `macros.html.j2`."""
+    return _templates().from_string(source)
 
 
 def described(facts: Mapping[str, str], environment: Mapping[str, Any]) -> list[tuple[str, str]]:

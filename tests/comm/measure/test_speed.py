@@ -1,20 +1,13 @@
-"""The speed of collectives.
-
-Wrong here: bandwidths that nobody can hold against nccl-tests', or ranks that disagree on how often.
-"""
+"""The speed of collectives. Wrong here: bandwidths that nobody can hold against nccl-tests'."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from paceline.comm.backend import joined
-from paceline.comm.measure.calls import SIZES, measure_all_reduces, measure_call
+from paceline.comm.measure.calls import SIZES, measure_all_reduces
 from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.launch.place import on_this_machine
 from paceline.launch.run_on_ranks import run_on_ranks
-from ranks import Ranks
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
@@ -31,13 +24,3 @@ def test_ranks_started_for_it_measure_every_transport() -> None:
         (size, name) for size in SIZES for name in transports
     ]
     assert all(speed.ranks == 2 and 1e-7 < speed.time_s < 60 for speed in found.speeds)
-
-
-def one_size() -> Any:
-    with joined(deadline_s=30) as group:
-        return measure_call(group, "all_reduce", 2**10)
-
-
-def test_every_rank_gets_the_time_of_the_slowest(ranks: Ranks) -> None:
-    first, second, third = ranks(3, one_size)
-    assert first == second == third

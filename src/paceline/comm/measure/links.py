@@ -26,7 +26,6 @@ class LeftOut:
     collective: str
     algorithm: str
     size_bytes: int
-    foreseen_s: float
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ def _by_size(group: Group, measured: TransportMeasurement, collective: str, name
     algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
     before: list[CollectiveSpeed] = []
     for size in sizes:
-        foreseen_s = _foreseen_s(before, size, measured.limit.least_s(collective, size) or 0.0)
-        if foreseen_s > _LONGEST_S:
-            measured.left_out.append(LeftOut(collective, name, size, foreseen_s))
+        if _foreseen_s(before, size, measured.limit.least_s(collective, size) or 0.0) > _LONGEST_S:
+            measured.left_out.append(LeftOut(collective, name, size))
         else:
             before.append(measure_call(group, collective, size, algorithm))
     measured.speeds.extend(before)

@@ -1,4 +1,4 @@
-"""A page that compares sync rules at several network speeds.
+"""The page of `slow_network.py`, which compares sync rules at several network speeds.
 
 For each speed there is a table, loss against time, and the figures as bars.
 """
@@ -13,8 +13,9 @@ from typing import Any
 from paceline import units
 from paceline.report import charts
 from paceline.report.bench_charts import compared
-from paceline.report.page import Cell, Chart, write_page
+from paceline.report.page import Cell, Chart, template, write_page
 
+_TEMPLATE = Path(__file__).with_suffix(".html.j2")
 FIGURES = ("wire", "step_time", "time_to_target", "final_loss")  # the columns of the table, by their definitions' names
 
 
@@ -99,6 +100,5 @@ def write_rules_page(found: Rates, file: Path) -> Path:
     Raises:
         RunError: the file cannot be written.
     """
-    return write_page(
-        file, "rules.html.j2", found=found, figures=FIGURES, facts=found.facts, environment=found.environment
-    )
+    look = template(_TEMPLATE.read_text())
+    return write_page(file, look, facts=found.facts, environment=found.environment, found=found, figures=FIGURES)

@@ -1,0 +1,4 @@
+"""A browser for the tests of pages."""
+
+from browser import browser as browser
+from browser import chromium as chromium
