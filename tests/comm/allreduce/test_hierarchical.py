@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ CASES = [
 ]
 
 
-def whole_numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Numbers whose sums over some ranks every dtype holds exactly."""
-    return torch.randint(0, 16, (numel,), generator=torch.Generator().manual_seed(1000 * numel + rank)).to(dtype)
+def whole_numbers(ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Numbers for each rank, whose sums over all every dtype holds exactly."""
+    return torch.from_numpy(np.random.default_rng(numel).integers(0, 16, (ranks, numel), dtype=np.uint8)).to(dtype)
 
 
 def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
@@ -54,7 +55,7 @@ def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
 def is_exact(algorithm: Hierarchical, numel: int, dtype: torch.dtype, shared: str) -> bool:
     """Of tensors that are shared, private, or (`mixed`) private on rank 1 only."""
     group = algorithm.group
-    parts = torch.stack([whole_numbers(rank, numel, dtype) for rank in range(group.size)])
+    parts = whole_numbers(group.size, numel, dtype)
     tensor = torch.empty(numel, dtype=dtype) if shared == "private" else algorithm.empty(numel, dtype)
     brought = tensor.clone() if shared == "mixed" and group.rank == 1 else tensor
     exact = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,12 +56,13 @@ class Case:
 
 def values(case: Case, rank: int, part: int = 0, numel: int | None = None) -> Tensor:
     """Whole numbers so small that every sum and product of four is exact in 8-bit floating point."""
-    generator = torch.Generator().manual_seed(case.seed * 1000 + rank * 10 + part)
-    size = (case.numel if numel is None else numel,)
+    generator = np.random.default_rng(case.seed * 1000 + rank * 10 + part)
+    size = case.numel if numel is None else numel
     low = 0 if case.dtype in (torch.bool, torch.uint8) else -1
-    found = torch.randint(low, 3, size, generator=generator)
+    found = torch.from_numpy(generator.integers(low, 3, size, dtype=np.int8))
     if case.dtype.is_complex:
-        return torch.complex(found.double(), torch.randint(low, 3, size, generator=generator).double()).to(case.dtype)
+        imaginary = torch.from_numpy(generator.integers(low, 3, size, dtype=np.int8))
+        return torch.complex(found.double(), imaginary.double()).to(case.dtype)
     return found.to(torch.float32).to(case.dtype) if case.dtype.is_floating_point else found.to(case.dtype)
 
 
@@ -323,7 +325,7 @@ ON_RANKS = settings(
 )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])  # 4 ranks have a group of 3
 @ON_RANKS
 @given(cases=st.lists(CASES, min_size=40, max_size=60))
 def test_any_calls_after_each_other_and_at_once_give_the_plain_results(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ SIZES = [
 
 
 def content(sender: int, receiver: int, number: int, size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sender * 10_000 + receiver * 1000 + number)
-    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    generator = np.random.default_rng(sender * 10_000 + receiver * 1000 + number)
+    return torch.from_numpy(generator.integers(0, 256, size, dtype=np.uint8))
 
 
 def exchange(sizes: list[int], tags: list[int], order: int) -> None:
