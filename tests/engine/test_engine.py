@@ -6,6 +6,7 @@ What a step does to the model, what it refuses, and what an evaluation measures 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from typing import Any
 
@@ -303,3 +304,17 @@ def test_channels_last_changes_the_layout_and_not_the_result() -> None:
         return found
 
     assert losses("dp=1 memory_format=channels_last") == pytest.approx(losses("dp=1"), rel=1e-5)
+
+
+def test_gradients_of_a_step_are_freed_before_the_next_forward_pass() -> None:
+    model = network()
+    engine = engine_for(model)
+    weight = next(model.parameters())
+    gradients: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    model.register_forward_pre_hook(lambda *_: alive.extend(ref() is not None for ref in gradients))
+    for batch in engine.loader:
+        engine.step(batch)
+        assert weight.grad is not None
+        gradients[:] = [weakref.ref(weight.grad)]
+    assert alive == [False] * (SAMPLES // BATCH - 1)

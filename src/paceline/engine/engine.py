@@ -384,6 +384,7 @@ class Engine:
 
     def _clear_gradients(self) -> None:
         """Clear the gradients of all parameters, also of those that no optimizer holds."""
+        self.agreement.gradients = []  # else two steps' gradients would be held during the backward pass
         for parameter in self._parameters:
             parameter.grad = None
 
