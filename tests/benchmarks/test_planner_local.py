@@ -82,7 +82,16 @@ def test_what_was_measured_is_kept_and_predicted_again(
 ) -> None:
     rows = [row(local, "1 worker", "microbatches=2", 1.0, 2.0)]
     calibration = Calibration(
-        "k", {}, 0.0, 1.0, 2, 2, 32, 1, ("",), (PassTiming(1, 2, "fp32", "none", 32, (0.1,), (0.1,)),)
+        key="k",
+        machine={},
+        created=0.0,
+        reference_s=1.0,
+        cores=2,
+        ranks=2,
+        global_batch=32,
+        parameters=1,
+        segments=("",),
+        timings=(PassTiming(1, 2, "fp32", "none", 32, (0.1,), (0.1,)),),
     )
     local.save(tmp_path / "kept.json", {"mlp": calibration}, rows)
     monkeypatch.setattr(local, "prediction", lambda case, calibrations: rows[0].predicted)

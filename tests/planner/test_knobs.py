@@ -169,13 +169,13 @@ def test_a_row_shows_both_sides_of_its_pairs() -> None:
     """
     rounds = [(1.0, 2.0)] * (LEAST_ROUNDS - 1) + [(1.1, 2.2)]
     line = compared(rounds).tried(FUSED).line()
-    assert re.search(r"  1 s \([01].* to 1.*\) ", line)
-    assert re.search(r"0\.50 of 2 s", line)
+    assert re.search(r"  1\.00 s \([01].* to 1.*\) ", line)
+    assert re.search(r"0\.50 of 2\.00 s", line)
 
 
 def test_two_rounds_show_medians_without_an_interval() -> None:
     line = compared([(4.0, 1.0), (5.0, 1.0)]).tried(FUSED).line()
-    assert re.search(r"  4\.5 s +4\.50 of 1 s +not kept: slower$", line)
+    assert re.search(r"  4\.50 s +4\.50 of 1\.00 s +not kept: slower$", line)
 
 
 def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:

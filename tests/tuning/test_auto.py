@@ -19,8 +19,10 @@ from paceline.cluster.discover import discover
 from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
+from paceline.planner import cache
 from paceline.planner.auto import auto_plan
-from paceline.planner.history import cache_folder, pairs
+from paceline.planner.cache import cache_folder
+from paceline.planner.history import pairs
 from paceline.planner.knobs import Trial
 from paceline.planner.shortlist import Forecast
 from paceline.plans.plan import Plan
@@ -117,7 +119,7 @@ def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_p
 
 @pytest.mark.slow
 def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_MOST_OTHER_WORK", 2.0)  # other tests may be at work beside this one
+    monkeypatch.setattr(cache, "MOST_OTHER_WORK", 2.0)  # other tests may be at work beside this one
     forecasts(monkeypatch)
     job = network(tmp_path, "pass", stop={"steps": 1000})
     assert not choose(job, CLUSTER).from_cache
@@ -187,7 +189,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
 
     One plan cannot be built, and is passed over.
     """
-    monkeypatch.setattr(auto, "_MOST_OTHER_WORK", 2.0)
+    monkeypatch.setattr(cache, "MOST_OTHER_WORK", 2.0)
     predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
     forecasts(monkeypatch, *predictions)
     monkeypatch.setattr(auto, "TuningResult", partial(TuningResult, knobs=False))
@@ -202,7 +204,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     assert found["dp=1"].startswith("not kept: slower"), choice.lines
     assert choice.plan.fsdp == 2
     row = next(line for line in choice.lines if line.startswith("  fsdp=2 "))
-    assert re.match(r"  fsdp=2 +22 ms +[\d.]+ ms \(.* to .*\) +\d\.\d\d \(.*\) of [\d.]+ ms +kept", row)
+    assert re.match(r"  fsdp=2 +22\.0 ms +[\d.]+ ms \(.* to .*\) +\d\.\d\d \(.*\) of [\d.]+ ms +kept", row)
     measured = {pair.plan: pair for pair in pairs(two)}
     assert set(measured) == {"dp=2", "fsdp=2", "dp=1"}, "what failed is not a measurement"
     assert measured["dp=2"].predicted_s == 0.02
@@ -218,7 +220,7 @@ def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing
     choice = choose(job, CLUSTER)
     assert choice.plan == Plan(), "which is certain to be faster"
     assert choice.lines == [
-        "plan auto: dp=1, predicted 0.5 ms a step (dp=2 2 ms); not measured: it runs for 2 s at most by prediction, "
+        "plan auto: dp=1, predicted 500 µs a step (dp=2 2.00 ms); not measured: it runs for 2 s at most by prediction, "
         "and measuring takes 7 s or more to save about 1 s"
     ]
     monkeypatch.setattr(auto, "forecast", does_not_begin)

@@ -40,7 +40,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append({"precisions": tuple(precisions), "axes": tuple(axes)})
         timings = tuple(PassTiming(1, 1, p, "none", 16, (0.1,), (0.1,)) for p in precisions)
         points = tuple(CalibrationPoint(a, 1, "fp32", 16, 1, 0, 0.2, 0, 0, 0.1) for a in axes)
-        return Measurements(1, ("",), timings, points, (), {}, 0, ())
+        return Measurements(parameters=1, segments=("",), timings=timings, points=points)
 
     monkeypatch.setattr(module, "_measure", measured)
     monkeypatch.setattr(module, "reference_time_s", lambda: 1e-3)

@@ -12,17 +12,17 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from paceline.cluster.cluster import Host
-from paceline.files import write_whole
 from paceline.job.job import Job
-from paceline.planner.history import cache_folder, digests, made_cache_folder
+from paceline.planner import cache
 from paceline.units import percent
 
 Axis = Literal["none", "dp", "fsdp", "tp", "pp"]
@@ -122,30 +122,11 @@ class Collective:
         return interpolated(self.sizes, self.cpu_s, size_bytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Measurements by the ranks of a calibration; see `Calibration`."""
-
-    parameters: int
-    segments: tuple[str, ...]
-    timings: tuple[PassTiming, ...]
-    points: tuple[CalibrationPoint, ...]
-    collectives: tuple[Collective, ...]
-    optimizer_s: dict[str, float]
-    baseline_bytes: int
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Measurements of a job on a machine; times in seconds, sizes in bytes.
+    """Measurements by the ranks of a calibration; times in seconds, sizes in bytes.
 
     Attributes:
-        key: key of the job's work and the machine's shape (`key_of`).
-        machine: `cpu`, `cores`, `torch`, `paceline`, none of which may have changed.
-        created: seconds since 1970.
-        reference_s: time of a small fixed computation, which shows whether the machine is as fast as it was.
-        cores, ranks: cores of the machine; ranks that were measured together.
         parameters: number of the model's parameters.
         segments: names of the modules with which the parts of the model begin, in the order of a forward pass; the
             first is "".
@@ -155,13 +136,6 @@ class Calibration:
         notes: sentences about measurements that failed.
     """
 
-    key: str
-    machine: Mapping[str, str]
-    created: float
-    reference_s: float
-    cores: int
-    ranks: int
-    global_batch: int
     parameters: int
     segments: tuple[str, ...]
     timings: tuple[PassTiming, ...]
@@ -169,8 +143,29 @@ class Calibration:
     collectives: tuple[Collective, ...] = ()
     optimizer_s: Mapping[str, float] = field(default_factory=dict)
     baseline_bytes: int = 0
-    seconds: float = 0.0
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Measurements):
+    """Measurements of a job on a machine.
+
+    Attributes:
+        key: key of the job's work and the machine's shape (`key_of`).
+        machine: `cpu`, `cores`, `torch`, `paceline`, none of which may have changed.
+        created: seconds since 1970.
+        reference_s: time of a small fixed computation, which shows whether the machine is as fast as it was.
+        cores, ranks: cores of the machine; ranks that were measured together.
+    """
+
+    key: str
+    machine: Mapping[str, str]
+    created: float
+    reference_s: float
+    cores: int
+    ranks: int
+    global_batch: int
+    seconds: float = 0.0
 
     def __hash__(self) -> int:
         return hash((self.key, self.created))
@@ -186,16 +181,13 @@ class Calibration:
         Raises:
             ValueError: the text is not a calibration, or has another version's format.
         """
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError("it has another version's format")
         try:
-            values = json.loads(text)
-            if values.pop("format") != FORMAT:
-                raise ValueError("it has another version's format")
-            parts = {"timings": PassTiming, "points": CalibrationPoint, "collectives": Collective}
-            for name, kind in parts.items():
-                values[name] = tuple(kind(**as_tuples(part)) for part in values[name])
-            return cls(**as_tuples(values))
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"it is not a calibration ({type(error).__name__}: {error})") from error
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            raise ValueError(f"it is not a calibration ({error.error_count()} of its values are wrong)") from error
 
     @cached_property
     def precisions(self) -> tuple[str, ...]:
@@ -252,10 +244,8 @@ def key_of(job: Job, host: Host) -> str:
 
     Age, versions and speed are checked when a file is read (`why_stale`).
     """
-    values = job.model_dump(mode="json", include=set(_WORK))
-    values["optimizer"].pop("lr", None)
-    facts = {"job": values, "files": list(digests(values)), "cores": host.cores, "physical": host.physical_cores}
-    return f"{job.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]}"
+    facts = cache.work_facts(job, _WORK) | {"cores": host.cores, "physical": host.physical_cores}
+    return f"{job.name}-{cache.short_hash(facts)}"
 
 
 def transport_note(transport: str, error: str) -> str:
@@ -271,7 +261,7 @@ def failed_transport(note: str) -> str | None:
 
 def cache_file(key: str) -> Path:
     """File of the calibration with this key."""
-    return cache_folder() / "calibration" / f"{key}.json"
+    return cache.cache_folder() / "calibration" / f"{key}.json"
 
 
 def machine_of(host: Host) -> dict[str, str]:
@@ -320,16 +310,6 @@ def kept(key: str, host: Host, *, reference_s: float) -> tuple[Calibration | Non
     return (found, None) if reason is None else (None, f"the calibration in {file} is stale: {reason}")
 
 
-def keep(found: Calibration) -> str:
-    """Write a calibration to the user's cache, atomically; returns a phrase that tells where."""
-    file = cache_file(found.key)
-    # a home that cannot be written: the next start measures again
-    with suppress(OSError):
-        write_whole(made_cache_folder(file.parent.name) / file.name, found.to_json())
-        return f"kept in {file}"
-    return f"not kept, as {file.parent} cannot be written"
-
-
-def as_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy of a dict with tuples in place of JSON's lists."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+def keep(found: Calibration, busy: float = 0.0) -> str:
+    """Write a calibration to the user's cache; see `cache.keep`."""
+    return cache.keep(cache_file(found.key), found.to_json(), busy=busy)

@@ -6,7 +6,6 @@ rewrites.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,12 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
-from paceline.files import open_to_append, private_folder
+from paceline.files import open_to_append
 from paceline.job.job import Job
+from paceline.planner.cache import cache_folder, made_cache_folder, short_hash, work_facts
 from paceline.planner.cost.prediction import Prediction
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
@@ -199,9 +198,7 @@ def kind_of(plan: Plan) -> str:
 
 def work_of(job: Job) -> str:
     """Short hash of the work that affects step time: model, data, loss, optimizer, batch, precision."""
-    values = job.model_dump(mode="json", include={"model", "data", "loss", "optimizer", "global_batch", "precision"})
-    values["optimizer"].pop("lr", None)
-    return _short(values)
+    return short_hash(work_facts(job, ("model", "data", "loss", "optimizer", "global_batch", "precision"))["job"])
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
@@ -212,43 +209,12 @@ def hardware_of(cluster: Cluster) -> list[object]:
     return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
 
 
-def cache_folder() -> Path:
-    """Folder of paceline's cache. It cannot be written if the user has no home."""
-    home = os.path.expanduser("~")
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache")))
-        / "paceline"
-    )
-
-
-def made_cache_folder(name: str) -> Path:
-    """A folder of the cache, created if missing, private to the user.
-
-    Raises:
-        OSError: it cannot be created, or belongs to another user.
-    """
-    private_folder(cache_folder())
-    private_folder(cache_folder() / name)
-    return cache_folder() / name
-
-
 # by file: (mtime, size, inode) when it was read, and its pairs
 _read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}
 
 
-def digests(values: Any) -> Iterator[str]:
-    """SHA-256 of the Python and JSON files that the job names. An edited model is another one."""
-    if isinstance(values, dict):
-        for value in values.values():
-            yield from digests(value)
-    elif isinstance(values, str):
-        file = Path(values.rpartition(":")[0] or values)
-        if file.suffix in (".py", ".json") and file.is_file():
-            yield hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def _file(cluster: Cluster) -> Path:
-    return cache_folder() / "history" / f"{_short(hardware_of(cluster))}.jsonl"
+    return cache_folder() / "history" / f"{short_hash(hardware_of(cluster))}.jsonl"
 
 
 def _pairs(lines: bytes) -> Iterator[Pair]:
@@ -276,7 +242,3 @@ def _kind_of_text(text: str) -> str:
 
 
 _kinds: dict[str, str] = {}
-
-
-def _short(values: object) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]

@@ -18,6 +18,7 @@ from paceline.job.job import Job
 from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
+from paceline.units import seconds
 
 # the plan keys that change how a rank computes, not its result
 KNOBS = ("memory_format", "fused", "pin", "compile")
@@ -104,8 +105,8 @@ class Trial:
         ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
         if self.ratio and self.ratio.low < self.ratio.high:
             ratio += f" ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
-        ratio += f" of {shown_s(self.best_s.middle)}" if self.best_s else ""
-        predicted = shown_s(self.predicted_s) if self.predicted_s else ""
+        ratio += f" of {seconds(self.best_s.middle)}" if self.best_s else ""
+        predicted = seconds(self.predicted_s) if self.predicted_s else ""
         step = _shown(self.step_s) if self.step_s else ""
         return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
 
@@ -265,12 +266,6 @@ def _why_no_compiler() -> str | None:
     return None
 
 
-def shown_s(seconds: float) -> str:
-    """A step time for people, such as `12.3 ms`."""
-    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
-
-
 def _shown(step_s: Interval) -> str:
-    unit, scale = ("ms", 1e3) if step_s.middle < 1 else ("s", 1.0)
-    middle = f"{step_s.middle * scale:.4g} {unit}"
-    return middle if step_s.low == step_s.high else f"{middle} ({step_s.low * scale:.4g} to {step_s.high * scale:.4g})"
+    shown = seconds(step_s)
+    return f"{shown}" if step_s.low == step_s.high else f"{shown} ({shown.interval})"

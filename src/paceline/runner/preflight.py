@@ -8,8 +8,6 @@ a refusal.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,8 +18,8 @@ from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PlanError
 from paceline.job.job import Job
 from paceline.launch.run_on_ranks import run_on_plan
+from paceline.planner.cache import cache_folder, digests, made_cache_folder, short_hash
 from paceline.planner.check.plan_context import loss_is_tried
-from paceline.planner.history import cache_folder, digests, made_cache_folder
 from paceline.plans.plan import Plan
 
 _FOLDER = "preflight"
@@ -105,7 +103,7 @@ def _kept(job: Job, plan: Plan) -> Path:
         "source": _newest_source(),
     }
     key |= {package: _version(package) for package in ("paceline", "torch", "transformers")}
-    return cache_folder() / _FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_folder() / _FOLDER / short_hash(key)
 
 
 def _newest_source() -> int:

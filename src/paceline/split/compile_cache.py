@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import PlanError
 from paceline.files import must_not_be_anothers, private_folder
-from paceline.planner.history import made_cache_folder
+from paceline.planner.cache import made_cache_folder
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

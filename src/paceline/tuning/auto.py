@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.launch.seed import wait_for_imports
+from paceline.planner import cache
 from paceline.planner.auto import auto_plan
 from paceline.planner.history import Pair, remember
-from paceline.planner.knobs import HEADING, SHARE_OF_RUN, Trial, knobs, longest_run_s, shown_s, steps_are_too_few
+from paceline.planner.knobs import HEADING, SHARE_OF_RUN, Trial, knobs, longest_run_s, steps_are_too_few
 from paceline.planner.shortlist import (
     Forecast,
     certain,
@@ -32,7 +31,7 @@ from paceline.tuning import plan_cache as kept
 from paceline.tuning.forecast import forecast
 from paceline.tuning.measure import measure, reason_of
 from paceline.tuning.result import TuningResult
-from paceline.units import percent
+from paceline.units import seconds as shown
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 # seconds of calibrating, for which a long run can spend a part of its measuring time
 CALIBRATION_S = 20.0
-# seconds for measuring other work on the cores, before the ranks start
-_LOOK_S = 0.2
-# do not cache results measured while other processes used more than a quarter of the cores
-_MOST_OTHER_WORK = 0.25
 # of a run, for its step time to be compared with the prediction
 _LEAST_STEPS = 30
 
@@ -199,10 +194,10 @@ class _Search:
             self.lines.add(f"plan auto: {self.default}; nothing is measured: {why}")
             return AutoChoice(self.default, self.lines.all)
         others = ", ".join(
-            f"{f.plan} {shown_s(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best
+            f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best
         )
         than = f" ({others})" if others else ""
-        self.lines.add(f"plan auto: {best.plan}, predicted {shown_s(best.step_s)} a step{than}; not measured: {why}")
+        self.lines.add(f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}; not measured: {why}")
         found = TuningResult(
             str(self.default),
             best.plan,
@@ -217,7 +212,7 @@ class _Search:
         started = time.monotonic()
         begin = Plan.parse(listed[0].plan) if listed else self.default
         others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
-        busy = psutil.cpu_percent(_LOOK_S) / 100
+        busy = cache.other_work()
         self.lines.add("plan auto: measuring plans and knobs for this job, once for all starts")
         found = TuningResult(str(begin), str(begin), forecasts=listed, share=share_to_spend(listed, run_s, others_s))
         try:
@@ -227,10 +222,8 @@ class _Search:
             return AutoChoice(begin, self.lines.all, seconds=time.monotonic() - started)
         seconds = time.monotonic() - started
         found.forecasts = forecasts
-        if busy > _MOST_OTHER_WORK:
-            where = f"not kept, as other work took {percent(busy, 0)} of the cores"
-        else:
-            where = kept.write(self.file, found)
+        where = kept.write(self.file, found, busy)
+        if busy <= cache.MOST_OTHER_WORK:
             self._remember(found)
         self.lines.add(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
         return AutoChoice(

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import psutil
-
 from paceline.cluster.cluster import Cluster, Emulate, Host
 from paceline.cluster.discover import discover
 from paceline.errors import ClusterError, PlanError
@@ -16,6 +14,7 @@ from paceline.job.job import Job
 from paceline.launch.place import places_on
 from paceline.launch.run_on_ranks import run_on_plan, run_on_ranks
 from paceline.launch.seed import wait_for_imports
+from paceline.planner.cache import other_work
 from paceline.planner.calibrate import (
     AXES,
     Axis,
@@ -33,14 +32,9 @@ from paceline.planner.calibrate import (
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, carriers
-from paceline.units import percent
 
 Say = Callable[[str], object]
 _MOST_RANKS = 8  # on the cores of a host
-# seconds for measuring other work on the cores, before the ranks start
-_LOOK_S = 0.2
-# do not cache results measured while other processes used more than a quarter of the cores
-_MOST_OTHER_WORK = 0.25
 
 
 def calibrate(
@@ -99,7 +93,7 @@ def _on_this_machine(
         "for this machine"
     )
     started = time.monotonic()
-    busy = psutil.cpu_percent(_LOOK_S) / 100
+    busy = other_work()
     measured = _measure(job, host, ranks, wanted, [axis for axis in axes if axis == "none" or ranks > 1])
     made = Calibration(
         key=key,
@@ -112,10 +106,7 @@ def _on_this_machine(
         seconds=time.monotonic() - started,
         **vars(measured),
     )
-    kept_where = (
-        keep(made) if busy <= _MOST_OTHER_WORK else f"not kept, as other work took {percent(busy, 0)} of the cores"
-    )
-    say(f"calibrated in {made.seconds:.1f} s, {kept_where}")
+    say(f"calibrated in {made.seconds:.1f} s, {keep(made, busy)}")
     return made
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.planner.cache import cache_folder, keep, short_hash, work_facts
 from paceline.planner.check.check_plan import check_plan
-from paceline.planner.history import cache_folder, digests, hardware_of, made_cache_folder
+from paceline.planner.history import hardware_of
 from paceline.planner.knobs import longest_run_s
 from paceline.plans.plan import Plan
 from paceline.tuning.result import TuningResult
@@ -33,18 +34,15 @@ _WORK = (
 
 def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
     """File of a job's cached result, named by the work, the hardware and the versions."""
-    values = job.model_dump(mode="json", include=set(_WORK))
-    values["optimizer"].pop("lr")
-    key = {"job": values, "files": list(digests(values)), "hardware": hardware_of(cluster), "plan": str(default)}
+    key = work_facts(job, _WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
     key |= {package: version(package) for package in ("paceline", "torch")}
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    return cache_folder() / "knobs" / f"{job.name}-{name}.json"
+    return cache_folder() / "knobs" / f"{job.name}-{short_hash(key)}.json"
 
 
 def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
     """Cached result for this job, measured or not, if its plan can still run."""
     try:
-        found = TuningResult.read(file)
+        found = TypeAdapter(TuningResult).validate_python(json.loads(file.read_text()))
         plan = Plan.parse(found.best)
     except (OSError, ValueError, TypeError, KeyError, PlanError):
         # never measured, or by another version
@@ -58,11 +56,7 @@ def enough(found: TuningResult, job: Job) -> bool:
     return found.complete or found.run_s is None or (run_s is not None and run_s <= 2 * found.run_s)
 
 
-def write(file: Path, found: TuningResult) -> str:
-    """Write a result to the cache; returns a phrase that tells where."""
-    # a home that cannot be written: the next start begins anew
-    with suppress(OSError):
-        made_cache_folder("knobs")
-        found.write(file)
-        return f"kept in {file} (delete it to measure again)"
-    return f"not kept, as {file.parent} cannot be written"
+def write(file: Path, found: TuningResult, busy: float = 0.0) -> str:
+    """Write a result to the cache; see `cache.keep`."""
+    text = json.dumps(TypeAdapter(TuningResult).dump_python(found, mode="json"), indent=1)
+    return keep(file, text, busy=busy, hint=" (delete it to measure again)")

@@ -5,13 +5,8 @@ Needs no torch.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from paceline.files import write_whole
 from paceline.planner.knobs import SHARE_OF_RUN, Trial
 from paceline.planner.shortlist import Forecast
 
@@ -51,19 +46,6 @@ class TuningResult:
     share: float = SHARE_OF_RUN
     knobs: bool = True
     before_s: float = 0.0
-
-    @classmethod
-    def read(cls, file: Path) -> TuningResult:
-        """Read a result from a file.
-
-        Raises:
-            ValueError: the file holds something else.
-        """
-        return TypeAdapter(cls).validate_python(json.loads(file.read_text()))
-
-    def write(self, file: Path) -> None:
-        """Write the file atomically."""
-        write_whole(file, json.dumps(TypeAdapter(TuningResult).dump_python(self, mode="json"), indent=1))
 
     @property
     def measured(self) -> bool:
