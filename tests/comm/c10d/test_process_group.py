@@ -160,16 +160,14 @@ def objects() -> None:
 
 
 @ours
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("use", [handles, futures, groups_in_opposite_order, objects], ids=lambda f: f.__name__)
-def test_it_is_used_as_any_backend(ranks: Ranks, backend: Backend, use: Callable[[], None], size: int) -> None:
-    ranks(size, use, backend=backend)
+def test_it_is_used_as_any_backend(ranks: Ranks, backend: Backend, use: Callable[[], None]) -> None:
+    ranks(3, use, backend=backend)
 
 
 @ours
-@pytest.mark.parametrize("size", [2, 4])
-def test_threads_use_groups_of_their_own(ranks: Ranks, backend: Backend, size: int) -> None:
-    ranks(size, threads_with_groups_of_their_own, backend=backend)
+def test_threads_use_groups_of_their_own(ranks: Ranks, backend: Backend) -> None:
+    ranks(4, threads_with_groups_of_their_own, backend=backend)
 
 
 @ours

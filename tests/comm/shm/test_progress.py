@@ -79,9 +79,14 @@ def killed_while(call: Callable[[Group], None], asleep: bool, folder: Path) -> N
         (folder / f"again-{group.rank}").write_text(str(error))
 
 
-@pytest.mark.parametrize("asleep", [False, True], ids=["at some moment", "while the others sleep"])
 @pytest.mark.parametrize(
-    "call", [small, in_place, through_slots, from_its_root, in_the_background], ids=lambda f: f.__name__
+    ("call", "asleep"),
+    [
+        *[(call, False) for call in (small, in_place, through_slots, from_its_root, in_the_background)],
+        # All that wait sleep in one of two places: a main thread's call, and the thread of those started.
+        *[(call, True) for call in (small, in_the_background)],
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "while the others sleep" if value else "at some moment",
 )
 def test_a_killed_rank_is_named_by_all_others(
     ranks: Ranks, call: Callable[[Group], None], asleep: bool, tmp_path: Path
@@ -196,9 +201,8 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_that_differ_are_both_named_and_end_the_group(ranks: Ranks, size: int) -> None:
-    for of_rank in ranks(size, different, [calls for calls, _ in DIFFERENT], backend="shm"):
+def test_calls_that_differ_are_both_named_and_end_the_group(ranks: Ranks) -> None:
+    for of_rank in ranks(3, different, [calls for calls, _ in DIFFERENT], backend="shm"):
         for (first, second), (_, words) in zip(of_rank, DIFFERENT, strict=True):
             assert "the ranks called different collectives" in first
             assert all(word in first for word in words), first

@@ -5,6 +5,7 @@ Small and large tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -78,10 +79,14 @@ def all_to_all(group: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
     return results
 
 
-def as_gloo(use: Use) -> None:
+USES: tuple[Use, ...] = (all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all)
+
+
+def as_gloo() -> None:
     assert isinstance(dist.group.WORLD, TcpProcessGroup)
     gloo = dist.new_group(backend="gloo")
-    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+    types = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+    for use, dtype in itertools.product(USES, types):
         for size in SIZES if dtype is torch.float32 else (1, SIZES[-2]):
             if dtype is torch.bfloat16 and use in (reduce, reduce_scatter):
                 continue  # gloo has it not
@@ -94,13 +99,8 @@ def as_gloo(use: Use) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "use",
-    [all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all],
-    ids=lambda f: f.__name__,
-)
-def test_it_gives_what_gloo_gives(ranks: Ranks, use: Use, size: int) -> None:
-    ranks(size, as_gloo, use, backend="tcp")
+def test_every_call_gives_what_gloo_gives(ranks: Ranks, size: int) -> None:
+    ranks(size, as_gloo, backend="tcp")
 
 
 def rounded_sums() -> list[list[int]]:
@@ -146,49 +146,53 @@ def test_tensors_of_every_kind(ranks: Ranks) -> None:
 
 
 def different(case: str) -> str:
-    rank = dist.get_rank()
+    """What a rank hears when the two of a new group make calls that differ."""
+    rank, group = dist.get_rank(), dist.new_group(backend="tcp")
     try:
         if case == "size":
-            dist.all_reduce(torch.zeros(10 if rank == 0 else 12))
+            dist.all_reduce(torch.zeros(10 if rank == 0 else 12), group=group)
         elif case == "size of a large one":
-            dist.all_reduce(torch.zeros(1_000_000 + rank))
+            dist.all_reduce(torch.zeros(1_000_000 + rank), group=group)
         elif case == "type":
-            dist.all_reduce(torch.zeros(10, dtype=torch.float32 if rank == 0 else torch.float64))
+            dist.all_reduce(torch.zeros(10, dtype=torch.float32 if rank == 0 else torch.float64), group=group)
         elif case == "operation":
-            dist.all_reduce(torch.zeros(10), dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX)
+            dist.all_reduce(torch.zeros(10), dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX, group)
         elif case == "call":
-            dist.barrier() if rank == 0 else dist.all_reduce(torch.zeros(10))
+            dist.barrier(group) if rank == 0 else dist.all_reduce(torch.zeros(10), group=group)
         elif case == "message":
-            dist.send(torch.zeros(5), 1) if rank == 0 else dist.recv(torch.zeros(6), 0)
-            dist.barrier()
+            dist.send(torch.zeros(5), 1, group) if rank == 0 else dist.recv(torch.zeros(6), 0, group)
+            dist.barrier(group)
     except (SyncError, RuntimeError) as error:
         with pytest.raises(
             RuntimeError, match="this group cannot be used any more, since: the ranks made different calls"
         ):
-            dist.barrier()
+            dist.barrier(group)
         # it had done its part, and heard of it later
         return str(error).removeprefix("this group cannot be used any more, since: ")
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("case", "ours", "theirs"),
-    [
-        ("size", "all_reduce sum of float32 x 10", "all_reduce sum of float32 x 12"),
-        ("size of a large one", "all_reduce sum of float32 x 1000000", "all_reduce sum of float32 x 1000001"),
-        ("type", "all_reduce sum of float32 x 10", "all_reduce sum of float64 x 10"),
-        ("operation", "all_reduce sum of float32 x 10", "all_reduce max of float32 x 10"),
-        ("call", "barrier", "all_reduce sum of float32 x 10"),
-        ("message", "message of float32 x 5", "message of float32 x 6"),
-    ],
-    ids=lambda text: text.replace(" ", "-"),
-)
-def test_calls_that_differ_are_named_by_both_ranks(ranks: Ranks, case: str, ours: str, theirs: str) -> None:
-    for error in ranks(2, different, case, backend="tcp"):
-        assert error.startswith("the ranks made different calls: rank ")
-        for rank, call in enumerate((ours, theirs)):
-            said = error.split(f"rank {rank} (host ")[1].split(", rank")[0]
-            assert f", 127.0.0.1) {call}" in said, error
+DIFFERENT = {
+    "size": ("all_reduce sum of float32 x 10", "all_reduce sum of float32 x 12"),
+    "size of a large one": ("all_reduce sum of float32 x 1000000", "all_reduce sum of float32 x 1000001"),
+    "type": ("all_reduce sum of float32 x 10", "all_reduce sum of float64 x 10"),
+    "operation": ("all_reduce sum of float32 x 10", "all_reduce max of float32 x 10"),
+    "call": ("barrier", "all_reduce sum of float32 x 10"),
+    "message": ("message of float32 x 5", "message of float32 x 6"),
+}
+
+
+def all_that_differ() -> list[str]:
+    return [different(case) for case in DIFFERENT]
+
+
+def test_calls_that_differ_are_named_by_both_ranks(ranks: Ranks) -> None:
+    for errors in ranks(2, all_that_differ, backend="tcp"):
+        for error, calls in zip(errors, DIFFERENT.values(), strict=True):
+            assert error.startswith("the ranks made different calls: rank ")
+            for rank, call in enumerate(calls):
+                said = error.split(f"rank {rank} (host ")[1].split(", rank")[0]
+                assert f", 127.0.0.1) {call}" in said, error
 
 
 def one_of_four_differs() -> str:
