@@ -16,6 +16,7 @@ import torch
 import paceline.launch.local
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.comm.checked import CheckedGroup
 from paceline.errors import SyncError
 from ranks import Backend, Ranks
 
@@ -96,6 +97,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.comm.checked import CheckedGroup
 from paceline.comm.backend import joined
 from paceline.errors import SyncError
 
@@ -324,7 +326,7 @@ def test_ranks_that_make_no_group_are_refused(asked: list[int]) -> None:
 def different_calls() -> dict[str, str]:
     """What a checked group says when rank 1 does something else, again and again; the group stays of use."""
     with joined(deadline_s=30) as plain:
-        group, odd = plain.checked(), plain.rank == 1
+        group, odd = CheckedGroup.of(plain), plain.rank == 1
         numbers, other = torch.zeros(3), 1 - plain.rank
         calls: dict[str, Callable[[], object]] = {
             "shape": lambda: group.all_reduce(torch.zeros(3, 4 + odd)),

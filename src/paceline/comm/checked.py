@@ -1,50 +1,62 @@
-"""Check that all ranks make the same call, before a difference causes a hang."""
+"""A group whose ranks compare every call before it starts, so that a difference is an error and not a hang.
+
+For code that may differ between ranks: rules of other packages. torch's own check (`TORCH_DISTRIBUTED_DEBUG=DETAIL`)
+wraps no process group that is written in Python, as those of shm and tcp are.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
 
 import torch
+from torch import Tensor
 
+from paceline.comm.allreduce.point_to_point import Messages
+from paceline.comm.group import Group, Op, Pending
 from paceline.errors import SyncError
-
-if TYPE_CHECKING:
-    from paceline.comm.group import Group
 
 _TEXT_BYTES, _DIGEST_BYTES = 240, 16  # of a call: enough for a person, and exact
 
 
-def same_call(group: Group, call: str) -> None:
-    """Make sure that all ranks of the group make the same call.
+@dataclass
+class CheckedGroup(Group):
+    """A view of a group that compares every call over the ranks before it starts.
 
-    Raises:
-        SyncError: on every rank; names the calls of two ranks.
+    A call that differs (another collective, dtype or shape) raises SyncError on all ranks and names two of them; of
+    messages, on both ranks of a pair.
+
+    Args:
+        plain: the group itself.
     """
-    calls = _gathered(group, _line(call))
-    other = next((r for r, theirs in enumerate(calls) if theirs != calls[0]), None)
-    if other is not None:
-        raise _differ(0, calls[0], other, calls[other])
 
+    plain: Group = field(default_factory=Group)
 
-def same_messages(group: Group, send: Sequence[tuple[int, str]], receive: Sequence[tuple[int, str]]) -> None:
-    """Check that messages to send and to receive match between ranks.
+    @classmethod
+    def of(cls, group: Group) -> CheckedGroup:
+        """The view of a group. They count together."""
+        return cls(**{each.name: getattr(group, each.name) for each in fields(group)}, plain=group)
 
-    Each entry is (rank, description).
+    def start_exchange(self, send: Messages, receive: Messages) -> Pending:
+        own = [(rank, _tensor(self, _line(_described(tensor)))) for rank, tensor in (*send, *receive)]
+        theirs = [(rank, torch.empty_like(line)) for rank, line in own]
+        # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order
+        # of its receives there.
+        self.plain.exchange(own[: len(send)], theirs[len(send) :])
+        self.plain.exchange(own[len(send) :], theirs[: len(send)])
+        for (rank, line), (_, other) in zip(own, theirs, strict=True):
+            if not torch.equal(line, other):
+                raise _differ(self.rank, bytes(line.tolist()), rank, bytes(other.tolist()))
+        return super().start_exchange(send, receive)
 
-    Raises:
-        SyncError: on both ranks of a pair that differs.
-    """
-    own = [(r, _tensor(group, _line(text))) for r, text in (*send, *receive)]
-    theirs = [(r, torch.empty_like(line)) for r, line in own]
-    # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order of
-    # its receives there.
-    group.exchange(own[: len(send)], theirs[len(send) :])
-    group.exchange(own[len(send) :], theirs[: len(send)])
-    for (rank, line), (_, other) in zip(own, theirs, strict=True):
-        if not torch.equal(line, other):
-            raise _differ(group.rank, bytes(line.tolist()), rank, bytes(other.tolist()))
+    def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
+        own = _tensor(self, _line(f"{what}{f' ({op})' if op else ''} of {_described(tensor)}"))
+        gathered = own.new_empty(self.size * len(own))
+        self.plain.all_gather(gathered, own)
+        calls = [bytes(part.tolist()) for part in gathered.cpu().split(len(own))]
+        other = next((r for r, theirs in enumerate(calls) if theirs != calls[0]), None)
+        if other is not None:
+            raise _differ(0, calls[0], other, calls[other])
 
 
 def _differ(rank: int, call: bytes, other: int, its: bytes) -> SyncError:
@@ -55,11 +67,8 @@ def _differ(rank: int, call: bytes, other: int, its: bytes) -> SyncError:
     )
 
 
-def _gathered(group: Group, line: bytes) -> list[bytes]:
-    own = _tensor(group, line)
-    gathered = own.new_empty(group.size * len(line))
-    group.all_gather(gathered, own)
-    return [bytes(part.tolist()) for part in gathered.cpu().split(len(line))]
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _tensor(group: Group, line: bytes) -> torch.Tensor:
@@ -68,12 +77,8 @@ def _tensor(group: Group, line: bytes) -> torch.Tensor:
 
 def _line(call: str) -> bytes:
     data = call.encode()
-    return data[:_TEXT_BYTES].ljust(_TEXT_BYTES) + _digest(data)
+    return data[:_TEXT_BYTES].ljust(_TEXT_BYTES) + hashlib.sha256(data).digest()[:_DIGEST_BYTES]
 
 
 def _text(line: bytes) -> str:
     return line[:_TEXT_BYTES].decode(errors="replace").rstrip()
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()[:_DIGEST_BYTES]

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.allreduce.point_to_point import Messages, start_messages
 from paceline.comm.c10d.transport import Transport, transport_of
-from paceline.comm.checked import same_call, same_messages
 from paceline.comm.deadline import failed_wait, missing_ranks, register
 from paceline.comm.subgroup import make_process_group
 from paceline.errors import LoaderProcessError, PacelineError, SyncError
@@ -60,7 +59,6 @@ class Group:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     transport_note: str | None = None
     counts: Counts = field(default_factory=Counts)
-    _unchecked: Group | None = None  # set in a view that compares every call with those of the other ranks
     _host: Group | None = None
     _failures: int = 0
 
@@ -149,14 +147,6 @@ class Group:
         backend, self.backend, self.store = self.backend, None, None
         if backend is not None and dist.is_initialized():
             dist.destroy_process_group(backend)
-
-    def checked(self) -> Group:
-        """A view of this group that compares every call over the ranks before it starts.
-
-        It is for code that may differ between ranks. A call that differs (another collective, dtype or shape) raises
-        SyncError on all ranks and names two of them, before it starts.
-        """
-        return replace(self, _unchecked=self)
 
     # Memory
 
@@ -329,10 +319,6 @@ class Group:
 
         `wait()` on the result before received tensors are read or sent ones are changed.
         """
-        if self._unchecked is not None:
-            same_messages(
-                self._unchecked, [(r, _described(t)) for r, t in send], [(r, _described(t)) for r, t in receive]
-            )
         self.counts.sent_bytes += sum(tensor.nbytes for _, tensor in send)
         assert self.backend is not None
         with self._named("the start of messages"):
@@ -341,8 +327,7 @@ class Group:
     # How they are called
 
     def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
-        if self._unchecked is not None:
-            same_call(self._unchecked, f"{what}{f' ({op})' if op else ''} of {_described(tensor)}")
+        """Called before each collective; a `CheckedGroup` compares it over the ranks."""
 
     def _count_reduced(self, tensor: Tensor) -> None:
         self.counts.reduced_bytes += tensor.nbytes
@@ -363,10 +348,6 @@ class Group:
         self._failures += 1
         missing = missing_ranks(self.store, self.rank, self.size, self._failures)
         return failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.comm.checked import CheckedGroup
 from paceline.errors import JobError, PlanError
 from paceline.job.read.imports import load_object
 from paceline.plans.plan import Plan
@@ -38,7 +39,6 @@ def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
         SyncError: the replicas hold different parameters.
     """
     if SyncSpec.parse(plan.sync).name not in RULES.built_in:
-        replica = replace(
-            replica, dp=replica.dp.checked(), inner=replica.inner.checked(), world=replica.world.checked()
-        )
+        dp, inner, world = (CheckedGroup.of(group) for group in (replica.dp, replica.inner, replica.world))
+        replica = replace(replica, dp=dp, inner=inner, world=world)
     rule.attach(replica)
