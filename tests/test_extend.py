@@ -128,9 +128,9 @@ REFUSED = """
 from paceline.cluster.discover import discover
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.runner.train import choose_plan
+from paceline.runner.train import choice_of
 for plan in ("dp=2 sync=majority:3", "dp=2 sync=majority compress=int8", "dp=2 transport=loop"):
-    try: choose_plan(Job.load("job.yaml"), discover(), plan)
+    try: choice_of(Job.load("job.yaml"), discover(), plan)
     except PacelineError as error: print(str(error).replace("\\n", " "))
 """
 

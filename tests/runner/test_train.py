@@ -16,7 +16,7 @@ from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
-from paceline.runner.train import choose_plan, train
+from paceline.runner.train import choice_of, train
 from paceline.training.record.run import Run
 from paceline.training.record.run_lock import RunLock
 
@@ -113,9 +113,9 @@ def test_a_script_trains_what_it_defines_and_is_told_of_a_missing_guard(tmp_path
 
 def test_an_unknown_plan_is_refused_with_every_reason(job: Path) -> None:
     loaded = Job.load(job)
-    assert choose_plan(loaded, discover(), "dp=1 precision=bf16") == Plan(dp=1, precision="bf16")
+    assert choice_of(loaded, discover(), "dp=1 precision=bf16").plan == Plan(dp=1, precision="bf16")
     with pytest.raises(PlanError) as caught:
-        choose_plan(loaded, discover(), "dp=4096 memory_format=channels_last")
+        choice_of(loaded, discover(), "dp=4096 memory_format=channels_last")
     assert len(str(caught.value).splitlines()) == 4, (
         "devices, the batch, a model without images, and the nearest plan that works"
     )

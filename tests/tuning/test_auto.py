@@ -26,7 +26,7 @@ from paceline.planner.history import pairs
 from paceline.planner.knobs import Trial
 from paceline.planner.shortlist import Forecast
 from paceline.plans.plan import Plan
-from paceline.runner.train import choose_plan
+from paceline.runner.train import choice_of
 from paceline.training.record.run import Run
 from paceline.tuning import auto
 from paceline.tuning.auto import AutoChoice, choose, remember_run
@@ -319,10 +319,10 @@ def test_a_resumed_run_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> No
     """So that it goes on bit for bit; unless that plan no longer fits."""
     job = network(tmp_path, "pass")
     before = Run.create(tmp_path / "run", job, CLUSTER, Plan(dp=1, fused=True, memory_format="channels_last"))
-    assert choose_plan(job, CLUSTER, "auto", before, pytest.fail) == before.plan
+    assert choice_of(job, CLUSTER, "auto", before, pytest.fail).plan == before.plan
     short = job.model_copy(update={"stop": StopSpec(steps=1)})
     larger = Run.create(tmp_path / "larger", short, CLUSTER, Plan(dp=CLUSTER.devices + 1))
-    assert choose_plan(short, CLUSTER, "auto", larger).dp <= CLUSTER.devices
+    assert choice_of(short, CLUSTER, "auto", larger).plan.dp <= CLUSTER.devices
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one series over one axis; None is a gap."""
+    """Points of one series over one axis; None is a gap. A long one is thinned unless its points are marked."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
     colour: str = BLUE
     dashed: bool = False
+    marked: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,40 +143,30 @@ def lines(
     what: str,
     *,
     marks: Sequence[Mark] = (),
-    points: Sequence[Line] = (),
     middle: Middle = statistics.fmean,
     log_if_wide: bool = False,
 ) -> go.Figure:
-    """Series over one axis: long ones thinned, `points` as markers, `marks` for events."""
+    """Series over one axis; `marks` are events."""
     figure = empty_figure(over, what)
     for line in series:
-        x, y = _thinned(line, middle)
+        x, y = (list(line.x), list(line.y)) if line.marked else _thinned(line, middle)
+        style = {"mode": "lines+markers", "marker": {"size": 7}} if line.marked else {"mode": "lines"}
         stroke = {"width": 2, "color": line.colour, "dash": "dash" if line.dashed else "solid"}
-        figure.add_scatter(x=x, y=y, name=escape(line.name), mode="lines", line=stroke)
-    for line in points:
-        stroke = {"width": 2, "color": line.colour}
-        figure.add_scatter(
-            x=list(line.x),
-            y=list(line.y),
-            name=escape(line.name),
-            mode="lines+markers",
-            line=stroke,
-            marker={"size": 7},
-        )
+        figure.add_scatter(x=x, y=y, name=escape(line.name), line=stroke, **style)
     for mark in marks:
         note = {"text": escape(mark.text), "textangle": -90, "yanchor": "top", "xanchor": "right"}
         figure.add_vline(x=mark.x, line={"color": PURPLE, "dash": "dot", "width": 1.5}, annotation=note)
-    values = [y for line in (*series, *points) for y in line.y if y is not None and math.isfinite(y)]
+    values = [y for line in series for y in line.y if y is not None and math.isfinite(y)]
     if log_if_wide and values and min(values) > 0 and max(values) > 30 * min(values):
         figure.update_yaxes(type="log", dtick=1)
-    elif series and (not values or min(values) >= 0):
+    elif not all(line.marked for line in series) and (not values or min(values) >= 0):
         figure.update_yaxes(rangemode="tozero")
     figure.for_each_trace(
         lambda trace: trace.update(
             hovertemplate=f"{trace.name}<br>{over} %{{x:,.4~g}}<br>{escape(what)} %{{y:,.4~g}}<extra></extra>"
         )
     )
-    figure.update_layout(showlegend=len(series) + len(points) > 1)
+    figure.update_layout(showlegend=len(series) > 1)
     return figure
 
 

@@ -84,12 +84,12 @@ def losses(record: RunRecord) -> Iterator[Chart]:
             [place[e["step"]] for e in evaluated],
             [e["metrics"]["loss"] for e in evaluated],
             charts.VERMILLION,
+            marked=True,
         )
         figure = charts.lines(
-            [training],
+            [training, held_out] if evaluated else [training],
             "seconds" if over == "time" else over,
             "loss",
-            points=[held_out] if evaluated else [],
             marks=[charts.Mark(place[step], text) for step, text in _marks(record).items()],
             log_if_wide=True,
         )
@@ -114,9 +114,10 @@ def metrics(record: RunRecord) -> Iterator[Chart]:
     names = dict.fromkeys(name for e in record.evaluations for name in e["metrics"] if name != "loss")
     for number, name in enumerate(names):
         measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
-        line = charts.Line(name, [step for step, _ in measured], [value for _, value in measured], charts.GREEN)
-        label = f"{name} on validation samples; newest {digits(measured[-1][1])}."
-        figure = charts.lines([], "steps", name, points=[line])
+        steps, values = zip(*measured, strict=True)
+        line = charts.Line(name, steps, values, charts.GREEN, marked=True)
+        label = f"{name} on validation samples; newest {digits(values[-1])}."
+        figure = charts.lines([line], "steps", name)
         yield Chart(f"metric-{number}", figure, label, f"Validation: {name}", ["held_out"])
 
 

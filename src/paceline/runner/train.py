@@ -162,13 +162,6 @@ def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None
         )
 
 
-def choose_plan(
-    job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None
-) -> Plan:
-    """The plan of `choice_of`."""
-    return choice_of(job, cluster, plan, before, say).plan
-
-
 def choice_of(
     job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None
 ) -> AutoChoice:
