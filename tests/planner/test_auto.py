@@ -1,6 +1,6 @@
 """The plan of a user who named none: wrong here, and a plain `train` leaves cores idle, or does not start."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,22 +8,12 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import PlanError
-from paceline.job.job import Job
 from paceline.planner.auto import auto_plan
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_digits
 
-
-def job(**changes: Any) -> Job:
-    common = {
-        "model": "mlp",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 64,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
+job = partial(job_on_digits, model="mlp", global_batch=64)
 
 
 def cores(number: int) -> Cluster:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +21,7 @@ from paceline.planner import history
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.history import Pair, corrected, correction, kind_of, pairs, remember
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_digits
 
 HERE = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34, cpu="some CPU"),))
 ELSEWHERE = Cluster(hosts=(Host(name="a", cores=8, memory_bytes=2**34, cpu="some CPU"),))
@@ -29,18 +30,7 @@ PREDICTED = Prediction(
 )
 
 
-def job(**changes: Any) -> Job:
-    common = {
-        "model": "mlp",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 64,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
-
-
+job = partial(job_on_digits, model="mlp", global_batch=64)
 JOB = job()
 
 

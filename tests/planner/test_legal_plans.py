@@ -6,30 +6,16 @@ A plan that is missing is never tested, one that cannot run stops it.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from paceline.cluster.cluster import Cluster, Host
-from paceline.job.job import Job
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_tokens as job
 
 CPUS = Cluster(name="this machine", hosts=(Host(name="a", cores=8, memory_bytes=2**34),))
-
-
-def job(**changes: Any) -> Job:
-    tokens = {"kind": "synthetic", "vocab": 256, "shape": [24]}
-    common = {
-        "model": "gpt",
-        "data": tokens,
-        "loss": "cross_entropy",
-        "optimizer": "adamw",
-        "global_batch": 16,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
 
 
 def texts(plans: list[Plan]) -> list[str]:

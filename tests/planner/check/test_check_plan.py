@@ -11,29 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
-from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_digits as job
 
 LAPTOP = Cluster(
     name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),)
 )
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**36, cpu_bf16=True, gpus=GPUS) for name in "ab"))
-
-
-def job(**changes: Any) -> Job:
-    common = {
-        "model": "cifar_cnn",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 8,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
 
 
 @pytest.mark.parametrize(

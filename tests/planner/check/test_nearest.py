@@ -11,28 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
-from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.nearest import nearest_plan
 from paceline.planner.check.rules import reasons_against
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_tokens as job
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=8, memory_bytes=2**36, gpus=GPUS) for name in "ab"))
 LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34),))
-
-
-def job(**changes: Any) -> Job:
-    tokens = {"kind": "synthetic", "vocab": 256, "shape": [24]}
-    common = {
-        "model": "gpt",
-        "data": tokens,
-        "loss": "cross_entropy",
-        "optimizer": "adamw",
-        "global_batch": 16,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
 
 
 @pytest.mark.parametrize(

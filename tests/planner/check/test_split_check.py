@@ -14,30 +14,17 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.cluster.cluster import Cluster, Device, Host
-from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.legal_plans import legal_plans
 from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_tokens as job
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(8))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=8, memory_bytes=2**36, gpus=GPUS) for name in "ab"))
 CPUS = Cluster(name="this machine", hosts=(Host(name="a", cores=8, memory_bytes=2**34),))
 LARGE = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 51200, "context": 1024}  # 1.3 billion parameters
-
-
-def job(**changes: Any) -> Job:
-    tokens = {"kind": "synthetic", "vocab": 256, "shape": [24]}
-    common = {
-        "model": "gpt",
-        "data": tokens,
-        "loss": "cross_entropy",
-        "optimizer": "adamw",
-        "global_batch": 16,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
 
 
 @pytest.mark.parametrize(

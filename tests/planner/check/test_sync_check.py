@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from paceline.cluster.cluster import Cluster, Host
-from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_digits
 
 HOST = Cluster(name="this machine", hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
 
 
-def job(**changes: Any) -> Job:
-    common = {
-        "model": "mlp",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 8,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
+job = partial(job_on_digits, model="mlp")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
+from planner_jobs import job_on_digits as job
 
 LAPTOP = Cluster(
     name="this machine", hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="Old CPU", cpu_bf16=False),)
@@ -19,18 +20,6 @@ LAPTOP = Cluster(
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**36, cpu_bf16=True, gpus=GPUS) for name in "ab"))
 UNEVEN = Cluster(hosts=tuple(Host(name=f"h{n}", cores=8, memory_bytes=2**36, gpus=GPUS[:n]) for n in (2, 3)))
-
-
-def job(**changes: Any) -> Job:
-    common = {
-        "model": "cifar_cnn",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 8,
-        "stop": {"steps": 1},
-    }
-    return Job(**(common | changes))
 
 
 def gpt(**changes: Any) -> Job:

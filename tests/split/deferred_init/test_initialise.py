@@ -6,10 +6,8 @@ If this failed, ranks would start from other weights than one process, or each w
 from __future__ import annotations
 
 import copy
-import json
 import random
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.job.model import ModelSpec
 from paceline.split.deferred_init.initialise import DeferredModel, deferred_from, record
+from ranks import Ranks
 
 HF: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
@@ -340,31 +339,27 @@ def test_parameters_without_values_or_shapes_are_named() -> None:
         record(lambda: nn.LazyLinear(2))
 
 
-MEASURED = """
-import json, resource, sys
-import torch
-from torch import nn
-from paceline.split.deferred_init.initialise import record
+def grown_in_a_replay() -> tuple[int, int]:
+    """By how much the peak of a process grows, and the bytes of the model."""
 
-def build():
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(40)))
-    for p in model.parameters():  # as libraries do: all layers again, at the end
-        nn.init.normal_(p, std=0.02)
-    return model
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(40)))
+        for p in model.parameters():  # as libraries do: all layers again, at the end
+            nn.init.normal_(p, std=0.02)
+        return model
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-record(lambda: nn.Linear(2, 2)).replay(lambda name, full: None)  # what torch loads for it
-recorded = record(build)
-before = peak()
-recorded.replay(lambda name, full: None)
-print(json.dumps([peak() - before, sum(p.nbytes for p in recorded.model.parameters())]))
-"""
+    record(lambda: nn.Linear(2, 2)).replay(lambda name, full: None)  # what torch loads for it
+    recorded = record(build)
+    before = peak()
+    recorded.replay(lambda name, full: None)
+    return peak() - before, sum(p.nbytes for p in recorded.model.parameters())
 
 
-def test_a_replay_holds_one_parameter_at_a_time() -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True, timeout=120)
-    grown, model = json.loads(done.stdout)
+def test_a_replay_holds_one_parameter_at_a_time(ranks: Ranks) -> None:
+    """In a process of its own, whose memory nothing else has raised."""
+    [(grown, model)] = ranks(1, grown_in_a_replay)
     assert model == 40 * (1024 + 1) * 1024 * 4  # 168 MB
     assert grown < model / 10, f"{grown / 1e6:.0f} of {model / 1e6:.0f} MB"
