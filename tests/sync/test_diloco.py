@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +53,11 @@ def trained(settings: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
         parameters = [values(rank.model) for _ in rank.train(steps)]
         rank.rule.detach()
         return {"parameters": parameters, "messages": rank.messages, "traffic": rank.replica.traffic}
+
+
+def all_trained(*settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """`trained` with each of the settings, one after the other."""
+    return [trained(each) for each in settings]
 
 
 def made(period: int, *, compress: str = "none", **settings: Any) -> DiLoCo:
@@ -120,37 +124,30 @@ def as_published(
     return found
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_it_computes_what_is_published(ranks: Ranks) -> None:
+    cases: list[dict[str, Any]] = [
         {},
         {"momentum": 0.0, "lr": 1.0},
-        {"fragments": 2},
         {"fragments": 3, "overlap": 2},
         {"overlap": 3},
         {"period": 9, "fragments": 8},
-    ],
-    ids=str,
-)
-def test_it_computes_what_is_published(ranks: Ranks, settings: dict[str, Any]) -> None:
-    expected = as_published(2, **settings)
-    for rank, found in enumerate(ranks(2, trained, settings, backend="shm")):
-        for now, then in zip(found["parameters"], expected, strict=True):
-            for one, other in zip(now, then[rank], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    ]
+    of_rank = ranks(2, all_trained, *cases, backend="shm")
+    for number, settings in enumerate(cases):
+        expected = as_published(2, **settings)
+        for rank, found in enumerate(of_rank):
+            for now, then in zip(found[number]["parameters"], expected, strict=True):
+                for one, other in zip(now, then[rank], strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=str(settings))
 
 
-def test_replicas_are_one_after_every_period_bit_for_bit(ranks: Ranks) -> None:
-    one, two = ranks(2, trained, {})
+def test_replicas_are_one_after_every_period_and_each_fragment_in_its_own_steps(ranks: Ranks) -> None:
+    (one, of_one), (two, of_two) = ranks(2, all_trained, {}, {"fragments": 2})
     equal = [same(a, b) for a, b in zip(one["parameters"], two["parameters"], strict=True)]
     assert equal == [step % PERIOD == 0 for step in range(1, STEPS + 1)]
-
-
-def test_each_fragment_is_one_in_its_own_steps(ranks: Ranks) -> None:
-    one, two = ranks(2, trained, {"fragments": 2})
     runs = cut(list(network().parameters()), 2)
     first = len(runs[0])
-    for step, (a, b) in enumerate(zip(one["parameters"], two["parameters"], strict=True), start=1):
+    for step, (a, b) in enumerate(zip(of_one["parameters"], of_two["parameters"], strict=True), start=1):
         assert same(a[:first], b[:first]) == (step % PERIOD == 2)
         assert same(a[first:], b[first:]) == (step % PERIOD == 0)
 
@@ -201,22 +198,23 @@ def interrupted(settings: dict[str, Any], at: int) -> tuple[bool, bool]:
         return same(values(resumed.model), expected), same(values(disturbed.model), expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "at"),
-    [
-        ({}, 6),
-        ({"fragments": 2, "overlap": 3}, 5),
-        ({"overlap": 3}, 9),
-        ({"overlap": 3}, 8),
-        ({"fragments": 2, "overlap": 3, "compress": "int8"}, 9),
-        ({"compress": "powersgd:2"}, 6),
-    ],
-    ids=str,
-)
-def test_a_resumed_rule_goes_on_bit_for_bit_in_a_period_and_with_a_fragment_on_its_way(
-    ranks: Ranks, settings: dict[str, Any], at: int
-) -> None:
-    assert ranks(2, interrupted, settings, at) == [(True, True)] * 2
+INTERRUPTED: list[tuple[dict[str, Any], int]] = [
+    ({}, 6),
+    ({"fragments": 2, "overlap": 3}, 5),
+    ({"overlap": 3}, 9),
+    ({"overlap": 3}, 8),
+    ({"fragments": 2, "overlap": 3, "compress": "int8"}, 9),
+    ({"compress": "powersgd:2"}, 6),
+]
+
+
+def all_interrupted() -> list[tuple[bool, bool]]:
+    return [interrupted(settings, at) for settings, at in INTERRUPTED]
+
+
+def test_a_resumed_rule_goes_on_bit_for_bit_in_a_period_and_with_a_fragment_on_its_way(ranks: Ranks) -> None:
+    for of_rank in ranks(2, all_interrupted):
+        assert dict(zip(map(str, INTERRUPTED), of_rank, strict=True)) == {str(c): (True, True) for c in INTERRUPTED}
 
 
 def started_anew(group: Group) -> list[Tensor]:
@@ -256,23 +254,16 @@ def test_every_parameter_is_sent_once_a_period(ranks: Ranks) -> None:
             assert len(found["messages"]) == 1
 
 
-@pytest.mark.parametrize(("compress", "share"), [("int8", 0.3), ("int4", 0.18), ("bf16", 0.51)])
-def test_a_compressed_way_costs_less_and_leaves_the_same_bits_everywhere(
-    ranks: Ranks, compress: str, share: float
-) -> None:
-    exact = ranks(2, trained, {})
-    one, two = ranks(2, trained, {"compress": compress})
-    equal = [same(a, b) for a, b in zip(one["parameters"], two["parameters"], strict=True)]
-    assert equal == [step % PERIOD == 0 for step in range(1, STEPS + 1)]
-    assert 0 < one["traffic"].sent_bytes < share * one["traffic"].plain_bytes
-    assert one["traffic"].relative_error > 0
-    way = torch.cat(
-        [
-            (a.float() - b.float()).flatten()
-            for a, b in zip(one["parameters"][-3], exact[0]["parameters"][-3], strict=True)
-        ]
-    )
-    assert way.abs().max() < 0.1
+def test_a_compressed_pseudo_gradient_costs_less_and_leaves_the_same_bits_everywhere(ranks: Ranks) -> None:
+    shares = {"int8": 0.3, "int4": 0.18, "bf16": 0.51}
+    first, second = ranks(2, all_trained, {}, *({"compress": codec} for codec in shares))
+    exact = first[0]["parameters"][-3]
+    for (codec, share), one, two in zip(shares.items(), first[1:], second[1:], strict=True):
+        equal = [same(a, b) for a, b in zip(one["parameters"], two["parameters"], strict=True)]
+        assert equal == [step % PERIOD == 0 for step in range(1, STEPS + 1)], codec
+        assert 0 < one["traffic"].sent_bytes < share * one["traffic"].plain_bytes, codec
+        assert one["traffic"].relative_error > 0, codec
+        assert all((a.float() - b.float()).abs().max() < 0.1 for a, b in zip(one["parameters"][-3], exact, strict=True))
 
 
 def test_half_precision_weights_have_a_wide_outer_copy() -> None:
