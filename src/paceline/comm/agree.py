@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same things, before a collective that would otherwise hang."""
+"""Agreement of all ranks: that they hold the same things, or on the largest value."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.errors import SyncError
+
+
+def greatest(group: Group, value: float) -> float:
+    """The maximum of a number over all ranks, the same on each of them. Every rank calls it."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=group.device)
+    group.all_reduce(tensor, "max")
+    return float(tensor)
 
 
 def agree_on(group: Group, what: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""A group whose ranks compare every call before it starts, so that a difference is an error and not a hang.
+"""A group whose ranks compare every call before it starts.
 
-For code that may differ between ranks: rules of other packages. torch's own check (`TORCH_DISTRIBUTED_DEBUG=DETAIL`)
-wraps no process group that is written in Python, as those of shm and tcp are.
+A difference is an error then, and not a hang. For code that may differ between ranks: rules of other packages. torch's
+own check (`TORCH_DISTRIBUTED_DEBUG=DETAIL`) wraps no process group that is written in Python, as those of shm and tcp.
 """
 
 from __future__ import annotations

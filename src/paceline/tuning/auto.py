@@ -27,7 +27,7 @@ from paceline.planner.shortlist import (
     why_not_measured,
 )
 from paceline.plans.plan import Plan
-from paceline.tuning import plan_cache as kept
+from paceline.tuning import result as kept
 from paceline.tuning.forecast import forecast
 from paceline.tuning.measure import measure, reason_of
 from paceline.tuning.result import TuningResult

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
+from paceline.comm.agree import greatest
 from paceline.comm.measure.collectives import measure_collectives
 from paceline.engine.calls import prepared
 from paceline.engine.engine import Engine
@@ -266,7 +267,7 @@ class RankCalibration:
         engine.meter.restart()
         for _ in range(2):
             step_s = sum(next(steps_of))
-        count = _count(_greatest(group, step_s), _STEP_S, _STEPS)
+        count = _count(greatest(group, step_s), _STEP_S, _STEPS)
         steps = [next(steps_of) for _ in range(count)]
         steps_of.close()
         of_all = [statistics.median(values) for values in zip(*steps, strict=True)]
@@ -286,20 +287,19 @@ class RankCalibration:
             bubble_s=parts[BUBBLE],
             comm_s=sum(part for i, part in enumerate(parts) if i not in named),
             optimizer_s=parts[OPTIMIZER],
-            peak_bytes=-int(_greatest(group, -_kib("VmHWM"))),
+            peak_bytes=-int(greatest(group, -_kib("VmHWM"))),
         )
 
     # Communication
 
     def _greatest(self, value: float) -> float:
         self.board.mark("sync", 0)
-        return _greatest(self.group, value)
+        return greatest(self.group, value)
 
     def _mean(self, values: tuple[float, ...], ranks: int) -> tuple[float, ...]:
         """Mean over the first `ranks` ranks, on all ranks."""
-        size = torch.tensor([float(len(values))], dtype=torch.float64)
-        self.group.all_reduce(size, "max")
-        own = torch.tensor(values or [0.0] * int(size), dtype=torch.float64) / ranks
+        size = int(greatest(self.group, len(values)))
+        own = torch.tensor(values or [0.0] * size, dtype=torch.float64) / ranks
         self.group.all_reduce(own)
         return tuple(own.tolist())
 
@@ -388,12 +388,6 @@ def _quiet(job: Job, global_batch: int) -> Job:
 
 def _count(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
     return min(max(limits[0], int(budget_s / max(one_s, 1e-6))), limits[1])
-
-
-def _greatest(group: Group, value: float) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64)
-    group.all_reduce(tensor, "max")
-    return float(tensor)
 
 
 def _mean(group: Group, values: list[float]) -> list[float]:

@@ -1,16 +1,42 @@
-"""Result of a trial, as ranks report it and the cache keeps it.
+"""Result of a trial, as ranks report it, and its cache.
+
+The cache has a file for each work, hardware and torch.
 
 Needs no torch.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 
-from paceline.planner.knobs import SHARE_OF_RUN, Trial
+from pydantic import TypeAdapter
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.planner.cache import cache_folder, keep, short_hash, work_facts
+from paceline.planner.check.check_plan import check_plan
+from paceline.planner.history import hardware_of
+from paceline.planner.knobs import SHARE_OF_RUN, Trial, longest_run_s
 from paceline.planner.shortlist import Forecast
+from paceline.plans.plan import Plan
 
 BEGINNING = "the plan to begin with"
+_WORK = (
+    "model",
+    "data",
+    "loss",
+    "optimizer",
+    "global_batch",
+    "drop_last",
+    "clip_norm",
+    "batch_norm",
+    "precision",
+    "partition",
+)
 
 
 @dataclass
@@ -55,3 +81,33 @@ class TuningResult:
     def forecast_of(self, plan: str) -> Forecast | None:
         """Prediction of a plan, or None."""
         return next((forecast for forecast in self.forecasts if forecast.plan == plan), None)
+
+
+def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
+    """File of a job's cached result, named by the work, the hardware and the versions."""
+    key = work_facts(job, _WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
+    key |= {package: version(package) for package in ("paceline", "torch")}
+    return cache_folder() / "knobs" / f"{job.name}-{short_hash(key)}.json"
+
+
+def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
+    """Cached result for this job, measured or not, if its plan can still run."""
+    try:
+        found = TypeAdapter(TuningResult).validate_python(json.loads(file.read_text()))
+        plan = Plan.parse(found.best)
+    except (OSError, ValueError, TypeError, KeyError, PlanError):
+        # never measured, or by another version
+        return None
+    return found if not check_plan(plan, job, cluster) else None
+
+
+def enough(found: TuningResult, job: Job) -> bool:
+    """True if a cached result holds for this run. A longer run may be worth more measuring than a shorter one."""
+    run_s = longest_run_s(job, found.step_s, found.steps_per_epoch)
+    return found.complete or found.run_s is None or (run_s is not None and run_s <= 2 * found.run_s)
+
+
+def write(file: Path, found: TuningResult, busy: float = 0.0) -> str:
+    """Write a result to the cache; see `cache.keep`."""
+    text = json.dumps(TypeAdapter(TuningResult).dump_python(found, mode="json"), indent=1)
+    return keep(file, text, busy=busy, hint=" (delete it to measure again)")

@@ -12,10 +12,9 @@ import os
 import time
 from collections.abc import Callable
 
-import torch
-
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
+from paceline.comm.agree import greatest
 from paceline.engine.status import StatusBoard
 from paceline.job.job import Job
 from paceline.planner.knobs import (
@@ -155,9 +154,7 @@ class RankTrial:
     def _greatest(self, value: float) -> float:
         """Maximum over all ranks; ranks that a plan leaves idle wait here."""
         self.board.mark("sync", 0)
-        tensor = torch.tensor([value], dtype=torch.float64, device=self.group.device)
-        self.group.all_reduce(tensor, "max")
-        return float(tensor.item())
+        return greatest(self.group, value)
 
     def _now_trying(self, what: str | None) -> None:
         self.findings.under_way = what

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm import Group
+from paceline.comm.agree import greatest
 from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.errors import PlanError
 from paceline.plans.codec_info import auto_candidates
@@ -78,7 +78,7 @@ class CodecChooser:
         self._last = now
         if len(self._steps_s) == _WARM_UP + _MEASURED:
             own = statistics.median(self._steps_s[_WARM_UP:])
-            self._measured_s[self.codec] = _slowest(self.group, own)
+            self._measured_s[self.codec] = greatest(self.group, own)
             self._steps_s.clear()
             self._go_on()
         return self.codec
@@ -158,7 +158,7 @@ def measure_sums(algorithm: Algorithm, buckets: Buckets) -> tuple[float, dict[st
             for i, (own, parts, _) in enumerate(sample):
                 sum_one(f"{i}", own, parts)
             _wait_for(group.device)
-            times_s.append(_slowest(group, time.perf_counter() - started))
+            times_s.append(greatest(group, time.perf_counter() - started))
         return grows * min(times_s)
 
     plain_s, coded_s = time_s(lambda _, own, parts: algorithm.all_reduce(own)), {}
@@ -185,13 +185,6 @@ def _first(buckets: Buckets) -> list[tuple[Tensor, list[torch.Size]]]:
         if shapes:
             found.append((flat, shapes))
     return found
-
-
-def _slowest(group: Group, time_s: float) -> float:
-    """The slowest rank's time."""
-    slowest = torch.tensor([time_s], dtype=torch.float64, device=group.device)
-    group.all_reduce(slowest, op="max")
-    return float(slowest)
 
 
 def _wait_for(device: torch.device) -> None:
