@@ -1,1 +1,4 @@
-"""Pictures: pages that open offline, of a run or of a benchmark."""
+"""Pages about a run, a benchmark, a plan or links; they open offline.
+
+Read `page.py` first (what every page is made of), then `run_view.py` and its template.
+"""

@@ -83,7 +83,7 @@ def compared(
     time_to_target_s: Sequence[float | None],
     final_loss: Sequence[float | None],
 ) -> go.Figure:
-    """Figures of several plans beside each other, as bars; the values are in the order of the names."""
+    """Figures of several plans as bars beside each other. Values are in the order of the names."""
     panels = [
         Panel("bytes on the wire per step, KiB", wire_bytes, 1 / 1024),
         Panel("step time, ms", step_time_s, 1e3),

@@ -305,5 +305,5 @@ def _bytes(setting: MeasuredSetting, name: str) -> Cell:
 
 
 def _most(setting: MeasuredSetting, name: str) -> float | None:
-    """The largest value of a figure over the setting's ranks; None if no rank has it."""
+    """The largest value of a figure over the ranks; None if no rank has it."""
     return max((value for rank in setting.ranks if (value := getattr(rank, name)) is not None), default=None)

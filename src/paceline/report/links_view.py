@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from markupsafe import Markup
 
 from paceline import units
 from paceline.comm.measure.limit import Limit
@@ -77,7 +78,7 @@ class LinksView:
         self.wrong = [
             f"{s.label}, {message_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong
         ]
-        self.notes = list(caveats(measured, self.limit))
+        self.warnings = [*map(Markup("<b>{}</b>").format, self.wrong), *caveats(measured, self.limit)]
 
     @property
     def verdict(self) -> str:

@@ -1,4 +1,7 @@
-"""A page: one self-contained HTML file that asks no host for anything, and the blocks that pages are made of."""
+"""A self-contained HTML file, and the blocks that pages are made of.
+
+A page asks no host for anything.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: a definition's name or a text, its cells, and words under or beside them."""
+    """A line of a table: its head, its cells, and words under or beside them.
+
+    The head is a definition's name or a text.
+    """
 
     name: str
     cells: Sequence[Cell]
@@ -73,10 +79,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plotly figure of a page, and its content in words for those who cannot see it.
+    """A plotly figure of a page, and its content in words.
 
     Attributes:
         name: unique on the page.
+        label: the content in words, for those who cannot see it.
         title, terms: of its caption, where the page writes none: a heading, and names of definitions.
         note: added to the definitions of its caption.
     """
@@ -113,7 +120,7 @@ class _UsedDefinitions:
 
 @contextmanager
 def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
-    """Turn the errors of a directory that anybody may have made into one that says so.
+    """Turn errors from a directory that anybody may have made into one message.
 
     Raises:
         RunError: the directory holds values of wrong types and shapes.

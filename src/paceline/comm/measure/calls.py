@@ -146,7 +146,7 @@ def pair(hosts: Sequence[int]) -> tuple[int, int]:
 
 
 def shared_evenly(group: Group, size_bytes: int) -> int:
-    """How many fp32 numbers a buffer has, that the ranks share evenly; one for each of them at least."""
+    """Number of fp32 values in a buffer that ranks share evenly, at least one each."""
     return max(1, size_bytes // 4 // group.size) * group.size
 
 
