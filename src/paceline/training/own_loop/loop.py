@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from paceline.comm import Group
@@ -25,7 +23,7 @@ from paceline.data.loader import Loader
 from paceline.engine.engine import Engine, Settings, StepResult
 from paceline.engine.nonfinite import explain, stop
 from paceline.engine.optimizers import Optimizers
-from paceline.errors import DataError, JobError, PlanError, SyncError
+from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
 from paceline.plans.plan import Plan
@@ -33,9 +31,8 @@ from paceline.plans.sync_info import sync_info
 from paceline.sync.rule import not_by_the_engine
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
+from paceline.training.own_loop.optimizer_steps import Closure, OptimizerSteps
 from paceline.training.own_loop.shares import LossShares
-
-_KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
 
 OnStep = Callable[[StepResult], object]
 
@@ -46,6 +43,7 @@ class OwnLoop(Engine):
     Attributes:
         models: the modules as `setup` was given them: one, a list, or a dict.
         optimizers: in the order in which `setup` was given them.
+        steps: which of the optimizers may step.
         on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for
             trackers.
         is_main: True on the first rank, which prints and logs.
@@ -63,7 +61,8 @@ class OwnLoop(Engine):
         split: Any = None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.optimizers = list(optimizers)
+        self.steps = OptimizerSteps(optimizers)
+        self.optimizers = self.steps.optimizers
         self.loaders: list[Loader] = [] if loader is None else [loader]
         optimizer: Any = self.optimizers[0] if len(self.optimizers) == 1 else Optimizers(self.optimizers)
         batches: Any = loader or _NoLoader(group)
@@ -76,19 +75,12 @@ class OwnLoop(Engine):
         self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
         for dealt in self.loaders:
             dealt.fills_empty = loss is None
-        self._agreed: set[int] = set()  # the optimizers whose gradients are of the global batch now
-        self._kept: set[int] = set()  # those whose gradients are still this rank's alone
-        self._left: set[int] = set()  # those that still have gradients of a backward pass whose update was of another
-        self._updating = False
         self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._casting = False
-        self._ignored: set[int] = set()
         self._newest_loss = torch.zeros((), dtype=torch.float64)
         self.guard.remember()
         self.compute.weighing.warns = self.is_main
-        _KNOWN.update(self.optimizers)
-        self._hooks: list[Any] = [register_optimizer_step_pre_hook(self._before_any_step)] if group.size > 1 else []
-        self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
+        self.steps.watch(self._before_own_step, self._after_own_step, self._agreed_closure, ranks=group.size)
         self._guards: list[Any] = []
         self._guard_parameters()
         self._check_rule()
@@ -132,9 +124,9 @@ class OwnLoop(Engine):
         if items is None:
             self.shares.check_data()
         self._follow_changes(forward_is_done=True)
-        targets = self._numbers(optimizers)
-        self._refuse_leftovers(targets, named=bool(optimizers))
-        parameters = self._parameters_of(targets) if optimizers else None
+        targets = self.steps.numbers(optimizers)
+        self.steps.refuse_leftovers(targets, named=bool(optimizers))
+        parameters = self.steps.parameters_of(targets) if optimizers else None
         share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
         earlier = self._set_aside(targets)
         for parameter in self._untrained:
@@ -147,9 +139,7 @@ class OwnLoop(Engine):
             torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
             if sync:
                 self._agree()
-        self._kept = self._kept - targets if sync else self._kept | targets
-        if sync:
-            self._agreed |= targets
+        self.steps.computed(targets, agreed=sync)
         self._put_back(earlier)
         self.replica.backward.only = None
         return self._newest_loss
@@ -169,12 +159,12 @@ class OwnLoop(Engine):
                 updated.
             JobError: there is no gradient to step by.
         """
-        stepped = self._numbers(optimizers)
-        if self._kept & stepped:
+        stepped = self.steps.numbers(optimizers)
+        if self.steps.kept & stepped:
             self._agree_late(stepped)
-        if not self._agreed & stepped:
+        if not self.steps.agreed & stepped:
             raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
-        parameters = self._parameters_of(stepped)
+        parameters = self.steps.parameters_of(stepped)
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
         if clip_value is not None:
@@ -198,11 +188,8 @@ class OwnLoop(Engine):
                 "step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward "
                 "and engine.update"
             )
-        self._updating = True
-        try:
+        with self.steps.by_the_engine():
             result = super().step(batch)
-        finally:
-            self._updating = False
         for callback in self.on_step:
             callback(result)
         return result
@@ -255,7 +242,7 @@ class OwnLoop(Engine):
 
         For instance a probe for a measurement.
         """
-        self._ignored.add(id(optimizer))
+        self.steps.ignore(optimizer)
 
     @overload
     def evaluate(self, data: DataLoader[Any] | Iterable[Any], metrics: Measure | None = None) -> dict[str, float]: ...
@@ -312,9 +299,7 @@ class OwnLoop(Engine):
     def clear(self) -> None:
         """Drop gradients that no optimizer has stepped on."""
         self._clear_gradients()
-        self._agreed.clear()
-        self._kept.clear()
-        self._left.clear()
+        self.steps.forget()
         self.shares.forget()
 
     def loop_state(self) -> dict[str, Any]:
@@ -330,7 +315,8 @@ class OwnLoop(Engine):
 
     def close(self) -> None:
         """Let go of the model and the optimizers: no hooks of paceline remain."""
-        for handle in (*self._hooks, *self._guards):
+        self.steps.close()
+        for handle in self._guards:
             handle.remove()
         for module in self.model.modules():
             module.__dict__.pop("__deepcopy__", None)
@@ -397,7 +383,7 @@ class OwnLoop(Engine):
         if self.group.size == 1 or self.local_steps:
             return {}
         found = {}
-        for parameter in self._parameters_of(targets - self._kept):
+        for parameter in self.steps.parameters_of(targets - self.steps.kept):
             if parameter.grad is not None:
                 found[parameter] = parameter.grad.clone()  # it may lie in the memory of the next sum
                 parameter.grad = None
@@ -416,11 +402,10 @@ class OwnLoop(Engine):
 
     def _agree_late(self, stepped: set[int]) -> None:
         """Run the gradient sum that `sync=False` put off."""
-        self.replica.backward.only = set(self._parameters_of(stepped))
+        self.replica.backward.only = set(self.steps.parameters_of(stepped))
         self._agree()
         self.replica.backward.only = None
-        self._kept -= stepped
-        self._agreed |= stepped
+        self.steps.computed(stepped, agreed=True)
 
     # Update
 
@@ -440,20 +425,16 @@ class OwnLoop(Engine):
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
         self.replica_state.before_update()
         self.before_update(self.step_count + 1)
-        self._updating = True
-        try:
+        with self.steps.by_the_engine():
             for number in sorted(stepped):
                 self.optimizers[number].step()
-        finally:
-            self._updating = False
         self.guard.updated()
 
     def _end_update(self, stepped: set[int], step: int) -> None:
         """Clear the gradients, and let the rule average local parameters."""
-        for parameter in self._parameters_of(stepped):
+        for parameter in self.steps.parameters_of(stepped):
             parameter.grad = None
-        self._left = (self._left | self._agreed) - stepped
-        self._agreed -= stepped
+        self.steps.stepped(stepped)
         if self.local_steps:
             self._refuse_some_of_several(stepped)
             self.rule.after_step(step)
@@ -466,20 +447,6 @@ class OwnLoop(Engine):
             raise PlanError(
                 f"sync={self.plan.sync} counts the steps of a replica, and several optimizers take different "
                 "ones; use sync=allreduce"
-            )
-
-    def _refuse_leftovers(self, targets: set[int], *, named: bool) -> None:
-        left = [
-            number
-            for number in sorted(targets & self._left)
-            if any(p.grad is not None for p in self._parameters_of({number}))
-        ]
-        self._left -= targets
-        if left and named:
-            raise JobError(
-                f"optimizer {left[0]} still has gradients of an earlier loss, whose update was of another "
-                "optimizer. Name the optimizer "
-                "in that call too, engine.backward(loss, optimizer), or clear them with optimizer.zero_grad()"
             )
 
     # Guards: nothing trains what the ranks did not agree on
@@ -496,33 +463,9 @@ class OwnLoop(Engine):
         if self.replica.backward.gradients == "refused":
             raise not_by_the_engine()
 
-    def _before_any_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> tuple[Any, Any] | None:
-        """Check every optimizer step in this process, on more than one rank."""
-        if self._updating or id(optimizer) in self._ignored:
-            return None
-        number = next((i for i, own in enumerate(self.optimizers) if own is optimizer), None)
-        if number is None:
-            if optimizer in _KNOWN:
-                return None  # of another engine
-            # within another optimizer, as SAM's and Lookahead's are
-            if (owners := self._owners_of_all(optimizer)) is not None:
-                for owner in owners:
-                    self._check_own_step(owner)
-                return None
-            raise JobError(
-                f"{type(optimizer).__name__} steps on parameters that paceline.setup was not given: every rank "
-                "would train its own. Give "
-                "setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, "
-                "for one that every rank is "
-                "to train by itself, engine.ignore(optimizer)"
-            )
-        closure = args[1] if len(args) > 1 else keywords.get("closure")  # torch gives the optimizer first
-        if closure is not None:
-            self._refuse_closure(optimizer)
-            return (optimizer, self._agreed_loss_of(closure), *args[2:]), {
-                k: v for k, v in keywords.items() if k != "closure"
-            }
-        self._check_own_step(number)
+    # Steps that the loop takes by `optimizer.step()`
+
+    def _before_own_step(self) -> None:
         if self.compute.loss_scale is not None:
             raise JobError(
                 "precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()"
@@ -531,66 +474,30 @@ class OwnLoop(Engine):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self.replica_state.before_update()
         self.before_update(self.step_count + 1)
-        return None
 
-    def _owners_of_all(self, optimizer: Optimizer) -> set[int] | None:
-        """The optimizers that hold this one's parameters.
+    def _after_own_step(self, number: int) -> None:
+        if self.local_steps:
+            self._refuse_some_of_several({number})
+            self.rule.after_step(self.step_count + 1)
+        self.step_count += 1
+        self._casting = False
 
-        None of them where another engine's hold all; None where some are unknown.
-        """
-        owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
-        stepped = {p for g in optimizer.param_groups for p in g["params"]}
-        if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
-            return set()
-        found = {owner.get(p, -1) for p in stepped}
-        return None if -1 in found else found
-
-    def _check_own_step(self, number: int) -> None:
-        if number in self._kept:
-            raise SyncError(
-                "the newest gradients are this rank's alone (sync=False): the last engine.backward before "
-                "optimizer.step() needs "
-                "sync=True, or write engine.update()"
-            )
-        if number not in self._agreed:
-            raise SyncError(
-                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no "
-                "gradients in common. Write "
-                "engine.backward(loss) in the place of loss.backward()"
-            )
-
-    def _refuse_closure(self, optimizer: Optimizer) -> None:
-        if self.split is not None:
-            raise PlanError(
-                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self.plan} "
-                "divides them. Use "
-                f"dp={self.group.size}"
-            )
-
-    def _agreed_loss_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _agreed_closure(self, optimizer: Optimizer, closure: Closure) -> Closure:
         """The closure, returning the mean loss over all ranks.
 
         A line search must decide the same on every rank.
         """
+        if self.split is not None:
+            raise PlanError(
+                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self.plan} "
+                f"divides them. Use dp={self.group.size}"
+            )
 
         def agreed() -> Any:
             own = closure()
             return own if own is None else self._newest_loss.to(torch.as_tensor(own).dtype)
 
         return agreed
-
-    def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
-        """Count a step that the loop took by `optimizer.step()`."""
-        if self._updating:
-            return
-        number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
-        self._agreed.discard(number)
-        self._left.discard(number)
-        if self.local_steps:
-            self._refuse_some_of_several({number})
-            self.rule.after_step(self.step_count + 1)
-        self.step_count += 1
-        self._casting = False
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
@@ -613,18 +520,6 @@ class OwnLoop(Engine):
         self._untrained = [p for p in self.replica.trainable if p not in held]
         if hasattr(self, "_guards"):
             self._guard_parameters()
-
-    def _numbers(self, optimizers: Sequence[Optimizer]) -> set[int]:
-        if not optimizers:
-            return set(range(len(self.optimizers)))
-        numbers = {i for i, own in enumerate(self.optimizers) if any(own is one for one in optimizers)}
-        if len(numbers) != len(optimizers):
-            raise JobError("backward and update take the optimizers that paceline.setup was given, each once")
-        return numbers
-
-    def _parameters_of(self, numbers: set[int]) -> list[nn.Parameter]:
-        held = (self.optimizers[number] for number in sorted(numbers))
-        return [p for optimizer in held for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
     def _global_samples(self) -> int:
         position = self.loader.position
