@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from paceline.data.loader import Loader, Position, held_out_batches
+from paceline.data.held_out import held_out_batches
+from paceline.data.loader import Loader, Position
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 

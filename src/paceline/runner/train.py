@@ -89,14 +89,33 @@ def train(
         defer_compiler()
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     console = console or SafeConsole(stderr=True, soft_wrap=True)
-    console.print(cluster.describe(), highlight=False, markup=False)
+    return _train_here(job, cluster, plan, run, console, resume=resume, port=port, restarts=restarts)
+
+
+def _train_here(
+    job: Job,
+    cluster: Cluster,
+    plan: Plan | str,
+    run: str | Path | None,
+    console: Console,
+    *,
+    resume: bool,
+    port: int | None,
+    restarts: int,
+) -> Run:
+    """Choose the plan, and start its ranks on this machine or on hosts emulated on it."""
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    say(cluster.describe())
     before = _to_resume(job, run) if resume else None
     if run is not None and before is None:
         Run.must_be_new(Path(run))  # told before anything is measured
     with ExitStack() as held:
         # From here to the end the directory is this process's; of a new run, once it is known where.
         lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
-        choice = choice_of(job, cluster, plan, before, lambda line: console.print(line, highlight=False, markup=False))
+        choice = choice_of(job, cluster, plan, before, say)
         warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
@@ -104,7 +123,7 @@ def train(
                 _new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console))
             )
         record = _record(job, cluster, choice.plan, lock.run, before)
-        console.print(f"plan {choice.plan} · run {record.path}", highlight=False, markup=False)
+        say(f"plan {choice.plan} · run {record.path}")
         for note in [
             *warnings_about(choice.plan, job, cluster),
             *(_notes_on_resuming(job, run, before) if resume else []),

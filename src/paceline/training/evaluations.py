@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from paceline.data.loader import held_out_batches, most_batches, padded
+from paceline.data.held_out import held_out_batches, most_batches, padded
 from paceline.engine.engine import Engine
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets

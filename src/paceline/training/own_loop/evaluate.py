@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.comm import Group
 from paceline.data.deal import check, deal
-from paceline.data.loader import padded
+from paceline.data.held_out import padded
 from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.zoo.metrics import LossMetric

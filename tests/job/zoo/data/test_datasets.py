@@ -9,7 +9,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from paceline.data.loader import Loader, held_out_batches
+from paceline.data.held_out import held_out_batches
+from paceline.data.loader import Loader
 from paceline.errors import DataError, JobError
 from paceline.job.data import DataSets, DataSpec
 from paceline.job.job import Job
