@@ -66,7 +66,6 @@ def test_a_plan_that_computes_the_same_holds(tmp_path: Path) -> None:
     assert "blocks.3.mlp.2.weight" in found.parameters
 
 
-@pytest.mark.slow
 def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it_begins(tmp_path: Path) -> None:
     found = paceline.check(own_job(tmp_path, ODD, "Odd"), "dp=2", steps=2)
     assert not found.holds
@@ -75,7 +74,6 @@ def test_a_plan_that_computes_something_else_fails_and_names_the_module_where_it
     assert found.steps[0].gradient.name
 
 
-@pytest.mark.slow
 def test_rounding_that_a_job_magnifies_in_one_process_too_is_no_difference(tmp_path: Path) -> None:
     job = own_job(tmp_path, CHAOTIC, "Chaotic")
     found = paceline.check(job, "dp=2", steps=1)
