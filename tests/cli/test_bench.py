@@ -109,7 +109,6 @@ def test_an_interrupt_before_the_first_step_leaves_a_benchmark_to_go_on_with_for
     assert outcome.error.startswith("b belongs to another benchmark: job.global_batch was 16, is 24; settings.")
 
 
-@pytest.mark.slow
 def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os\nfrom torch import nn\n\n\n"

@@ -81,7 +81,6 @@ def test_a_dry_run_wants_one_plan(tmp_path: Path) -> None:
     assert "--dry runs one plan" in outcome.err
 
 
-@pytest.mark.slow
 def test_a_plan_that_is_meant_to_differ_is_said_to_be(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
     outcome = paceline("check", job, "--plan", "dp=2 compress=int8 transport=gloo", folder=tmp_path)

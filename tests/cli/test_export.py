@@ -31,7 +31,6 @@ def exported(job: Job, file: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
 def test_a_fresh_model_with_the_exported_weights_has_the_accuracy_of_the_run(tmp_path: Path) -> None:
     file = write_job(
         tmp_path / "job.yaml",

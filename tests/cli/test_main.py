@@ -27,29 +27,27 @@ HEAVY = {"torch", "numpy", "pydantic", "yaml", "psutil", "transformers"}
 
 def modules_after(code: str) -> set[str]:
     """The modules that are loaded in a fresh Python after `code`."""
-    script = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('loaded', *sys.modules)"
+    script = f"import sys\n{code}\nprint('loaded', *sys.modules)"
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     return set(shown.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *([command, "--help"] for command in ("train", "export", "bench", "links", "report", "doctor")),
-        ["train", "job.yaml", "--plann", "dp=2"],
-    ],
-    ids=" ".join,
-)
-def test_help_on_a_command_and_mistyped_options_wait_for_no_torch(arguments: list[str]) -> None:
-    loaded = modules_after(f"sys.argv[1:] = {arguments}; import paceline.cli; paceline.cli.main()")
+def test_help_on_a_command_and_mistyped_options_wait_for_no_torch() -> None:
+    commands = ("train", "export", "bench", "links", "report", "doctor")
+    called = [*([command, "--help"] for command in commands), ["train", "job.yaml", "--plann", "dp=2"]]
+    loaded = modules_after(
+        f"import paceline.cli\nfor sys.argv[1:] in {called}:\n  try: paceline.cli.main()\n  except SystemExit: pass"
+    )
     assert "paceline.cli.train" in loaded
     assert not loaded & (HEAVY - {"pydantic"}), "pydantic alone is typer's own wish"
 
 
 def test_help_needs_nothing_heavy() -> None:
-    loaded = modules_after("sys.argv[1:] = ['--help']; import paceline.cli; paceline.cli.main()")
+    loaded = modules_after(
+        "sys.argv[1:] = ['--help']\nimport paceline.cli\ntry: paceline.cli.main()\nexcept SystemExit: pass"
+    )
     assert "paceline.cli.train" in loaded
     assert not loaded & HEAVY
 

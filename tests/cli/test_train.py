@@ -139,7 +139,6 @@ def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_s
     assert (losses(run), checkpoints(run)) == before
 
 
-@pytest.mark.slow
 def test_a_resume_with_nothing_to_resume_says_that_it_begins(job: Path, tmp_path: Path) -> None:
     write_job(job, model="nowhere:net")  # so that it ends before the first step
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)

@@ -145,7 +145,6 @@ def transport_of(run: Path) -> str:
     return cast(str, events(run, "start")[0]["transport"])
 
 
-@pytest.mark.slow
 def test_a_run_without_shared_memory_trains_over_gloo_and_says_so(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
     with largest_file(2_000_000):

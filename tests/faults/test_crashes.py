@@ -89,7 +89,6 @@ def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exact
     assert losses(run) == undisturbed
 
 
-@pytest.mark.slow
 def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

@@ -141,7 +141,6 @@ def test_a_run_on_emulated_hosts_saves_when_its_launcher_is_killed_and_goes_on_w
     assert outcome.says("metric_above")
 
 
-@pytest.mark.slow
 def test_parity_is_checked_on_emulated_hosts(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
     cluster = write_cluster(tmp_path / "cluster.yaml", hosts=2, cpu=1)
