@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,8 @@ from ranks import Ranks, run_on_ranks, start_seed
 
 # before torch is imported: models in tests are too small to share among threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))  # ranks find what tests share
 

@@ -103,7 +103,7 @@ def _train_here(
     port: int | None,
     restarts: int,
 ) -> Run:
-    """Choose the plan, and start its ranks on this machine or on hosts emulated on it."""
+    """Choose the plan, and start its ranks on this machine or on emulated hosts."""
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)

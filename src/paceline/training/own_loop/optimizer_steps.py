@@ -149,7 +149,7 @@ class OptimizerSteps:
         return None
 
     def _check_outer_step(self, optimizer: Optimizer) -> None:
-        """Check the step of an optimizer that works within the loop's, as SAM's and Lookahead's do."""
+        """Check the step of an optimizer within the loop's, as in SAM and Lookahead."""
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
