@@ -15,6 +15,7 @@ from paceline.benchmark.settings import Setting
 from paceline.benchmark.summary import FinishedRun
 from paceline.errors import RunError
 from paceline.files import write_whole
+from paceline.plans.plan import Plan
 from paceline.training.record.run import JsonLines, differences, read_lines
 
 PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
@@ -39,6 +40,21 @@ class BenchmarkDirectory:
             raise RunError(
                 f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out."
             )
+
+    def begun_with(self) -> tuple[Plan, list[str]] | None:
+        """The plan for N devices, and the plans tried, of a benchmark that was begun here; else None.
+
+        Raises:
+            RunError: it was written by something else.
+        """
+        if self.protocol is None:
+            return None
+        try:
+            return Plan.parse(self.protocol["plan"]), [str(line) for line in self.protocol["knobs"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{self.path / PROTOCOL} is not of a benchmark ({error!r}). Name another directory with --out."
+            ) from error
 
     def begin(self, protocol: dict[str, Any]) -> None:
         """Begin with `protocol`, or continue what was begun under the same one.

@@ -198,8 +198,8 @@ class Benchmark:
 
         It is the automatic plan; a continued benchmark keeps the one that it was begun with.
         """
-        if before := self.directory.protocol:
-            return Plan.parse(before["plan"]), before["knobs"]
+        if before := self.directory.begun_with():
+            return before
         choice = choose(self.job, self.cluster, self._say, runs=self.repeat * _SETTINGS)
         return choice.plan, choice.lines
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from leaks import of_the_transport
 from paceline.comm.shm import ShmProcessGroup
+from paceline.comm.shm.progress import ShmProgress
 from ranks import Ranks
 
 
@@ -77,3 +80,9 @@ def again_and_again() -> None:
 
 def test_a_group_that_ends_gives_its_memory_back(ranks: Ranks) -> None:
     ranks(2, again_and_again, backend="shm")
+
+
+def test_a_group_that_is_not_met_leaves_no_driver() -> None:
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        ShmProcessGroup(HashStore(), 0, 2, timedelta(seconds=0.2), "alone")
+    assert ShmProgress._users == 0

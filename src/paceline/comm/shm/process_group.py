@@ -36,7 +36,11 @@ class ShmProcessGroup(DrivenProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         progress = ShmProgress.acquire()
         progress.expect(size)
-        self._rounds = Rounds(store, rank, size, progress, timeout.total_seconds())
+        try:
+            self._rounds = Rounds(store, rank, size, progress, timeout.total_seconds())
+        except BaseException:
+            ShmProgress.release()
+            raise
         super().__init__(rank, size, timeout, name, progress, ShmCollectives(self._rounds))
         self._sending: dict[int, tuple[ShmOutbox, OperationQueue]] = {}
         self._inboxes: dict[int, ShmInbox] = {}
