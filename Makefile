@@ -23,10 +23,15 @@ demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against
 # Tests mostly wait for processes that they start, so there are more of them at work than cores.
 WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 
+# Without bytecode, each of the thousands of processes would compile what it imports.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: check ## Run every check and every test that is not slow.
+	@$(BIN)/python -m compileall -q -j 0 src tests
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-all: check ## Run every check and every test.
+	@$(BIN)/python -m compileall -q -j 0 src tests
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --slow
 
 check: $(VENV)/.test ## Run the linters and the type checker.

@@ -12,6 +12,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from hosts import Hosts, emulating
@@ -24,6 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 _PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))  # ranks find what tests share
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # other tests run beside an example
+hypothesis.settings.load_profile("no deadline")
 
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),

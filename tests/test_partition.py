@@ -22,7 +22,7 @@ def every_cut(count: int, parts: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise((0, *inner, count))) for inner in combinations(range(1, count), parts - 1)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_COSTS, st.data(), st.booleans())
 def test_no_other_cut_has_a_faster_slowest_part_or_is_as_fast_and_more_even(
     costs: list[float], data: st.DataObject, uneven: bool
@@ -40,7 +40,6 @@ def test_no_other_cut_has_a_faster_slowest_part_or_is_as_fast_and_more_even(
     assert sum(t * t for t in found) <= evenest * (1 + 1e-6) + 1e-9
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([0.1, 0.2, 0.3, 1.7]), min_size=2, max_size=12), st.integers(1, 5), st.floats(1e-6, 1e6)
 )

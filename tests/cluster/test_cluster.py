@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -45,7 +45,6 @@ def hosts(draw: st.DrawFn) -> Host:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(hosts(), min_size=1, max_size=3, unique_by=lambda host: host.name), text)
 def test_a_cluster_survives_its_yaml(tmp_path_factory: pytest.TempPathFactory, hosts: list[Host], name: str) -> None:
     cluster = Cluster(name=name, hosts=tuple(hosts))

@@ -80,7 +80,7 @@ def test_a_device_of_a_cluster_of_cpus_is_a_core() -> None:
     rate=st.none() | st.integers(1, 800),
     price=st.none() | st.integers(0, 99),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_shape_is_read_back_from_the_yaml_that_it_is_written_as(
     hosts: int, per_host: int, device: str, rate: int | None, price: int | None
 ) -> None:

@@ -198,7 +198,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", ["rank-0.safetensors", "manifest.json"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_goes_unnoticed(saved_once: Path, file: str, where: float, bit: int) -> None:
     path = saved_once / "step-00000001" / file

@@ -41,7 +41,7 @@ def test_classes_tokens_and_pixels_have_torchs_cross_entropy(wrap: Any) -> None:
     assert torch.equal(ce(wrap(pixels), classes), F.cross_entropy(pixels, classes))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     labels=st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=2, max_size=12),
     cut=st.integers(0, 12),

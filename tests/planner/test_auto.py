@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
@@ -56,7 +56,6 @@ def test_weights_that_no_device_is_left_for_are_refused() -> None:
         auto_plan(job(partition={"weights": [2, 1, 1]}), cores(2))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 32), st.booleans())
 def test_the_plan_always_runs(number: int, global_batch: int, with_gpus: bool) -> None:
     cluster, work = gpus(number) if with_gpus else cores(number), job(global_batch=global_batch)

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
@@ -117,7 +117,6 @@ works = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(works, st.integers(1, 32), st.booleans())
 def test_what_is_tried_can_run_and_what_can_be_chosen_keeps_the_precision(
     work: Job, number: int, with_gpus: bool
@@ -143,7 +142,6 @@ def compared(pairs: list[tuple[float, float]]) -> Comparison:
     return comparison
 
 
-@settings(deadline=None)
 @given(times)
 def test_a_knob_is_kept_only_where_it_is_faster_beyond_doubt(pairs: list[tuple[float, float]]) -> None:
     tried = compared(pairs).tried(FUSED)

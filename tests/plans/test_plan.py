@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Host
@@ -41,13 +41,11 @@ plans = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(plans)
 def test_a_plan_survives_its_text(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
 
 
-@settings(deadline=None)
 @given(plans, st.randoms(use_true_random=False))
 def test_the_order_of_keys_means_nothing(plan: Plan, random: Random) -> None:
     words = str(plan).split()
@@ -55,7 +53,6 @@ def test_the_order_of_keys_means_nothing(plan: Plan, random: Random) -> None:
     assert Plan.parse("  ".join(words)) == plan
 
 
-@settings(deadline=None)
 @given(
     st.text(st.characters(codec="utf-8"))
     | st.lists(
@@ -197,7 +194,6 @@ def hosts_and_ranks(draw: st.DrawFn) -> tuple[Host, int]:
     return host, draw(st.integers(1, 40))
 
 
-@settings(deadline=None)
 @given(hosts_and_ranks())
 def test_no_two_pinned_ranks_share_a_core_while_there_are_enough(drawn: tuple[Host, int]) -> None:
     host, ranks = drawn

@@ -26,7 +26,7 @@ def whole_numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 16, (numel,), generator=torch.Generator().manual_seed(1000 * numel + rank)).to(dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(2, 8),
     numel=st.integers(0, 200),

@@ -14,7 +14,7 @@ from ranks import Backend, Ranks
 from thread_ranks import Wires, in_threads
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(2, 8),
     numel=st.integers(0, 20),

@@ -317,7 +317,6 @@ CASES = st.sampled_from(DTYPES).flatmap(
 )
 ON_RANKS = settings(
     max_examples=2,  # of some dozens of calls each
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],  # a failure names its case; to shrink it would take minutes

@@ -72,7 +72,6 @@ def _send_all(rank: int, others: list[int], messages: Any) -> list[Any]:
 @pytest.mark.parametrize("ranks_", [2, 4])
 @settings(
     max_examples=3,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],

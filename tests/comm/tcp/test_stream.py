@@ -61,7 +61,7 @@ def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
     return False
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 200_000), max_size=8),

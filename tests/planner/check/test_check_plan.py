@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
@@ -228,7 +228,6 @@ def test_a_model_of_the_users_own_may_take_images(factory: str) -> None:
     assert check_plan(Plan(memory_format="channels_last"), job(model=factory), LAPTOP) == []
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 6),

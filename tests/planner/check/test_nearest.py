@@ -99,7 +99,7 @@ def working() -> list[Plan]:
     return [plan for plan in every if not reasons_against(plan, job(), SERVERS)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(values=st.fixed_dictionaries({key: st.sampled_from(list(values)) for key, values in TRIED.items()}))
 def test_no_plan_that_works_differs_in_fewer_keys(working: list[Plan], values: dict[str, Any]) -> None:
     plan = Plan(**values)
@@ -116,7 +116,7 @@ def differing(one: Plan, other: Plan) -> int:
     return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Plan))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     plan=st.builds(
         Plan,

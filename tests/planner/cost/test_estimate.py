@@ -44,7 +44,7 @@ LAYOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(LAYOUTS)
 def test_the_parts_add_up_to_the_step_and_none_is_negative(layout: Layout) -> None:
     found = estimate(layout)

@@ -216,7 +216,7 @@ layouts = st.builds(
 
 
 @given(layouts)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_every_holder_has_no_less_than_nothing_and_more_samples_take_no_less(layout: Layout) -> None:
     held = memory(layout)
     assert tuple(held) == HOLDERS
@@ -226,6 +226,6 @@ def test_every_holder_has_no_less_than_nothing_and_more_samples_take_no_less(lay
 
 
 @given(layouts)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_more_ranks_along_tp_never_take_more_of_each(layout: Layout) -> None:
     assert sum(memory(replace(layout, tp=2 * layout.tp)).values()) <= sum(memory(layout).values())

@@ -19,7 +19,6 @@ from paceline.trace.transformer import transformer
 A100 = CATALOGUE["A100-SXM-80"]
 
 
-@settings(deadline=None)
 @given(ranks=st.integers(1, 6), microbatches=st.integers(1, 14), schedule=st.sampled_from(["gpipe", "1f1b"]))
 def test_every_rank_does_all_of_its_work_once(ranks: int, microbatches: int, schedule: str) -> None:
     orders = [work_of(rank, ranks, microbatches, schedule, 1) for rank in range(ranks)]
@@ -27,7 +26,6 @@ def test_every_rank_does_all_of_its_work_once(ranks: int, microbatches: int, sch
     assert len({(span.stage, span.what, span.microbatch) for span in spans}) == len(spans) == 2 * ranks * microbatches
 
 
-@settings(deadline=None)
 @given(ranks=st.integers(2, 4), groups=st.integers(1, 4), chunks=st.integers(2, 3))
 def test_interleaved_schedules_come_to_their_end(ranks: int, groups: int, chunks: int) -> None:
     orders = [work_of(rank, ranks, groups * ranks, "interleaved", chunks) for rank in range(ranks)]
@@ -37,7 +35,6 @@ def test_interleaved_schedules_come_to_their_end(ranks: int, groups: int, chunks
     assert len(spans) == 2 * ranks * chunks * groups * ranks
 
 
-@settings(deadline=None)
 @given(ranks=st.integers(2, 6), microbatches=st.integers(6, 20))
 def test_even_stages_take_what_the_formula_of_the_bubble_says(ranks: int, microbatches: int) -> None:
     """Narayanan et al. (2021): (microbatches + ranks − 1) times the time of one."""
@@ -47,7 +44,7 @@ def test_even_stages_take_what_the_formula_of_the_bubble_says(ranks: int, microb
     assert max(span.end_s for span in simulate([1.0] * ranks, [2.0] * ranks, orders, 0.0)) == pytest.approx(exact)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(times=st.lists(st.floats(0.8, 1.2), min_size=2, max_size=6), microbatches=st.integers(12, 24))
 def test_uneven_stages_take_what_the_simulated_events_take(times: list[float], microbatches: int) -> None:
     """Exactly where the last stage is the slowest.

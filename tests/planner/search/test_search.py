@@ -108,7 +108,7 @@ clusters = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(jobs, clusters)
 def test_the_best_plan_is_that_of_looking_at_all(job: Job, cluster: Cluster) -> None:
     layouts = Layouts(job, machines(cluster))
@@ -127,7 +127,7 @@ def test_the_best_plan_is_that_of_looking_at_all(job: Job, cluster: Cluster) -> 
     assert found.gap == 0
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(jobs, clusters)
 def test_every_plan_that_is_proposed_may_run_and_fits(job: Job, cluster: Cluster) -> None:
     found = searched(job, cluster)

@@ -18,7 +18,7 @@ def quantiser(bits: int, seed: int = 3) -> Quantise:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(k=st.integers(1, 3), blocks=st.integers(1, 5), exponent=st.integers(-28, 37), seed=st.integers(0, 1000))
 def test_every_number_stays_within_a_level_of_itself(bits: int, k: int, blocks: int, exponent: int, seed: int) -> None:
     rows = torch.randn(k, blocks * 128, generator=torch.Generator().manual_seed(seed)).clamp(-3, 3) * 10.0**exponent

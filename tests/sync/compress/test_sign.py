@@ -10,7 +10,7 @@ from paceline.sync.compress.sign import Sign
 from sync.compress.coding import coded_and_back
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(k=st.integers(1, 3), blocks=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_a_number_becomes_its_sign_times_the_mean_size_of_its_block(k: int, blocks: int, seed: int) -> None:
     rows = torch.randn(k, blocks * 256, generator=torch.Generator().manual_seed(seed))

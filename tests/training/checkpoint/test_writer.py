@@ -85,7 +85,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shared=st.dictionaries(NAMES.map("model/{}".format), tensors(), max_size=6),
     own=st.dictionaries(NAMES.map("rng/{}".format), tensors(), max_size=3),
@@ -115,7 +115,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     values=st.dictionaries(st.text("abc", max_size=3), JSON, max_size=4),
     own_values=st.dictionaries(st.text("abc", max_size=3), JSON, max_size=4),
@@ -212,7 +212,7 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Mesh, Part]
     return ranks
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), shape=st.lists(st.integers(0, 8), max_size=3).map(tuple))
 def test_every_element_comes_back_however_a_tensor_was_divided_and_is_divided_now(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...]
