@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check docs dist lock clean
+.PHONY: help install demo test test-all compiled check docs dist lock clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1#/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -26,13 +26,18 @@ WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 # Without bytecode, each of the thousands of processes would compile what it imports.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-test: check ## Run every check and every test that is not slow.
-	@$(BIN)/python -m compileall -q -j 0 src tests
+test: $(VENV)/.test ## Run every check and every test that is not slow.
+	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
-test-all: check ## Run every check and every test.
-	@$(BIN)/python -m compileall -q -j 0 src tests
+test-all: $(VENV)/.test ## Run every check and every test.
+	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --slow
+
+# The workers of pytest would each compile the tests anew if they met them at the same time.
+compiled: $(VENV)/.test
+	@$(BIN)/python -m compileall -q src tests
+	@$(BIN)/pytest --collect-only --quiet > /dev/null
 
 check: $(VENV)/.test ## Run the linters and the type checker.
 	@$(BIN)/ruff check .

@@ -47,6 +47,7 @@ def test_a_share_is_of_the_models_that_the_axis_means_something_for(survey: Any)
     assert "agree_ep" not in figures
 
 
+@pytest.mark.slow
 def test_outcomes_of_real_ranks_are_told_apart(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, SCRIPT, "--only", "plain/mlp$", "--axes", "dp,cp", "--json"],

@@ -42,7 +42,7 @@ class BenchmarkDirectory:
             )
 
     def begun_with(self) -> tuple[Plan, list[str]] | None:
-        """The plan for N devices, and the plans tried, of a benchmark that was begun here; else None.
+        """Plan for N devices and plans tried, if a benchmark was begun here.
 
         Raises:
             RunError: it was written by something else.

@@ -134,9 +134,7 @@ def test_a_link_that_is_cut_for_two_seconds_costs_two_seconds(hosts: Hosts, tmp_
     with cut_once_begun(up, tmp_path, for_s=2):
         results = up.run(through_a_cut, 6, tmp_path, deadline_s=60)
     assert results[0][1] > 1.5, "it was in the middle of the cut"
-    assert all(
-        "after 1 lost connections" in states or "after 2 lost connections" in states for _, _, states in results
-    ), results
+    assert all(re.search(r"after [1-9]\d* lost connections", states) for _, _, states in results), results
 
 
 @pytest.mark.slow
