@@ -73,6 +73,16 @@ class Browser:
         self.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
         ActionChains(self.driver).move_to_element(element).perform()
 
+    def hover_until_shown(self, element: WebElement, tip: WebElement) -> None:
+        """Put the pointer on the element until its tip is there: the scrolling before may still be hiding it."""
+
+        def shown(_: object) -> bool:
+            ActionChains(self.driver).move_by_offset(1, 1).perform()
+            self.hover(element)
+            return tip.is_displayed()
+
+        WebDriverWait(self.driver, 20).until(shown)
+
     def run(self, script: str, *arguments: object) -> Any:
         """What the JavaScript `return`s."""
         return self.driver.execute_script(script, *arguments)

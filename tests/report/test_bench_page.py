@@ -128,7 +128,7 @@ def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader
 
     tip = browser.one("#tip")
     assert not tip.is_displayed()
-    browser.hover(browser.all("tr[data-figure=efficiency] .term")[0])
+    browser.hover_until_shown(browser.all("tr[data-figure=efficiency] .term")[0], tip)
     assert tip.text == f"efficiency {on_cores(DEFINITIONS['efficiency'].text)}"
     browser.hover(browser.one("footer"))
     assert not tip.is_displayed()

@@ -311,10 +311,10 @@ def test_what_a_checkpoint_holds_up_is_booked_as_its_stall(tmp_path: Path, monke
     save = Checkpointer.save
 
     def slow_save(self: Checkpointer, step: int, snapshot: Snapshot) -> None:
-        time.sleep(0.2)
+        time.sleep(1)
         save(self, step, snapshot)
 
     monkeypatch.setattr(Checkpointer, "save", slow_save)
     run = train_here(tmp_path / "run", small_job(stop={"steps": 5}, checkpoint={"every_steps": 2}))
-    assert [step["checkpoint_s"] > 0.2 for step in run.steps()] == [False, False, True, False, True]
-    assert max(step["data_s"] for step in run.steps()) < 0.2
+    assert [step["checkpoint_s"] >= 1 for step in run.steps()] == [False, False, True, False, True]
+    assert max(step["data_s"] for step in run.steps()) < 1
