@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.engine.status import RankStatus
-from paceline.errors import PacelineError, SyncError
+from paceline.errors import LaunchError, PacelineError, SyncError
 from paceline.rank_environment import HostEntry
 
 HOST = socket.gethostname()
@@ -79,6 +79,12 @@ class LaunchFailure:
     final: bool = False
     error: str | None = None
     explained: bool = False
+
+    def as_error(self) -> LaunchError:
+        """The error to raise for it."""
+        error = LaunchError(self.text)
+        error.rank_error, error.explained = self.error, self.explained
+        return error
 
 
 @dataclass(frozen=True)
