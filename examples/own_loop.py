@@ -31,8 +31,7 @@ def main() -> None:
         # each: forward, backward, agreement of the ranks, update
         results = [engine.step(batch) for batch in engine.loader]
         mean = sum(r.loss * r.samples for r in results) / len(data)
-        if engine.group.rank == 0:
-            print(f"epoch {epoch + 1}  step {results[-1].step}  loss {mean:.5f}")
+        engine.print(f"epoch {epoch + 1}  step {results[-1].step}  loss {mean:.5f}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,17 @@ def test_help_needs_nothing_heavy() -> None:
     assert not loaded & HEAVY
 
 
+def test_a_mistake_in_the_job_file_waits_for_nothing_that_trains(tmp_path: Path) -> None:
+    (job := tmp_path / "job.yaml").write_text("model: [mlp")
+    called = [[command, str(job)] for command in ("train", "bench", "plan")]
+    called.append(["check", str(job), "--plan", "dp=2"])
+    loaded = modules_after(
+        f"import paceline.cli\nfor sys.argv[1:] in {called}:\n  try: paceline.cli.main()\n  except SystemExit: pass"
+    )
+    assert "paceline.job.job" in loaded
+    assert not loaded & {"torch", "paceline.runner.train", "paceline.planner.search.search", "paceline.launch.local"}
+
+
 def test_importing_the_package_needs_nothing_heavy() -> None:
     loaded = modules_after("import paceline; dir(paceline); from paceline import PacelineError")
     assert "paceline.errors" in loaded

@@ -56,6 +56,10 @@ def command(
 
     Runs are interleaved.
     """
+    from paceline.job.job import Job
+
+    # A mistake in the file is told before all else is imported.
+    what = Job.load(job)
     from paceline.benchmark.protocol import Benchmark
     from paceline.benchmark.table import figures, show
     from paceline.cli.where import to_run_on
@@ -66,7 +70,7 @@ def command(
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)
     benchmark = Benchmark(
-        job, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line
+        what, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line
     )
     report = benchmark.run()
     if report is not None:

@@ -48,8 +48,9 @@ def command(
 
     Compared are losses, gradients, parameters and buffers.
 
-    Exit code 1 where they differ, and 3 where the check cannot tell, because rounding or random numbers could hide a
-    mistake.
+    Exit code 1: they differ.
+
+    Exit code 3: undecided, as rounding or random numbers could hide a mistake.
     """
     if not dry:
         from paceline.launch.seed import warm_up

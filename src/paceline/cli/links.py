@@ -30,18 +30,19 @@ def command(
         str | None, typer.Option(help="Sizes to measure, e.g. 1KiB,64KiB,16MiB.", show_default="1KiB to 16MiB")
     ] = None,
     transports: Annotated[
-        str | None, typer.Option(help="Of shm, gloo, tcp and nccl, e.g. gloo,tcp.", show_default="all there are")
+        str | None, typer.Option(help="Which of shm, gloo, tcp and nccl, e.g. gloo,tcp.", show_default="all there are")
     ] = None,
     collectives: Annotated[
         str | None,
         typer.Option(
-            help="Of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.", show_default="all"
+            help="Which of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.",
+            show_default="all",
         ),
     ] = None,
     algorithms: Annotated[
         str | None,
         typer.Option(
-            help="Of the all-reduce: flat, ring, tree, hierarchical, auto.",
+            help="Which of the all-reduce: flat, ring, tree, hierarchical, auto.",
             show_default="flat; between hosts the first four",
         ),
     ] = None,

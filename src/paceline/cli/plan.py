@@ -35,7 +35,7 @@ def command(
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best plans to show.")] = 10,
-    price: Annotated[float | None, typer.Option(min=0, help="Of one device for an hour, in any currency.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour, in any currency.")] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -61,13 +61,16 @@ def command(
 
     Nothing is trained, and the cluster need not be there.
     """
+    from paceline.job.job import Job
+
+    # A mistake in the file is told before all else is imported.
+    what = Job.load(job)
     from paceline.cli.plan_screen import fitted, show, show_advice
     from paceline.console import Console
-    from paceline.job.job import Job
     from paceline.planner.explain.explain import explain
     from paceline.planner.search.search import search
 
-    console, what = fitted(Console()), Job.load(job)
+    console = fitted(Console())
     if accept_batch is not None and accept_batch.exists():
         raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
     where, here = _cluster(cluster, price)

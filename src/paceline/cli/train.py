@@ -51,17 +51,23 @@ def command(
 
     if not is_rank():
         warm_up()  # it imports torch while this process imports what is left and reads the job
-    from paceline.cli.where import to_run_on
-    from paceline.printable import printable
-    from paceline.runner.torchrun import fail
-    from paceline.runner.train import train
+    from paceline.job.job import Job
 
     try:
-        record = train(job, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
+        # A mistake in the file is told before all else is imported.
+        what = Job.load(job)
+        from paceline.cli.where import to_run_on
+        from paceline.runner.train import train
+
+        record = train(what, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
     except Exception as error:
         if is_rank():
+            from paceline.runner.torchrun import fail
+
             fail(error)
         raise
+    from paceline.printable import printable
+
     if own_rank() != 0:  # of a torchrun, where rank 0 speaks for all
         return
     typer.echo(printable(summary(record)))
