@@ -207,18 +207,27 @@ def test_accumulation_communicates_once_a_step(ranks: Ranks) -> None:
     assert ranks(2, reduced_bytes, "dp=2 microbatches=5") == ranks(2, reduced_bytes, "dp=2")
 
 
-def trained_overlapping(replicas: int) -> dict[str, Any]:
-    """As between hosts: small buckets that are sent while the backward pass goes on."""
+def trained_overlapping(algorithm: str) -> dict[str, Any]:
+    """As on two hosts, the first with two of three ranks: small buckets are sent while the backward pass goes on."""
     import paceline.sync.allreduce as allreduce
     from paceline.comm import Group
 
-    allreduce.BUCKET_BYTES = 600
-    Group.spans_hosts = property(lambda self: True)  # type: ignore[method-assign, assignment]
-    return trained(Branches, f"dp={replicas}", 20)
+    def hosts(group: Group) -> tuple[int, ...]:
+        found: tuple[int, ...] = group.__dict__["hosts"]
+        return (0, 0, 1) if group.size == 3 else found
+
+    allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 600
+    Group.hosts = property(hosts, lambda group, found: group.__dict__.update(hosts=found))  # type: ignore[assignment]
+    return trained(Branches, f"dp=3 sync=allreduce:{algorithm}", 20)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_buckets_sent_during_the_backward_pass_carry_the_same_gradients(ranks: Ranks, backend: Backend) -> None:
+@pytest.mark.parametrize(
+    ("backend", "algorithm"),
+    [("gloo", "flat"), ("shm", "flat"), ("shm", "ring"), ("shm", "tree"), ("shm", "hierarchical")],
+)
+def test_buckets_sent_during_the_backward_pass_carry_the_same_gradients(
+    ranks: Ranks, backend: Backend, algorithm: str
+) -> None:
     one = trained(Branches, "dp=1", 20)
-    for many in ranks(3, trained_overlapping, 3, backend=backend):
+    for many in ranks(3, trained_overlapping, algorithm, backend=backend):
         assert_equal(one, many)
