@@ -45,6 +45,7 @@ class Split:
         modules: the modules that this rank computes: the model, or its pipeline stages.
         parameters: the optimizer's parameters by their names in the undivided model: plain tensors, of FSDP2's shards
             too.
+        divided: the same parameters as the modules hold them: DTensors, where FSDP2 shards them.
         report: the divisions that were made, one line of text each.
     """
 
@@ -68,7 +69,7 @@ class Split:
         self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         self._wrap(model, precision)
         refuse_lost_hooks(hooked, parts, plan, self.pipeline.shared if self.pipeline is not None else ())
-        self._divided: dict[str, nn.Parameter] = {}
+        self.divided: dict[str, nn.Parameter] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._sums: list[tuple[Any, Bucket]] = []
 
@@ -82,9 +83,9 @@ class Split:
         # one list, as two stages may share a tied weight
         together = nn.ModuleList(self.modules)
         allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
-        self._divided = self._named(deferred.model)
+        self.divided = self._named(deferred.model)
         self._fill(deferred, deferred.model)
-        self.parameters = {name: _held(p) for name, p in self._divided.items()}
+        self.parameters = {name: _held(p) for name, p in self.divided.items()}
         self._sums = self._summed_together()
 
     def _divide(self, model: nn.Module, example: Batch, call: Call) -> None:
@@ -179,12 +180,12 @@ class Split:
 
         @torch.no_grad()
         def take(name: str, full: Tensor) -> None:
-            if name in self._divided:
-                local(self._divided[name]).copy_(self.parts[name].layout.take(full))
+            if name in self.divided:
+                local(self.divided[name]).copy_(self.parts[name].layout.take(full))
             elif name in buffers:
                 buffers[name].copy_(full)
 
-        deferred.replay(take, {*self._divided, *buffers})
+        deferred.replay(take, {*self.divided, *buffers})
 
     # Use during training
 
@@ -231,7 +232,7 @@ class Split:
         if self.fully is not None:
             self.fully.after_backward()
         for name, held in self.parameters.items():
-            divided = self._divided[name]
+            divided = self.divided[name]
             if divided is not held:
                 # the bucket of the replicas takes the place of the old gradient
                 held.grad = None if divided.grad is None else local(divided.grad)

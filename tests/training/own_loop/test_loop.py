@@ -295,6 +295,19 @@ def batches_read_ahead() -> list[float]:
     return facts(losses, *model.parameters())
 
 
+def batch_statistics_of_data_that_every_rank_brings() -> list[float]:
+    """Without a loader: every rank reads its own part of a batch."""
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), batch_norm="sync")
+    inputs, targets = data().dataset[:8]
+    own = slice(engine.group.rank, None, engine.group.size)
+    losses = []
+    for _ in range(3):
+        engine.backward(F.cross_entropy(model(inputs[own]), targets[own]))
+        losses.append(engine.update().loss)
+    return facts(losses, *model.parameters(), *model.buffers())
+
+
 LOOPS: list[Callable[[], list[float]]] = [
     clipped_updates,
     a_loop_written_for_fabric,
@@ -313,6 +326,7 @@ LOOPS: list[Callable[[], list[float]]] = [
     layers_unfrozen_and_added_later,
     an_optimizer_within_another,
     batches_read_ahead,
+    batch_statistics_of_data_that_every_rank_brings,
 ]
 
 
@@ -333,6 +347,22 @@ def test_every_loop_gives_the_same_numbers_alone_and_on_two_ranks(ranks: Ranks) 
     for of_rank in ranks(2, outcomes):
         for name, found in of_rank.items():
             assert found == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_a_rule_acts_after_every_update_as_in_engine_step(own_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    engine = paceline.setup(model, optimizer, loader=data())
+    steps: list[int] = []
+    monkeypatch.setattr(engine.rule, "after_step", steps.append)
+    for x, y in engine.loader:
+        engine.backward(F.cross_entropy(model(x), y))
+        if own_step:
+            optimizer.step()
+        else:
+            engine.update()
+    assert steps == [1, 2, 3, 4]
 
 
 # Loops that would train something else

@@ -23,15 +23,15 @@ from paceline.data.loader import Loader
 from paceline.engine.engine import Engine, Settings, StepResult
 from paceline.engine.nonfinite import explain, stop
 from paceline.engine.optimizers import Optimizers
-from paceline.errors import DataError, JobError, PlanError
+from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
-from paceline.sync.rule import not_by_the_engine
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
-from paceline.training.own_loop.optimizer_steps import Closure, OptimizerSteps
+from paceline.training.own_loop.gradients import clip, summed_apart, total_norm
+from paceline.training.own_loop.optimizer_steps import OptimizerSteps
+from paceline.training.own_loop.refusals import NoLoader, Refusals, check_all_step, check_backward, no_loss
 from paceline.training.own_loop.shares import LossShares
 
 OnStep = Callable[[StepResult], object]
@@ -44,6 +44,7 @@ class OwnLoop(Engine):
         models: the modules as `setup` was given them: one, a list, or a dict.
         optimizers: in the order in which `setup` was given them.
         steps: which of the optimizers may step.
+        refusals: errors for what would train something else.
         on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for
             trackers.
         is_main: True on the first rank, which prints and logs.
@@ -65,8 +66,9 @@ class OwnLoop(Engine):
         self.optimizers = self.steps.optimizers
         self.loaders: list[Loader] = [] if loader is None else [loader]
         optimizer: Any = self.optimizers[0] if len(self.optimizers) == 1 else Optimizers(self.optimizers)
-        batches: Any = loader or _NoLoader(group)
-        super().__init__(model, optimizer, loss or _no_loss, batches, plan, group, settings, split, extra)
+        self.refusals = Refusals()
+        batches: Any = loader or NoLoader(group)
+        super().__init__(model, optimizer, loss or no_loss, batches, plan, group, settings, split, extra)
         self.models: Any = model
         self.on_step: list[OnStep] = []
         self.is_main = group.rank == 0
@@ -80,13 +82,16 @@ class OwnLoop(Engine):
         self._newest_loss = torch.zeros((), dtype=torch.float64)
         self.guard.remember()
         self.compute.weighing.warns = self.is_main
-        self.steps.watch(self._before_own_step, self._after_own_step, self._agreed_closure, ranks=group.size)
-        self._guards: list[Any] = []
-        self._guard_parameters()
-        self._check_rule()
+        self.steps.watch(
+            self._before_own_step,
+            self._after_own_step,
+            lambda: self._newest_loss,
+            ranks=group.size,
+            divided_by=None if split is None else plan,
+        )
         if split is not None:
             split.begin_microbatch(last=True)
-            self._refuse_copies()
+            self.refusals.refuse_copies(self.model, plan, group.size)
 
     # A step in two calls
 
@@ -120,7 +125,7 @@ class OwnLoop(Engine):
             JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to
                 write instead.
         """
-        self._check_backward(loss, sync)
+        check_backward(self, loss, casts=self._casting or self.compute.casts, sync=sync)
         if items is None:
             self.shares.check_data()
         self._follow_changes(forward_is_done=True)
@@ -128,19 +133,18 @@ class OwnLoop(Engine):
         self.steps.refuse_leftovers(targets, named=bool(optimizers))
         parameters = self.steps.parameters_of(targets) if optimizers else None
         share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
-        earlier = self._set_aside(targets)
         for parameter in self._untrained:
             parameter.grad = None  # nobody steps on them; they would add up from pass to pass
-        last = sync and self.split is None
         self.replica.backward.only = set(parameters) if parameters is not None else None
-        self.replica.backward.last = last
-        with self._gradients("collected" if sync else "kept"), self._in_backward():
+        self.replica.backward.last = sync and self.split is None
+        gradients = self._gradients("collected" if sync else "kept")
+        summed = [] if self.group.size == 1 or self.local_steps else self.steps.parameters_of(targets - self.steps.kept)
+        with summed_apart(summed), gradients, self._in_backward():
             scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
             torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
             if sync:
                 self._agree()
         self.steps.computed(targets, agreed=sync)
-        self._put_back(earlier)
         self.replica.backward.only = None
         return self._newest_loss
 
@@ -169,14 +173,15 @@ class OwnLoop(Engine):
             self.compute.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
         if clip_value is not None:
             nn.utils.clip_grad_value_(parameters, clip_value)
-        norm, loss, step = self._norm(parameters), float(self._newest_loss), self.step_count + 1
+        norm = total_norm(parameters, self.split, self.group)
+        loss, step = float(self._newest_loss), self.step_count + 1
         problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)
         if problem is None:
-            self._step_optimizers(
-                stepped, parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm
-            )
-        self._end_update(stepped, step)
-        result = StepResult(step, loss, self._global_samples(), norm, problem, {}, None)
+            clip(parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
+            self._step_optimizers(stepped)
+        self._end_update(stepped, step, updated=problem is None)
+        position = self.loader.position
+        result = StepResult(step, loss, 0 if position is None else position.total, norm, problem, {}, None)
         for callback in self.on_step:
             callback(result)
         return result
@@ -302,96 +307,13 @@ class OwnLoop(Engine):
         self.steps.forget()
         self.shares.forget()
 
-    def loop_state(self) -> dict[str, Any]:
-        """Loop state in a checkpoint, besides model, optimizers and data."""
-        scale = self.compute.loss_scale
-        return {} if scale is None else {"loss_scale": scale.state_dict()}
-
-    def load_loop_state(self, state: Mapping[str, Any]) -> None:
-        """Take over `loop_state`."""
-        if self.compute.loss_scale is not None and "loss_scale" in state:
-            self.compute.loss_scale.load_state_dict(state["loss_scale"])
-        self.guard.remember()
-
     def close(self) -> None:
         """Let go of the model and the optimizers: no hooks of paceline remain."""
         self.steps.close()
-        for handle in self._guards:
-            handle.remove()
-        for module in self.model.modules():
-            module.__dict__.pop("__deepcopy__", None)
+        self.refusals.close()
         super().close()
 
     # Backward
-
-    def _refuse_copies(self) -> None:
-        """Make `deepcopy` of a divided module an error.
-
-        A copy would compute with the original's parts: an average of the weights that is none.
-        """
-        plan, size = self.plan, self.group.size
-
-        def refuse(memo: Any) -> Any:
-            raise JobError(
-                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a "
-                "model of its own. Copy it before "
-                f"setup and update it from engine.export, or use dp={size}"
-            )
-
-        for module in self.model.modules():
-            module.__deepcopy__ = refuse  # type: ignore[assignment]
-
-    def _check_rule(self) -> None:
-        if len(self.optimizers) > 1 and not sync_info(self.plan.sync).several_optimizers:
-            raise PlanError(f"sync={self.plan.sync}: this rule trains one optimizer; with several use sync=allreduce")
-
-    def _check_backward(self, loss: Tensor, sync: bool) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
-        if self.precision in ("bf16", "fp16") and not self._casting and not self.compute.casts:
-            raise JobError(
-                f"precision={self.precision}: compute the model and the loss within `with engine.autocast():`, "
-                "else they stay in fp32"
-            )
-        plan = self.plan
-        if self.local_steps and self.split is not None:
-            raise PlanError(
-                f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone"
-            )
-        if plan.pp > 1 or plan.cp > 1:
-            raise PlanError(
-                f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a "
-                "loss and call "
-                f"engine.step(batch), or use dp, fsdp, ep or tp."
-            )
-        if self.split is not None and not sync:
-            raise PlanError(
-                f"plan {plan} divides the model: engine.backward(loss, sync=False) is for "
-                f"dp={self.group.size}; leave sync out"
-            )
-        if self.compute.divides_logits:
-            raise PlanError(
-                "tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own"
-            )
-
-    def _set_aside(self, targets: set[int]) -> dict[nn.Parameter, Tensor]:
-        """Remove gradients that are summed over the ranks already, before the next pass.
-
-        The next pass is summed without them, and `_put_back` adds them to it.
-        """
-        if self.group.size == 1 or self.local_steps:
-            return {}
-        found = {}
-        for parameter in self.steps.parameters_of(targets - self.steps.kept):
-            if parameter.grad is not None:
-                found[parameter] = parameter.grad.clone()  # it may lie in the memory of the next sum
-                parameter.grad = None
-        return found
-
-    def _put_back(self, earlier: dict[nn.Parameter, Tensor]) -> None:
-        for parameter, gradient in earlier.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _agree(self) -> None:
         """Sum this rank's gradients with the others' into those of the global batch."""
@@ -409,20 +331,7 @@ class OwnLoop(Engine):
 
     # Update
 
-    def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        if self.split is not None:
-            square = self.split.gradient_square()
-            self.group.all_reduce(square)
-            return math.sqrt(float(square))
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
-
-    def _step_optimizers(
-        self, stepped: set[int], parameters: Sequence[nn.Parameter], norm: float, clip: float | None
-    ) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if clip is not None and norm > clip:
-            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+    def _step_optimizers(self, stepped: set[int]) -> None:
         self.replica_state.before_update()
         self.before_update(self.step_count + 1)
         with self.steps.by_the_engine():
@@ -430,38 +339,19 @@ class OwnLoop(Engine):
                 self.optimizers[number].step()
         self.guard.updated()
 
-    def _end_update(self, stepped: set[int], step: int) -> None:
-        """Clear the gradients, and let the rule average local parameters."""
+    def _end_update(self, stepped: set[int], step: int, *, updated: bool) -> None:
+        """Clear the gradients, and let the rule act on the parameters."""
         for parameter in self.steps.parameters_of(stepped):
             parameter.grad = None
         self.steps.stepped(stepped)
         if self.local_steps:
-            self._refuse_some_of_several(stepped)
+            check_all_step(self.plan, len(stepped), len(self.optimizers))
+        # a replica that left its update out takes part in an average, since others wait for it
+        if updated or self.local_steps:
             self.rule.after_step(step)
         self.step_count = step
         self._casting = False
         self.guard.remember()
-
-    def _refuse_some_of_several(self, stepped: set[int]) -> None:
-        if len(stepped) < len(self.optimizers):
-            raise PlanError(
-                f"sync={self.plan.sync} counts the steps of a replica, and several optimizers take different "
-                "ones; use sync=allreduce"
-            )
-
-    # Guards: nothing trains what the ranks did not agree on
-
-    def _guard_parameters(self) -> None:
-        """Make `loss.backward()` an error, where the rule has no hooks that do."""
-        for handle in self._guards:
-            handle.remove()
-        refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
-        held = self.split._divided.values() if self.split is not None else self._parameters
-        self._guards = [p.register_post_accumulate_grad_hook(self._guard) for p in held if refuses and p.requires_grad]
-
-    def _guard(self, parameter: Tensor) -> None:
-        if self.replica.backward.gradients == "refused":
-            raise not_by_the_engine()
 
     # Steps that the loop takes by `optimizer.step()`
 
@@ -477,27 +367,10 @@ class OwnLoop(Engine):
 
     def _after_own_step(self, number: int) -> None:
         if self.local_steps:
-            self._refuse_some_of_several({number})
-            self.rule.after_step(self.step_count + 1)
+            check_all_step(self.plan, 1, len(self.optimizers))
+        self.rule.after_step(self.step_count + 1)
         self.step_count += 1
         self._casting = False
-
-    def _agreed_closure(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """The closure, returning the mean loss over all ranks.
-
-        A line search must decide the same on every rank.
-        """
-        if self.split is not None:
-            raise PlanError(
-                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self.plan} "
-                f"divides them. Use dp={self.group.size}"
-            )
-
-        def agreed() -> Any:
-            own = closure()
-            return own if own is None else self._newest_loss.to(torch.as_tensor(own).dtype)
-
-        return agreed
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
@@ -518,35 +391,7 @@ class OwnLoop(Engine):
         super()._attach(identical=identical)
         held = set(self._held_by_optimizer())
         self._untrained = [p for p in self.replica.trainable if p not in held]
-        if hasattr(self, "_guards"):
-            self._guard_parameters()
-
-    def _global_samples(self) -> int:
-        position = self.loader.position
-        return 0 if position is None else position.total
-
-
-class _NoLoader:
-    """Placeholder for a loader, in loops where every rank brings its own data."""
-
-    position = None
-    indices: Sequence[int] = ()
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __iter__(self) -> Iterator[Any]:
-        raise DataError("setup was given no loader: pass a DataLoader to setup, or iterate one of engine.deal(loader)")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def _no_loss(output: Any, target: Any) -> Tensor:
-    raise JobError("setup was given no loss")
+        # where the rule has no hooks that refuse
+        refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
+        divided = self._parameters if self.split is None else self.split.divided.values()
+        self.refusals.refuse_backward(divided if refuses else (), self.replica)

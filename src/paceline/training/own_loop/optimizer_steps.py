@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.errors import JobError, SyncError
+from paceline.errors import JobError, PlanError, SyncError
+from paceline.plans.plan import Plan
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
 
@@ -40,18 +42,21 @@ class OptimizerSteps:
         self,
         before: Callable[[], object],
         after: Callable[[int], object],
-        agreed: Callable[[Optimizer, Closure], Closure],
+        newest_loss: Callable[[], Tensor],
         *,
         ranks: int,
+        divided_by: Plan | None = None,
     ) -> None:
         """Check every optimizer step in this process, where there is more than one rank.
 
         Args:
             before: called before a step that the loop takes by `optimizer.step()`.
             after: called with the optimizer's number after such a step.
-            agreed: makes a step's closure one that returns the same loss on every rank.
+            newest_loss: the mean loss over all ranks.
+            divided_by: the plan, where it divides the model.
         """
-        self._before, self._after, self._agreed_closure = before, after, agreed
+        self._before, self._after, self._newest_loss, self._divided_by = before, after, newest_loss, divided_by
+        self._ranks = ranks
         _KNOWN.update(self.optimizers)
         self._hooks = [register_optimizer_step_pre_hook(self._before_any_step)] if ranks > 1 else []
         self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
@@ -147,6 +152,23 @@ class OptimizerSteps:
         self._check_step(number)
         self._before()
         return None
+
+    def _agreed_closure(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        """The closure, returning the mean loss over all ranks.
+
+        A line search must decide the same on every rank.
+        """
+        if self._divided_by is not None:
+            raise PlanError(
+                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self._divided_by} "
+                f"divides them. Use dp={self._ranks}"
+            )
+
+        def agreed() -> Any:
+            own = closure()
+            return own if own is None else self._newest_loss().to(torch.as_tensor(own).dtype)
+
+        return agreed
 
     def _check_outer_step(self, optimizer: Optimizer) -> None:
         """Check the step of an optimizer within the loop's, as in SAM and Lookahead."""

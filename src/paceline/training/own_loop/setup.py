@@ -23,6 +23,7 @@ from paceline.job.zoo.items import hands_on_models_loss
 from paceline.job.zoo.losses import ModelsOwn
 from paceline.plans.axes import DATA_AXES
 from paceline.plans.plan import Plan
+from paceline.plans.sync_info import sync_info
 from paceline.split.mesh import Mesh
 from paceline.training.own_loop.loop import OnStep, OwnLoop
 
@@ -91,19 +92,14 @@ def setup(
     """
     loss = ModelsOwn() if hands_on_models_loss(loss) else loss
     module, optimizers = _one_module(model), _listed(optimizer, torch.optim.Optimizer, "optimizer")
-    _check_choices(precision, clip_norm, nonfinite, batch_norm)
-    if buffers not in ("same", "local"):
-        raise JobError(f"buffers={buffers!r}: there are same (on all ranks) and local (each replica keeps its own)")
+    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed, buffers)
+    _check_settings(settings)
     _check_plain(module)
     _check_optimizers(module, optimizers)
-    asked = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
-    group = join(deadline_s=deadline_s, transport=asked.transport if isinstance(asked, Plan) else "auto")
-    atexit.register(leave, group)
-    chosen = asked if isinstance(asked, Plan) else Plan(dp=group.size)
-    _check_ranks(chosen, group)
+    chosen, group = _join(plan, deadline_s)
+    _check_rule(chosen, optimizers)
     for one in optimizers if chosen.fused else ():
         _fuse(one)
-    settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed, buffers)
     mesh = Mesh.of(chosen, group)
     dealt = None if loader is None else deal(loader, mesh.group(*DATA_AXES), group, seed)
     extra = _outside(module, optimizers, loss)
@@ -115,6 +111,16 @@ def setup(
     made.models = model
     made.on_step += on_step
     return made
+
+
+def _join(plan: Plan | str, deadline_s: float) -> tuple[Plan, Group]:
+    """Meet the other ranks, over the plan's transport; returns the plan and their group."""
+    asked = None if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+    group = join(deadline_s=deadline_s, transport="auto" if asked is None else asked.transport)
+    atexit.register(leave, group)
+    chosen = Plan(dp=group.size) if asked is None else asked
+    _check_ranks(chosen, group)
+    return chosen, group
 
 
 def _divided(
@@ -184,22 +190,28 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
     return several
 
 
-def _check_choices(precision: str, clip_norm: float | None, nonfinite: str, batch_norm: str) -> None:
-    if nonfinite not in ("stop", "skip"):
+def _check_settings(settings: Settings) -> None:
+    if settings.nonfinite not in ("stop", "skip"):
         raise JobError(
-            f"nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see "
+            f"nonfinite={settings.nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see "
             "paceline.train"
         )
     known = (*get_args(Precision), "fp16")
-    if precision not in known:
-        raise JobError(f"precision={precision!r}: there are {', '.join(known)}")
-    if batch_norm not in ("local", "sync"):
+    if settings.precision not in known:
+        raise JobError(f"precision={settings.precision!r}: there are {', '.join(known)}")
+    if settings.batch_norm not in ("local", "sync"):
         raise JobError(
-            f"batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)"
+            f"batch_norm={settings.batch_norm!r}: there are local (statistics of a replica) and sync (of the global "
+            "batch)"
         )
-    if clip_norm is not None and clip_norm <= 0:
+    if settings.clip_norm is not None and settings.clip_norm <= 0:
         raise JobError(
-            f"clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing"
+            f"clip_norm={settings.clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip "
+            "nothing"
+        )
+    if settings.buffers not in ("same", "local"):
+        raise JobError(
+            f"buffers={settings.buffers!r}: there are same (on all ranks) and local (each replica keeps its own)"
         )
 
 
@@ -234,6 +246,11 @@ def _check_ranks(plan: Plan, group: Group) -> None:
             f"plan {plan} needs {plan.ranks} ranks, but {group.size} were started. Start it with {how}, or use "
             f"dp={group.size}."
         )
+
+
+def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    if len(optimizers) > 1 and not sync_info(plan.sync).several_optimizers:
+        raise PlanError(f"sync={plan.sync}: this rule trains one optimizer; with several use sync=allreduce")
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -43,7 +43,7 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     values = {
         "objects": encoded,
         "loaders": [loader.state_dict() for loader in engine.loaders[1:]],
-        **engine.loop_state(),
+        **({} if engine.compute.loss_scale is None else {"loss_scale": engine.compute.loss_scale.state_dict()}),
     }
     taken = snapshot(engine, values)
     taken.shared |= shared
@@ -107,7 +107,9 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     values = restore(engine, loaded)
     for loader, state in zip(engine.loaders[1:], values["loaders"], strict=False):
         loader.load_state_dict(state)
-    engine.load_loop_state(values)
+    if engine.compute.loss_scale is not None and "loss_scale" in values:
+        engine.compute.loss_scale.load_state_dict(values["loss_scale"])
+    engine.guard.remember()
     own_tensors_here = loaded.own_of(
         MeshCoordinate.of(engine.split.mesh) if engine.split is not None else loaded.coordinate
     )
