@@ -6,6 +6,7 @@ What one learns stands first, every column is defined, and no speedup is shown w
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -15,8 +16,8 @@ from paceline.benchmark.table import WIDTH, definitions, figures, show
 from paceline.benchmark.words import on_cores
 
 
-def screen(of: Report) -> str:
-    console = Console(file=io.StringIO())
+def screen(of: Report, columns: int | None = None) -> str:
+    console = Console(file=io.StringIO(), width=columns, force_terminal=columns is not None, color_system=None)
     show(of, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -30,6 +31,14 @@ def test_it_fits_100_columns_without_colour_and_says_first_what_limits_the_job()
     assert text.strip().startswith(on_cores(report().limits[0]))
     assert all(on_cores(sentence) in " ".join(text.split()) for sentence in report().limits)
     assert "warning  Other processes kept" in text
+
+
+def test_no_word_or_number_of_the_tables_is_broken_at_80_columns() -> None:
+    known = report(settings=[replace(setting, final_loss=0.31234) for setting in report().settings])
+    tables = screen(known, 80).partition("\nstrong      N cores")[0].partition("step")[2]
+    assert max(map(len, tables.splitlines())) <= 80
+    words = set(screen(known, 200).split())
+    assert set(tables.split()) <= words, "each stands on a wide screen, too"
 
 
 def test_every_column_has_a_definition_in_one_line() -> None:

@@ -124,9 +124,10 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
     outcome = paceline("bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 8, "--no-weak", folder=tmp_path)
     assert outcome.code == 1
     assert outcome.says(
-        "2 cores failed and is left out from now on", "made for one", "warning  2 cores could not be measured"
+        "2 cores: failed, and left out from now on", "made for one", "warning  2 cores could not be measured"
     )
     assert outcome.says("paceline: 2 cores could not be measured: rank")
+    assert (outcome.out + outcome.err).count("Traceback") == 1, "it was shown when the setting failed"
     assert [run["setting"] for run in measured(tmp_path)] == ["1-device", "1-device"]
     assert (tmp_path / "b" / "report.html").exists()
 

@@ -83,7 +83,7 @@ def _where_it_goes(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSe
     whole_s = sum(gross_s.values())
     largest = sorted(gross_s, key=lambda part: -gross_s[part])
     shares = {part: gross_s[part] / whole_s for part in largest}
-    named = [f"{percent(share)} {NAMES[part]}" for part, share in shares.items() if share > _WORTH_NAMING]
+    named = [f"{percent(share, 0)} {NAMES[part]}" for part, share in shares.items() if share > _WORTH_NAMING]
     step_ms, ideal_ms = sum(_parts(many).values()) * 1e3, sum(_parts(one).values()) * 1e3 / many.devices
     where = (
         f"A step takes {step_ms:.3g} ms where 1/{many.devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "

@@ -250,7 +250,7 @@ class Benchmark:
         except PacelineError as error:
             if not self._was_stopped(path):
                 self.failures[self._title(setting)] = str(error)
-                self._say(f"{self._title(setting)} failed and is left out from now on:\n{error}", style="red")
+                self._say(f"{self._title(setting)}: failed, and left out from now on:\n{error}", style="red")
         else:
             # nobody goes on with a run that was made to be timed, and many of them fill a disk
             shutil.rmtree(run.checkpoints)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +22,17 @@ from paceline.units import count, joules, percent, seconds, size
 
 WIDTH = 100
 _BAR = 14  # characters
+_NEGLIGIBLE = 0.005  # of a step
 _PART_NAMES = {part: "exposed" if part == "comm" else part for part in PARTS}
+_DEFINITIONS_OF_PARTS = {
+    "data": "waiting for the next batch.",
+    "compute": "forward and backward pass, timed before communication.",
+    "bubble": "waiting for the neighbours in a pipeline.",
+    "exposed": "communication that no compute hides, without the wait for slower ranks.",
+    "imbalance": "waiting for the slowest rank.",
+    "optimizer": "clipping and the update of the weights.",
+    "checkpoint": "waiting for a checkpoint.",
+}
 
 
 def show(report: Report, console: Console) -> None:
@@ -30,7 +41,7 @@ def show(report: Report, console: Console) -> None:
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for i, sentence in enumerate(("", *report.limits, "")):
         console.print(Text(sentence, style="bold" if i == 1 else ""))
-    _print(console, _results(report))
+    _print(console, _results(report), _results(report, narrow=True))
     if any(setting.ranks for setting in report.settings):
         console.print(Text("\nWhere a step goes: ms, in the mean over the ranks", style="bold"))
         _print(console, _breakdown(report))
@@ -96,7 +107,7 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
         f"{'training' if whole else 'step'} time of 1 device / that of N, in the same round; weak: per sample.",
     )
     yield "efficiency", "speedup / N; 100 % is ideal."
-    yield from _definitions_of_parts()
+    yield from ((name, _DEFINITIONS_OF_PARTS[name]) for name in _parts(report).values())
     yield "on wire", "bytes that a rank sends to other replicas in a step; ? where runs are too short."
     yield "memory", "largest resident memory of a rank (its GPU's, if any), shared pages by their share."
     if any(s.energy_joules is not None for s in report.settings):
@@ -105,65 +116,77 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
         yield "energy", "not available: this machine shows no counter (RAPL, NVML)."
 
 
-def _definitions_of_parts() -> Iterator[tuple[str, str]]:
-    yield "data", "waiting for the next batch."
-    yield "compute", "forward and backward pass, timed before communication."
-    yield "bubble", "waiting for the neighbours in a pipeline."
-    yield "exposed", "communication that no compute hides, without the wait for slower ranks."
-    yield "imbalance", "waiting for the slowest rank."
-    yield "optimizer", "clipping and the update of the weights."
-    yield "checkpoint", "waiting for a checkpoint."
+def _print(console: Console, *forms: Table) -> None:
+    """Print the first form of a table that fits the terminal, else the last with narrow gaps.
 
-
-def _print(console: Console, table: Table) -> None:
-    """Without the blanks that fill lines up to the table's width."""
+    Without the blanks that fill lines up to the table's width.
+    """
+    room = console.options.update(width=10 * WIDTH)
+    fitting = (form for form in forms if Measurement.get(console, room, form).maximum <= console.width)
+    if (table := next(fitting, None)) is None:
+        table = forms[-1]
+        table.padding = (0, 1, 0, 0)
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
         console.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
 
 
-def _results(report: Report) -> Table:
+def _parts(report: Report) -> dict[str, str]:
+    """Names of the parts that are no negligible share of a rank's step."""
+    steps = [rank.parts_s for setting in report.settings for rank in setting.ranks]
+    return {
+        part: name
+        for part, name in _PART_NAMES.items()
+        if any(parts_s.get(part, 0.0) > _NEGLIGIBLE * sum(parts_s.values()) for parts_s in steps)
+    }
+
+
+def _results(report: Report, *, narrow: bool = False) -> Table:
     timed = any(s.training_time_s for s in report.settings)
     whole = "to target" if any(s.time_to_target_s for s in report.settings) else "training"
     losses = any(s.final_loss is not None for s in report.settings)
-    table = _table(
-        "", "", "step", "samples/s", *([whole] if timed else []), *(["loss"] if losses else []), "speedup", "efficiency"
-    )
+    columns = [*([whole] if timed else []), *(["loss"] if losses else []), "speedup", "efficiency"]
+    table = _table("", "", "step", "samples/s", *columns)
     before = None
     for setting in report.settings:
         table.add_row(
             "" if setting.scaling == before else setting.scaling,
             setting.label,
-            *_result(setting, timed=timed, losses=losses),
+            *_result(setting, timed=timed, losses=losses, before_interval="\n" if narrow else " "),
         )
         before = setting.scaling
     return table
 
 
-def _result(setting: MeasuredSetting, *, timed: bool, losses: bool) -> list[str | Text]:
-    row: list[str | Text] = [_time(setting.step_time_s, len(setting.runs)), f"{setting.throughput.middle:,.0f}"]
+def _result(setting: MeasuredSetting, *, timed: bool, losses: bool, before_interval: str) -> list[str | Text]:
+    def time(of: Interval) -> str:
+        return _time(of, len(setting.runs), before_interval)
+
+    row: list[str | Text] = [time(setting.step_time_s), f"{setting.throughput.middle:,.0f}"]
     if timed:
         whole = setting.time_to_target_s or setting.training_time_s
-        row.append(_time(whole, len(setting.runs)) if whole else "")
+        row.append(time(whole) if whole else "")
     if losses:
         row.append("" if setting.final_loss is None else f"{setting.final_loss:.4g}")
     if setting.speedup is None or setting.efficiency is None:
         return [*row, "1" if setting.devices == 1 else "?", ""]
     if not setting.is_speedup:
-        return [*row, "no difference", ""]
+        return [*row, f"no{before_interval}difference", ""]
     style = "green" if setting.speedup.middle > 1 else "red"
-    speedup = f"{setting.speedup.middle:.2f}× ({setting.speedup.low:.2f}–{setting.speedup.high:.2f})"
+    interval = f"({setting.speedup.low:.2f}–{setting.speedup.high:.2f})"
+    speedup = f"{setting.speedup.middle:.2f}×{before_interval}{interval}"
     efficiency = f"{percent(setting.efficiency.middle, 0):>5}" if timed else _bar(setting.efficiency.middle)
     return [*row, Text(speedup, style=style), Text(efficiency, style=style)]
 
 
 def _breakdown(report: Report) -> Table:
     energy = any(s.energy_joules is not None for s in report.settings)
-    table = _table("", "", *_PART_NAMES.values(), "on wire", "memory", *(["energy"] if energy else []))
+    shown = _parts(report)
+    table = _table("", "", *shown.values(), "on wire", "memory", *(["energy"] if energy else []))
     before = None
     for setting in (s for s in report.settings if s.ranks):
-        parts = [fmean(rank.parts_s.get(part, 0.0) for rank in setting.ranks) * 1e3 for part in PARTS]
+        parts = [fmean(rank.parts_s.get(part, 0.0) for rank in setting.ranks) * 1e3 for part in shown]
         wire = [rank.wire_bytes for rank in setting.ranks if rank.wire_bytes is not None]
         memory = [m for rank in setting.ranks if (m := rank.gpu_memory_bytes or rank.memory_bytes) is not None]
         row = [
@@ -200,11 +223,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _time(interval: Interval, repeats: int) -> str:
+def _time(interval: Interval, repeats: int, before_interval: str) -> str:
     """`42.6 ms (14.9–47.3)`; without the interval where too few repeats give none."""
     shown = seconds(interval)
-    certain = interval.low == interval.high or repeats < LEAST_REPEATS or shown.interval is None
-    return str(shown) if certain or shown.interval is None else f"{shown} ({shown.interval.replace(' to ', '–')})"
+    if shown.interval is None or interval.low == interval.high or repeats < LEAST_REPEATS:
+        return str(shown)
+    return f"{shown}{before_interval}({shown.interval.replace(' to ', '–')})"
 
 
 def _bar(share: float) -> str:

@@ -84,9 +84,9 @@ def command(
     if benchmark.stopped_by:
         raise typer.Exit(EXIT_CODES.get(benchmark.stopped_by, 1))
     if benchmark.failures:
-        raise RunError(
-            "\n".join(f"{title} could not be measured: {error}" for title, error in benchmark.failures.items())
-        )
+        # Their tracebacks were shown when they failed.
+        first_lines = {title: error.partition("\n")[0] for title, error in benchmark.failures.items()}
+        raise RunError("\n".join(f"{title} could not be measured: {error}" for title, error in first_lines.items()))
 
 
 def _plans(text: str | None) -> list[str]:
