@@ -76,6 +76,7 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
     assert len(browser.all("#plot-loss-steps .scatterlayer .trace")) == 2, "training and held out"
     assert len(browser.all("#plot-parts .scatterlayer .trace")) == len(PARTS)
     assert len(browser.all("#plot-memory_now .scatterlayer .trace")) == 2
+    assert browser.all("#plot-memory_now .ytitle")[0].text == "MiB", "as everywhere else"
     assert browser.console() == []
     assert browser.requests() == []
     browser.open(run.path / "report.html", width=400)

@@ -117,9 +117,9 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _print(console: Console, *forms: Table) -> None:
-    """Print the first form of a table that fits the terminal, else the last with narrow gaps.
+    """Print the first form of a table that fits the terminal.
 
-    Without the blanks that fill lines up to the table's width.
+    If none does, the last one has narrow gaps. Blanks at the ends of lines are left out.
     """
     room = console.options.update(width=10 * WIDTH)
     fitting = (form for form in forms if Measurement.get(console, room, form).maximum <= console.width)

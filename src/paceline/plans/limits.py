@@ -80,9 +80,9 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> str
     works = _one_of(key, working) if working else "cp=1" if key == "cp" else "sequence=off"
     # with causal attention, ranks of cp have equal work if each holds two equal parts
     step = 2 * parts if key == "cp" else parts
-    lengths = " or ".join(str(n) for n in (tokens // step * step, -(-tokens // step) * step) if n)
+    lengths = " or ".join(f"{n:,}" for n in (tokens // step * step, -(-tokens // step) * step) if n)
     return (
-        f"divides sequences of {tokens} tokens among {parts} ranks: {works}, or sequences of {lengths} tokens in "
+        f"divides sequences of {tokens:,} tokens among {parts} ranks: {works}, or sequences of {lengths} tokens in "
         "the job's data."
     )
 

@@ -150,11 +150,11 @@ def memory(record: RunRecord) -> Iterator[Chart]:
     for key, (title, term) in _MEMORY.items():
         series = []
         for rank, steps in record.ranks.items():
-            read = [(s["step"], s["use"][key] / 1e6) for s in steps if key in s.get("use", {})]
+            read = [(s["step"], s["use"][key] / 2**20) for s in steps if key in s.get("use", {})]
             if read:
                 colour = charts.SERIES[rank % len(charts.SERIES)]
                 series.append(
                     charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour)
                 )
         if series:
-            yield Chart(term, charts.lines(series, "steps", "MB"), f"{title}, in MB.", title, [term])
+            yield Chart(term, charts.lines(series, "steps", "MiB"), f"{title}, in MiB.", title, [term])
