@@ -64,13 +64,14 @@ def command(
     from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
     from paceline.console import Console
+    from paceline.plans.sync_info import ALGORITHMS
     from paceline.runner import links
 
     where = to_run_on(cluster) or discover()
     wanted = links.Wanted(
         _words("--transports", transports, links.TRANSPORTS) or links.transports_of(where),
         _words("--collectives", collectives, links.COLLECTIVES) or links.COLLECTIVES,
-        _words("--algorithms", algorithms, links.ALGORITHMS) or links.algorithms_of(where),
+        _words("--algorithms", algorithms, (*ALGORITHMS, "auto")) or links.algorithms_of(where),
         _sizes(sizes) or links.SIZES,
     )
     if is_rank():

@@ -11,7 +11,14 @@ from paceline.extensions import ExtensionPoint
 from paceline.plans.arguments import Argument, between, converted, one_of, pieces, whole
 from paceline.plans.codec_info import CompressSpec
 
-ALGORITHMS = ("auto", "flat", "ring", "tree", "hierarchical")
+_ALGORITHMS = "paceline.comm.allreduce"
+# import path of each all-reduce algorithm; `auto` takes one of them
+ALGORITHMS = {
+    "flat": f"{_ALGORITHMS}.flat:FlatAllReduce",
+    "ring": f"{_ALGORITHMS}.ring:RingAllReduce",
+    "tree": f"{_ALGORITHMS}.tree:TreeAllReduce",
+    "hierarchical": f"{_ALGORITHMS}.hierarchical:HierarchicalAllReduce",
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ RULES = ExtensionPoint(
             exact=True,
             every_step=True,
             sends="gradients",
-            arguments={"": Argument(one_of(ALGORITHMS), "auto", f"one of {', '.join(ALGORITHMS)}")},
+            arguments={"": Argument(one_of(("auto", *ALGORITHMS)), "auto", f"one of auto, {', '.join(ALGORITHMS)}")},
             compresses=True,
             several_optimizers=True,
             needs_inner=False,

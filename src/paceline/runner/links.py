@@ -15,13 +15,13 @@ from paceline.launch.place import places_on
 from paceline.launch.run_on_ranks import run_on_ranks
 from paceline.launch.seed import warm_up
 from paceline.plans import transport_info
+from paceline.plans.sync_info import ALGORITHMS
 
 if TYPE_CHECKING:
     from paceline.comm.measure.links import TransportMeasurement
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 SIZES = tuple(2**10 * 4**i for i in range(8))  # 1 KiB to 16 MiB
-ALGORITHMS = ("flat", "ring", "tree", "hierarchical", "auto")
 TRANSPORTS = (*transport_info.TRANSPORTS.names, "nccl")
 _MOST_RANKS = 8  # on the cores of a host, where nobody asks for more
 _START_S, _CALL_S = 120, 20  # the longest that ranks may take to start, and for each collective at each size
@@ -56,7 +56,7 @@ def transports_of(cluster: Cluster) -> tuple[str, ...]:
 
 def algorithms_of(cluster: Cluster) -> tuple[str, ...]:
     """All of them between hosts; on one host the transport's own."""
-    return ALGORITHMS[:-1] if len(cluster.hosts) > 1 else ("flat",)
+    return tuple(ALGORITHMS) if len(cluster.hosts) > 1 else ("flat",)
 
 
 def ranks_of(cluster: Cluster) -> int:

@@ -14,7 +14,7 @@ import paceline.comm.allreduce.hierarchical
 from hosts import Hosts
 from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import algorithm_for
-from paceline.comm.allreduce.hierarchical import Hierarchical
+from paceline.comm.allreduce.hierarchical import HierarchicalAllReduce
 from paceline.comm.backend import joined
 from paceline.errors import SyncError
 from ranks import RankError, Ranks
@@ -39,7 +39,7 @@ def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
     with joined(deadline_s=30) as group:
         group.hosts = hosts
         paceline.comm.allreduce.hierarchical._BLOCK_BYTES = 2**20  # so that some tensors take several
-        algorithm = Hierarchical(group)
+        algorithm = HierarchicalAllReduce(group)
         wrong = [
             (*case, shared)
             for shared in ("shared", "private", "mixed")
@@ -52,7 +52,7 @@ def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
         return result
 
 
-def is_exact(algorithm: Hierarchical, numel: int, dtype: torch.dtype, shared: str) -> bool:
+def is_exact(algorithm: HierarchicalAllReduce, numel: int, dtype: torch.dtype, shared: str) -> bool:
     """Of tensors that are shared, private, or (`mixed`) private on rank 1 only."""
     group = algorithm.group
     parts = whole_numbers(group.size, numel, dtype)
@@ -83,7 +83,7 @@ def without_memory() -> list[float]:
         group.hosts = (0, 0, 1, 1)
         group._host = halves
         tensor = torch.arange(1000.0) * group.rank
-        Hierarchical(group).all_reduce(tensor)
+        HierarchicalAllReduce(group).all_reduce(tensor)
         result: list[float] = tensor.tolist()
         return result
 
@@ -97,7 +97,7 @@ def rounded() -> bytes:
     with joined(deadline_s=30) as group:
         group.hosts = (0, 0, 1, 1)
         tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(group.rank))
-        Hierarchical(group).all_reduce(tensor)
+        HierarchicalAllReduce(group).all_reduce(tensor)
         return tensor.numpy().tobytes()
 
 
@@ -110,7 +110,7 @@ def of_different_sizes() -> str:
     with joined(deadline_s=30) as group:
         group.hosts = (0, 0, 1, 1)
         try:
-            Hierarchical(group).all_reduce(torch.zeros(100 + group.rank % 2))
+            HierarchicalAllReduce(group).all_reduce(torch.zeros(100 + group.rank % 2))
         except SyncError as error:
             return str(error)
         return ""
@@ -126,7 +126,7 @@ def killed_inside(folder: str) -> None:
     """Rank 1 ends before its part; what the others say goes to files, as the launch fails."""
     with joined(deadline_s=5) as group:
         group.hosts = (0, 0, 1, 1)
-        algorithm = Hierarchical(group)
+        algorithm = HierarchicalAllReduce(group)
         algorithm.all_reduce(torch.zeros(10))
         if group.rank == 1:
             os._exit(0)

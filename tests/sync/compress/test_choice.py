@@ -12,7 +12,7 @@ import torch
 import paceline.sync.compress.choice as choice_module
 from hosts import Hosts
 from paceline.comm import Group
-from paceline.comm.allreduce.algorithms import BackendAllReduce
+from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.backend import joined
 from paceline.plans.codec_info import auto_candidates
 from paceline.sync.compress.choice import CodecChooser, measure_sums
@@ -35,7 +35,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> PredictionOf:
 def run(step_s: dict[str, float], group: Group | None = None) -> tuple[CodecChooser, list[str]]:
     """The choice of a run whose steps take `step_s` by codec, and the codec of each of its first 40 steps."""
     now, used = 0.0, []
-    made = CodecChooser(BackendAllReduce(group or Group(), "flat", ""), [])
+    made = CodecChooser(FlatAllReduce(group or Group(), ""), [])
     made.clock = lambda: now
     for _ in range(40):
         used.append(made.codec)
@@ -87,7 +87,7 @@ def test_of_codecs_about_equally_fast_the_one_that_loses_least_is_taken(predicte
 
 def test_a_resumed_run_keeps_what_was_decided(predicted: PredictionOf) -> None:
     predicted(1.0, bf16=0.5)
-    made = CodecChooser(BackendAllReduce(Group(), "flat", ""), [])
+    made = CodecChooser(FlatAllReduce(Group(), ""), [])
     made.decide("bf16", "As before the run was resumed")
     assert [made.step_done() for _ in range(20)] == ["bf16"] * 20
 
@@ -113,7 +113,7 @@ def measured(dtype: torch.dtype, numbers: int, transport: str = "auto") -> dict[
         flat = torch.zeros(numbers + 300, dtype=dtype)
         buckets = [(flat, [flat[:numbers].view(numbers // 300, 300), flat[numbers:]])]
         before = torch.random.get_rng_state()
-        plain_s, coded_s = measure_sums(BackendAllReduce(group, "flat", ""), buckets)
+        plain_s, coded_s = measure_sums(FlatAllReduce(group, ""), buckets)
         untouched = torch.equal(before, torch.random.get_rng_state()) and not flat.any()
         return {"plain_s": plain_s, "coded_s": coded_s, "untouched": bool(untouched)}
 

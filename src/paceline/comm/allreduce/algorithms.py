@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.cluster.doctor.link_speed import GroupLinks
-from paceline.comm.allreduce.hierarchical import Hierarchical
-from paceline.comm.allreduce.ring import ring_all_reduce
-from paceline.comm.allreduce.tree import tree_all_reduce
+from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.group import Group, Op
-from paceline.comm.measure.transports import measure_links, ranks_by_host
+from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
+from paceline.plans.sync_info import ALGORITHMS
 from paceline.units import size
 
-NAMES = ("flat", "ring", "tree", "hierarchical", "auto")
-AddUp = Callable[[Tensor, Op], None]
-Cost = Callable[[int], float]
 _SIZES = tuple(2**k for k in range(6, 31))  # bytes, at which `auto` compares
 _CLEARLY = 0.9  # of flat's time is what another must promise: measurements and formulas are off by some per cent
 _EXAMPLE = 2**24  # bytes; for which it shows its reckoning
@@ -59,103 +55,31 @@ def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> A
     Raises:
         PlanError: there is none of that name.
     """
-    if name not in NAMES:
-        raise PlanError(f"there is no all-reduce algorithm called {name!r}; there are {', '.join(NAMES)}")
+    if name not in (*ALGORITHMS, "auto"):
+        raise PlanError(f"there is no all-reduce algorithm called {name!r}; there are {', '.join(ALGORITHMS)}, auto")
+    if name == "auto" and group.spans_hosts:
+        return Auto(group, links)
     if name == "auto":
-        return (
-            Auto(group, links)
-            if group.spans_hosts
-            else BackendAllReduce(
-                group, name, f"flat: all ranks are on one host, where {group.transport.name} is fastest"
-            )
+        return FlatAllReduce(group, f"flat: all ranks are on one host, where {group.transport.name} is fastest")
+    kind = _kind(name)
+    if not group.spans_hosts and not kind.pays(group):
+        return FlatAllReduce(
+            group, f"flat: the ranks are on one host, so there is nothing beyond {group.transport.name}"
         )
-    if name == "hierarchical" and not group.spans_hosts:
-        return BackendAllReduce(
-            group, name, f"flat: the ranks are on one host, so there is nothing beyond {group.transport.name}"
-        )
-    return _made(group, name, f"{name}: as the plan says")
+    return kind(group, f"{name}: as the plan says")
 
 
-class BackendAllReduce:
-    """The transport's own all-reduce."""
-
-    def __init__(self, group: Group, name: str, why: str, links: GroupLinks | None = None) -> None:
-        self.group, self.name, self.why, self._links = group, name, why, links
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.group.empty(numel, dtype)
-
-    def release(self, tensor: Tensor) -> None:
-        self.group.release(tensor)
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        self.group.all_reduce(tensor, op)
-
-    def predicted_s(self, nbytes: int) -> float | None:
-        return self._links.flat_s(nbytes) if self._links is not None else None
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class PointToPointAllReduce(BackendAllReduce):
-    """An all-reduce of paceline's own, made of messages between ranks.
-
-    `reduce` replaces a flat contiguous tensor by the sum or maximum over the ranks.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        name: str,
-        why: str,
-        reduce: Callable[[Tensor, Op], None],
-        cost: Callable[[int], float] | None,
-    ) -> None:
-        super().__init__(group, name, why)
-        self._reduce, self._cost = reduce, cost
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        if self.group.size == 1:
-            return
-        self.group.counts.reduced_bytes += tensor.nbytes
-        flat = tensor.detach().contiguous().view(-1)
-        self._reduce(flat, op)
-        if op == "mean":
-            flat.div_(self.group.size)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat.view(tensor.shape))
-
-    def predicted_s(self, nbytes: int) -> float | None:
-        return self._cost(nbytes) if self._cost is not None else None
-
-
-class HierarchicalAllReduce(PointToPointAllReduce):
-    """The hierarchical all-reduce, whose tensors lie in memory that a host's ranks share."""
-
-    def __init__(self, group: Group, name: str, why: str, links: GroupLinks | None = None) -> None:
-        self.hierarchical = Hierarchical(group)
-        super().__init__(group, name, why, self.hierarchical.all_reduce, links.hierarchical_s if links else None)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.hierarchical.empty(numel, dtype)
-
-    def release(self, tensor: Tensor) -> None:
-        self.hierarchical.release(tensor)
-
-    def close(self) -> None:
-        self.hierarchical.close()
-
-
-class Auto(BackendAllReduce):
+class Auto(FlatAllReduce):
     """Chooses for each size the algorithm with the lowest predicted time, from measured links."""
 
+    name = "auto"
+
     def __init__(self, group: Group, links: GroupLinks | None = None) -> None:
-        self.links = links or measure_links(group)
-        several = len(set(group.hosts)) < group.size  # ranks on some host
-        names = [name for name in NAMES[:-1] if several or name != "hierarchical"]
-        self.choices: list[Algorithm] = [_made(group, name, "", self.links) for name in names]
-        super().__init__(group, "auto", self._reasons(group))
+        links = links or measure_links(group)
+        super().__init__(group, "", links)
+        kinds = [kind for kind in map(_kind, ALGORITHMS) if kind.pays(group)]
+        self.choices = [kind(group, "", links) for kind in kinds]
+        self.why = self._reasons(group, links)
 
     def best(self, nbytes: int) -> Algorithm:
         """The algorithm for a size; equal on all ranks, as all use the same numbers."""
@@ -179,7 +103,7 @@ class Auto(BackendAllReduce):
         for choice in self.choices:
             choice.close()
 
-    def _reasons(self, group: Group) -> str:
+    def _reasons(self, group: Group, links: GroupLinks) -> str:
         """The chosen algorithm from each size on, and the measurements behind the choice, as text."""
         best = [(nbytes, self.best(nbytes).name) for nbytes in _SIZES]
         starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
@@ -187,24 +111,15 @@ class Auto(BackendAllReduce):
         predicted = ", ".join(
             f"{choice.name} {(choice.predicted_s(_EXAMPLE) or 0.0) * 1e3:.3g} ms" for choice in self.choices
         )
-        between, hosts = self.links.between, len(set(group.hosts))
+        between, hosts = links.between, len(set(group.hosts))
         return (
             f"auto: {ranges} (predicted for {size(_EXAMPLE)}: {predicted}), with {group.size} ranks on {hosts} hosts, "
             f"{between.bandwidth / 1e6:.3g} MB/s and {between.latency_s * 1e3:.2g} ms between them"
         )
 
 
-def _made(group: Group, name: str, why: str, links: GroupLinks | None = None) -> Algorithm:
-    if name == "flat":
-        return BackendAllReduce(group, name, why, links)
-    if name == "hierarchical":
-        return HierarchicalAllReduce(group, name, why, links)
-    near = ranks_by_host(group)
-    by, cost = (
-        (ring_all_reduce, links.ring_s if links else None)
-        if name == "ring"
-        else (tree_all_reduce, links.tree_s if links else None)
-    )
-    return PointToPointAllReduce(
-        group, name, why, lambda flat, op: by(group, flat, "max" if op == "max" else "sum", order=near), cost
-    )
+def _kind(name: str) -> type[FlatAllReduce]:
+    """The class of an algorithm."""
+    module, _, attribute = ALGORITHMS[name].partition(":")
+    found: type[FlatAllReduce] = getattr(import_module(module), attribute)
+    return found

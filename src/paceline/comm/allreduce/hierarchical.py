@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.cluster.doctor.link_speed import GroupLinks
+from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.ring import OnPiece, ring_all_reduce
 from paceline.comm.c10d.reduction import Reduction
 from paceline.comm.c10d.transport import Transport
@@ -21,11 +23,14 @@ from paceline.errors import SyncError
 _BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
 
 
-class Hierarchical:
-    """The ranks of a group that spans hosts: one group per host, rings between hosts."""
+class HierarchicalAllReduce(PointToPointAllReduce):
+    """An all-reduce over hosts: sums in each host's memory, and rings between hosts."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.host = group, group.host
+    name = "hierarchical"
+
+    def __init__(self, group: Group, why: str = "", links: GroupLinks | None = None) -> None:
+        super().__init__(group, why, links)
+        self.host = group.host
         on_hosts = [[r for r in range(group.size) if group.hosts[r] == host] for host in dict.fromkeys(group.hosts)]
         self.parts = min(len(ranks) for ranks in on_hosts)
         # ranks that carry the same part; a host with more ranks than another has some that carry none
@@ -33,6 +38,14 @@ class Hierarchical:
         if self.host.rank < self.parts:
             self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
         self._scratch: Tensor | None = None
+
+    @classmethod
+    def pays(cls, group: Group) -> bool:
+        """True with several hosts, and several ranks on one of them."""
+        return group.spans_hosts and len(set(group.hosts)) < group.size
+
+    def predicted_s(self, nbytes: int) -> float | None:
+        return self.links.hierarchical_s(nbytes) if self.links is not None else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros in the host's shared memory; all ranks ask together."""
@@ -49,7 +62,7 @@ class Hierarchical:
         if self.across is not None:
             self.across.close()
 
-    def all_reduce(self, flat: Tensor, op: Op = "sum") -> None:
+    def reduce(self, flat: Tensor, op: Op) -> None:
         """Replace a flat contiguous tensor by the sum or maximum over the ranks, bit-identical everywhere.
 
         Raises:

@@ -18,11 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.point_to_point import Messages
 from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.group import Op
+from paceline.comm.measure.transports import ranks_by_host
 
 PIECE_BYTES = 2**18  # long against the cost of starting a message, short against what a rank has to send
 IN_FLIGHT = 4  # pieces: one arrives, one is added, and the others wait in the buffers of the connection
+
+
+class RingAllReduce(PointToPointAllReduce):
+    """The ring over a group, whose ranks stand in it host by host."""
+
+    name = "ring"
+
+    def reduce(self, flat: Tensor, op: Op) -> None:
+        ring_all_reduce(self.group, flat, "max" if op == "max" else "sum", order=ranks_by_host(self.group))
+
+    def predicted_s(self, nbytes: int) -> float | None:
+        return self.links.ring_s(nbytes) if self.links is not None else None
 
 
 class Wait(Protocol):

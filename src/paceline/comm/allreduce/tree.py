@@ -13,8 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.ring import Wires
 from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.group import Op
+from paceline.comm.measure.transports import ranks_by_host
+
+
+class TreeAllReduce(PointToPointAllReduce):
+    """The tree over a group, whose ranks stand in it host by host."""
+
+    name = "tree"
+
+    def reduce(self, flat: Tensor, op: Op) -> None:
+        tree_all_reduce(self.group, flat, "max" if op == "max" else "sum", order=ranks_by_host(self.group))
+
+    def predicted_s(self, nbytes: int) -> float | None:
+        return self.links.tree_s(nbytes) if self.links is not None else None
 
 
 def tree_all_reduce(
