@@ -28,11 +28,11 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.test ## Run every check and every test that is not slow.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup
 
 test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --slow
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --slow
 
 # The workers of pytest would each compile the tests anew if they met them at the same time.
 compiled: $(VENV)/.test

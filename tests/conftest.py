@@ -105,7 +105,13 @@ def pytest_report_header() -> list[str]:
     return [f"cannot be tested here, for want of: {', '.join(absent)}"] if absent else []
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # With several workers, one runs all tests that share a module's fixture, so that it is made once.
+        used = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+        if any(found and found[-1].scope == "module" for found in used):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
