@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.engine.nonfinite import explain, gave_up, stop
+from paceline.engine.guard import explain, gave_up, stop
 from ranks import Ranks
 
 

@@ -22,8 +22,8 @@ from model_families import LLAMA_70B
 from paceline.errors import JobError
 from paceline.job.batch import target_of
 from paceline.job.job import Job
-from paceline.job.model_call import call
 from paceline.job.read.dimensions import Dimensions
+from paceline.job.zoo.losses import call
 from paceline.trace import build as tracing
 from paceline.trace.build import trace
 from paceline.trace.graph import BlockTrace, ModelTrace

@@ -12,7 +12,7 @@ import pytest
 from paceline.cluster.named import named_cluster
 from paceline.comm import Group
 from paceline.job.job import Job
-from paceline.job.model_call import call
+from paceline.job.zoo.losses import call
 from paceline.planner.predict import layout_of
 from paceline.plans.plan import Plan
 from paceline.split.parts import whole_parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,17 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
-from paceline.engine.expert_balance import ExpertBalance
-from paceline.engine.loss_scale import LossScale
+from paceline.engine.guard import LossScale
 from paceline.engine.weighing import Weighing
-from paceline.errors import DataError
-from paceline.job.batch import Batch, place, rows, target_of
+from paceline.errors import DataError, PlanError
+from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss
-from paceline.job.model_call import call
+from paceline.job.zoo.losses import call
+from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_balance
+from paceline.plans.choices import Compile
+from paceline.plans.limits import no_cuda_graphs
 from paceline.plans.plan import Plan
+from paceline.split.compile_cache import keep_compiled_code_private
 from paceline.sync import Replica
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ class Compute(ABC):
         weighing: what the parts of a batch count for in the loss.
         loss_scale: the factor of fp16 training; None in other precisions.
         replica: what the sync rule sees of this rank.
+        prepared: whether the ranks have agreed on the items that the loss averages over.
         casts: whether something else computes in low precision already (FSDP2).
         divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum
             them.
@@ -87,6 +92,7 @@ class Compute(ABC):
         self.loss_scale = LossScale() if precision == "fp16" else None
         self.casts = self.divides_logits = False
         self.weighing = Weighing(self)
+        self.prepared = False
         self.experts = ExpertBalance(self)
 
     @abstractmethod
@@ -129,6 +135,7 @@ class Compute(ABC):
             unit = torch.tensor([local], dtype=torch.float64, device=self.device)
             self.group.all_reduce(unit, "max")
             self.weighing.items_per_sample = float(unit.item()) or 1.0
+        self.prepared = self.weighing.prepared
 
     def weighed_loss(
         self, output: Any, part: Batch, batch: Batch, position: Position, step: int
@@ -175,3 +182,113 @@ class Compute(ABC):
             return loss, 1.0
         self.weighing.look(output, target, step, position)
         return self.weighing.weighed(loss, part, position)
+
+
+def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[..., Any]:
+    """The model's forward pass, compiled where `how` says so.
+
+    Raises:
+        PlanError: torch cannot compile it here (raised by the first call); says what to do.
+    """
+    if how == "off":
+        return model
+    if how == "reduce-overhead" and device.type != "cuda":
+        raise PlanError(f"compile=reduce-overhead {no_cuda_graphs('this rank')}")
+    # heavy
+    from torch._inductor.exc import InductorError
+
+    keep_compiled_code_private()
+    made: Callable[..., Any] = torch.compile(model, mode=None if how == "on" else how)
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        try:
+            return made(*args, **keywords)
+        except InductorError as error:
+            what = str(error).strip().partition("\n")[0]
+            raise PlanError(
+                f"compile={how}: torch cannot compile the model here: {what}. It needs a C++ compiler and "
+                "Python's headers "
+                "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+            ) from error
+
+    return forward
+
+
+class ExpertBalance:
+    """Weighs the balance loss of a model's routers; nothing to do for models without any."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+        self._routes = any(isinstance(module, Router) for module in compute.model.modules())
+
+    def weigh(self, part: Batch | None, position: Position, *, alike: bool = False) -> None:
+        """Tell the routers what the sequences of a microbatch count for; None counts for nothing.
+
+        Args:
+            alike: one number for all sequences, as the stages of a pipeline need it.
+        """
+        if not self._routes:
+            return
+        compute = self.compute
+        if part is None:
+            weigh_balance(compute.model, 0.0)
+            return
+        weighing, context = compute.weighing, compute.split.context if compute.split is not None else None
+        items = torch.tensor(
+            [float(weighing.items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=compute.device
+        )
+        if context is not None and weighing.counts:
+            # of the whole sequences
+            context.group.all_reduce(items)
+        if compute.is_whole_batch:
+            weights = items / items.sum().clamp(min=1)
+        else:
+            assert weighing.items_per_sample is not None
+            weights = items / (position.total * weighing.items_per_sample)
+        weigh_balance(compute.model, weights.mean() if alike else weights)
+
+    def counts(self) -> dict[str, Any]:
+        """Tokens of this rank by expert so far (`moe_counts`); {} where other ranks tell it."""
+        split_ = self.compute.split
+        if split_ is None:
+            return moe_counts(self.compute.model)
+        if split_.mesh.place["tp"]:
+            return {}
+        return add_counts([moe_counts(module) for module in split_.modules])
+
+
+class WholeModel(Compute):
+    """A replica on one rank: computes its share of the batch in microbatches, in turn."""
+
+    def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
+        super().__init__(model, loss, loader, plan, group, group, precision, None)
+        self.forward = compiled(model, plan.compile, self.device)
+
+    def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
+        """See `Compute.forward_backward`."""
+        local = LocalLoss()
+        if position.local == 0 or batch is None:
+            return local
+        parts = self.microbatches(self.place(batch))
+        for i, part in enumerate(parts):
+            self.replica.backward.last = i == len(parts) - 1
+            self.experts.weigh(part, position)
+            with self.autocast():
+                output = self.call(part)
+                if i == 0 and self.device.type == "cuda":
+                    self.check_target(output, batch, self.here(step), self.loader.indices)
+                loss, items = self.weighed_loss(output, part, batch, position, step)
+            scaled = loss if isinstance(items, float) and items == 1.0 else loss * items
+            (scaled if self.loss_scale is None else self.loss_scale.scale(scaled)).backward()
+            local.add(scaled.detach(), items)
+        return local
+
+    def microbatches(self, placed: Batch) -> list[Batch]:
+        """The parts of this rank's share that it computes one after the other."""
+        return list(split(placed, self.plan.microbatches))
+
+    def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
+        """See `Compute.output`."""
+        assert batch is not None, "only the ranks of one replica wait for each other"
+        placed = self.place(batch)
+        return self.call(placed), placed

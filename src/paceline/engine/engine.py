@@ -17,17 +17,14 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
-from paceline.engine.agreement import LocalAgreement, SynchronousAgreement
+from paceline.engine.agreement import LocalAgreement, StepSignals, SynchronousAgreement
 from paceline.engine.calls import prepared, to_channels_last
-from paceline.engine.compute import Compute
+from paceline.engine.compute import Compute, WholeModel
 from paceline.engine.evaluation import Evaluation
-from paceline.engine.guard import Guard
+from paceline.engine.guard import Guard, Policy
 from paceline.engine.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
-from paceline.engine.nonfinite import Policy
 from paceline.engine.replica_state import ReplicaState
-from paceline.engine.signals import StepSignals
 from paceline.engine.status import Phase, StatusBoard
-from paceline.engine.whole_model import WholeModel
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
@@ -36,7 +33,7 @@ from paceline.plans.limits import whole_batch_in_parts
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 from paceline.split.parts import Part
-from paceline.sync import Replica, SyncRule, attach, build_rule
+from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm, unsynchronise
 
 if TYPE_CHECKING:
@@ -102,7 +99,7 @@ class Engine:
         local_steps: True if replicas differ between the steps in which they agree (local rules).
         device: where the model is.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
-            until then).
+            until then); None where nobody asks.
     """
 
     def __init__(
@@ -123,7 +120,8 @@ class Engine:
         self.group, self.settings, self.device = group, settings, group.device
         self.precision = plan.precision or settings.precision
         self.step_count = self._dealt = 0
-        self.before_update: Callable[[int], object] = lambda step: None
+        self.before_update: Callable[[int], object] | None = None
+        self._updates = 0
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = self._made_ready(model, plan)
@@ -161,7 +159,8 @@ class Engine:
         position = self._position(batch)
         self.meter.mark(DATA)
         self.on_phase("compute", step)
-        self.compute.prepare(batch)
+        if not self.compute.prepared:
+            self.compute.prepare(batch)
         self.guard.remember()
         self._clear_gradients()
         with self._gradients("collected"):
@@ -304,6 +303,8 @@ class Engine:
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *self._held_by_optimizer()]))
         self._trained = self._signature()
         self.local_steps = info.local_steps
+        acts = not info.local_steps and acts_after_step(self.rule)
+        self._after_update = self.rule.after_step if acts else None
         kind = LocalAgreement if self.local_steps else SynchronousAgreement
         self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
         if self.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
@@ -322,7 +323,8 @@ class Engine:
 
     def _signature(self) -> tuple[int, ...]:
         """Key that changes when the optimizer gets or loses a trainable parameter."""
-        return tuple([id(p) if p.requires_grad else 0 for p in self._held_by_optimizer()])
+        # written out, as every step asks
+        return tuple([id(p) if p.requires_grad else 0 for g in self.optimizer.param_groups for p in g["params"]])
 
     def _follow_changes(self, *, forward_is_done: bool = False) -> None:
         """Agree on parameters that were unfrozen or added to the optimizer since the last step.
@@ -394,14 +396,22 @@ class Engine:
         clip = self.settings.clip_norm
         if clip is not None and norm > clip:
             torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
-        self.replica_state.before_update()
-        self.meter.mark(OPTIMIZER)
-        self.before_update(step)
-        self.meter.mark(CHECKPOINT)
+        self._before_update(step)
         self.optimizer.step()
-        if not self.local_steps:
-            self.rule.after_step(step)
-        self.guard.updated()
+        if self._after_update is not None:
+            self._after_update(step)
+        if self.compute.loss_scale is not None:
+            self.compute.loss_scale.grow()
+
+    def _before_update(self, step: int) -> None:
+        """Compare replicas where that is due, and let a checkpoint copy the parameters before they change."""
+        self._updates += 1
+        if self._updates >= self.replica_state.due:
+            self.replica_state.before_update(self._updates)
+        if self.before_update is not None:
+            self.meter.mark(OPTIMIZER)
+            self.before_update(step)
+            self.meter.mark(CHECKPOINT)
 
     def _agree_on_parameters(self, step: int) -> None:
         """Agree on parameters, as local rules do in every step.

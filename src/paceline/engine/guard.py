@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
-from paceline.engine.loss_scale import LossScale
-from paceline.engine.nonfinite import PATIENCE, Policy, explain, gave_up, stop
-from paceline.job.batch import Batch
+from paceline.errors import NonFiniteError
+from paceline.job.batch import Batch, nonfinite_rows
 
 
 class Guard:
@@ -59,7 +61,98 @@ class Guard:
             buffer.copy_(saved)
         return problem
 
-    def updated(self) -> None:
+
+Policy = Literal["stop", "skip", "rewind"]
+PATIENCE = 20  # updates left out in a row before the run is called broken
+
+
+def explain(
+    group: Group,
+    batch: Batch | None,
+    indices: list[int],
+    *,
+    step: int,
+    loss: float,
+    norm: float,
+    rank: int | None = None,
+) -> str:
+    """One sentence naming the step, the quantity, and the rank and samples it came from.
+
+    Args:
+        group: the ranks whose loss and gradient it is; all of them call this.
+        rank: this rank's number in the run, where that is not the one in `group`.
+    """
+    bad = nonfinite_rows(batch)
+    names = [indices[row] for row in bad]
+    findings = group.gather_json([group.rank if rank is None else rank, names[:8]])
+    sources = [f"rank {number}'s share of the batch has it in samples {found}" for number, found in findings if found]
+    what = "loss" if not math.isfinite(loss) else "gradient"
+    value = loss if what == "loss" else norm
+    where = (
+        "; ".join(sources) if sources else "the data of the batch is finite, so the model or the learning rate made it"
+    )
+    return f"the {what} of step {step} is {value} ({where})"
+
+
+def stop(problem: str) -> NonFiniteError:
+    """The error of the `stop` policy."""
+    return NonFiniteError(
+        f"{problem}. Nothing was updated. Clean the data, lower the learning rate or set clip_norm; or let the job "
+        "go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last "
+        "checkpoint, without that batch)."
+    )
+
+
+def gave_up(problem: str, skipped: int) -> NonFiniteError:
+    """The error when leaving updates out does not help."""
+    return NonFiniteError(
+        f"{problem}, and {skipped} updates in a row were not finite: the model does not recover. "
+        "Lower the learning rate, set clip_norm, or resume from an earlier checkpoint."
+    )
+
+
+_GROWTH, _BACKOFF, _GROWS_AFTER = 2.0, 0.5, 2000  # as torch.amp.GradScaler
+
+
+class LossScale:
+    """A factor for the loss; gradients are divided by it before they are used.
+
+    All ranks see the same gradients, so it is the same on all.
+
+    It acts on agreed gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
+    """
+
+    def __init__(self, value: float = 2.0**16) -> None:
+        self.value, self._good_steps = value, 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        return loss * self.value
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divide gradients by the scale."""
+        if gradients:
+            torch._foreach_mul_(list(gradients), 1.0 / self.value)
+
+    def grow(self) -> None:
         """Note an update that was made."""
-        if self.loss_scale is not None:
-            self.loss_scale.grow()
+        self._good_steps += 1
+        if self._good_steps % _GROWS_AFTER == 0:
+            self.value *= _GROWTH
+
+    def shrink(self) -> str:
+        """Note a gradient that overflowed; returns the message about the skipped update."""
+        before, self._good_steps = self.value, 0
+        self.value *= _BACKOFF
+        return (
+            f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is left out, and the scale is "
+            f"now {self.value:g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as JSON values."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over an earlier scale."""
+        self.value, self._good_steps = state["value"], state["good_steps"]

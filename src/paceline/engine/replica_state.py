@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm import Group
-from paceline.engine.max_norm import MaxNorm
 from paceline.errors import SyncError
 from paceline.plans.axes import AXES, DATA_AXES
 from paceline.plans.sync_info import sync_info
@@ -33,26 +35,30 @@ class ReplicaState:
 
     Only under rules whose replicas are the same at every step. Buffers are compared along the ranks that read different
     samples: those that a checkpoint keeps, but for statistics of norms that are each replica's own.
+
+    Attributes:
+        due: the next update that `before_update` is to be called before.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.max_norm = MaxNorm(engine)
-        self._updates = 0
         identical = not sync_info(engine.plan.sync).local_steps
         self._compares = identical and engine.group.size > 1 and not engine.group.is_fake
+        self.due: float = 1 if self._compares or self.max_norm.tables else math.inf
 
-    def before_update(self) -> None:
+    def before_update(self, update: int) -> None:
         """Agree on what forward passes wrote into parameters, and compare ranks where that is due.
+
+        Args:
+            update: number of the update that follows, from 1.
 
         Raises:
             SyncError: ranks differ in a parameter or buffer; names it, and the ranks.
         """
         self.max_norm.agree()
-        self._updates += 1
-        if self._compares and (
-            self._updates % EVERY == 0 or (self._updates < EVERY and self._updates.bit_count() == 1)
-        ):
+        self.due = update + 1 if self.max_norm.tables else next(n for n in count(update + 1) if _compared_before(n))
+        if self._compares and _compared_before(update):
             for group, named, strict in self._held_alike():
                 if differing := _differing(group, named):
                     self._refuse(group, named, differing, strict=strict)
@@ -138,6 +144,10 @@ _BUFFER = (
 )
 
 
+def _compared_before(update: int) -> bool:
+    return update % EVERY == 0 or (update < EVERY and update.bit_count() == 1)
+
+
 def _keeps_its_own(module: nn.Module) -> bool:
     """True if a module's running statistics are a replica's own (batch_norm: local)."""
     return isinstance(module, _NormBase) and not is_synchronised(module)
@@ -201,3 +211,67 @@ def _is_rounding(group: Group, tensor: Tensor) -> bool:
     group.all_reduce(extremes, "max")
     apart = (extremes[0] + extremes[1]).abs().max()
     return bool(apart <= _ROUNDING * torch.finfo(tensor.dtype).eps * extremes.abs().max())
+
+
+def has_max_norm(module: nn.Module) -> bool:
+    """True if a module is an embedding that renormalises the rows that it looks up."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+class MaxNorm:
+    """Renormalises embedding rows in agreement, in place of torch's forward pass.
+
+    A row is shortened once per step, before it is looked up for the first time, and before the update on the ranks that
+    did not look it up. All ranks do the same to the same bits, so they keep the same parameters.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.group = engine.group
+        alone = engine.local_steps or engine.split is not None or self.group.size == 1
+        self.tables = [] if alone else [_Table(module) for module in engine.model.modules() if has_max_norm(module)]
+
+    def agree(self) -> None:
+        """Shorten the rows that only other ranks looked up since the last update."""
+        for table in self.tables:
+            anywhere = table.seen.clone()
+            self.group.all_reduce(anywhere, "max")
+            table.shorten((anywhere > table.seen).nonzero()[:, 0])
+            table.seen.zero_()
+
+    def close(self) -> None:
+        """Let the embeddings do it themselves again."""
+        for table in self.tables:
+            table.close()
+        self.tables = []
+
+
+class _Table:
+    """One embedding.
+
+    Attributes:
+        seen: 1 for each row that this rank has looked up since the last update, else 0.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.max_norm = module, module.max_norm
+        module.max_norm = None
+        self.seen = torch.zeros(module.num_embeddings, device=module.weight.device)
+        self._hook = module.register_forward_pre_hook(partial(_look_up, self), with_kwargs=True)
+
+    def shorten(self, rows: Tensor) -> None:
+        """Bring rows that are longer than `max_norm` to that length."""
+        if len(rows):
+            with torch.no_grad():
+                torch.embedding_renorm_(self.module.weight.detach(), rows, self.max_norm, self.module.norm_type)
+
+    def close(self) -> None:
+        self._hook.remove()
+        self.module.max_norm = self.max_norm
+
+
+def _look_up(table: _Table, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    given: Tensor = args[0] if args else keywords["input"]
+    rows = given.detach().reshape(-1).unique().long()
+    rows = rows[table.seen[rows] == 0]
+    table.shorten(rows)
+    table.seen[rows] = 1.0

@@ -13,12 +13,11 @@ from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import prepared
 from paceline.engine.compute import Compute, LocalLoss
-from paceline.engine.max_norm import has_max_norm
+from paceline.engine.replica_state import has_max_norm
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
-from paceline.job.model_call import call
-from paceline.job.zoo.losses import CrossEntropy
+from paceline.job.zoo.losses import CrossEntropy, call
 from paceline.plans.axes import DATA_AXES
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split

@@ -59,7 +59,7 @@ class Weighing:
         self._earlier: tuple[Any, Tensor] | None = None  # a part of one sample
         self._examines = not (self.by_model or type(self.loss) in _OWN or is_known(self.loss))
         self._examines &= not getattr(self.loss, "whole_batch", False)
-        self._prepared = False
+        self.prepared = False
 
     @property
     def counts(self) -> bool:
@@ -68,9 +68,9 @@ class Weighing:
 
     def prepare(self) -> None:
         """Find the items that a model's own loss averages over; every rank calls this first."""
-        if self._prepared or active_fake_mode() is not None:
+        if self.prepared or active_fake_mode() is not None:
             return
-        self._prepared = True
+        self.prepared = True
         if self.by_model:
             from paceline.engine.model_loss import examine  # only where it is needed
 

@@ -4,8 +4,16 @@ All have the methods of `SyncRule`.
 """
 
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.registry import attach, build_rule
-from paceline.sync.rule import Agreement, Replica, SyncRule
-from paceline.sync.start import broadcast_state
+from paceline.sync.rule import Agreement, Replica, SyncRule, acts_after_step
+from paceline.sync.start import attach, broadcast_state, build_rule
 
-__all__ = ["Agreement", "AllReduce", "Replica", "SyncRule", "attach", "broadcast_state", "build_rule"]
+__all__ = [
+    "Agreement",
+    "AllReduce",
+    "Replica",
+    "SyncRule",
+    "acts_after_step",
+    "attach",
+    "broadcast_state",
+    "build_rule",
+]

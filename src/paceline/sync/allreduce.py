@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from paceline.cluster.doctor.link_speed import GroupLinks
+from paceline.comm.allreduce.algorithms import Algorithm, Auto, algorithm_for
 from paceline.comm.bucket import Bucket, Memory
+from paceline.comm.comm_thread import CommThread
+from paceline.comm.group import Group
 from paceline.errors import SyncError
-from paceline.sync.bucket_stream import BucketStream
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
+from paceline.sync.traffic import Traffic
 
 if TYPE_CHECKING:
-    from paceline.sync.compress import CodecChooser
+    from paceline.sync.compress import CodecChooser, Compressor
 
 BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
 # their links are slower: sending begins earlier, and a message is still long against its latency
@@ -60,16 +64,15 @@ class AllReduce(SyncRule):
         on_gpu, whole = dp.device.type == "cuda", replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
         self.overlap = whole and (dp.spans_hosts or (on_gpu and self.compress == "none"))
-        first = BucketStream(
-            dp.copy() if self.overlap and not on_gpu else dp,
-            self.algorithm_name,
-            own_thread=self.overlap and not on_gpu,
-        )
-        self.streams = [first]
         if self.overlap and not on_gpu:
-            self.streams.append(
-                BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links)
-            )
+            first = BucketStream(dp.copy(), self.algorithm_name, own_thread=True)
+            self.streams = [
+                first,
+                BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links),
+            ]
+        else:
+            first = BucketStream(dp, self.algorithm_name, own_thread=False, traffic=replica.traffic)
+            self.streams = [first]
         limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
@@ -110,7 +113,8 @@ class AllReduce(SyncRule):
                 bucket.pending.wait()
         for number in summed:
             self.buckets[number].hand_out()
-        replica.traffic.become(stream.traffic for stream in self.streams)
+        if len(self.streams) > 1:
+            replica.traffic.become(stream.traffic for stream in self.streams)
         if self.choice is not None and not self.choice.decided:
             self._choose()
         for stream in self.streams:
@@ -259,3 +263,81 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
 def _scalars(bucket: Bucket, count: int) -> Tensor:
     """The engine's numbers, which stand behind the gradients of the last bucket."""
     return bucket.flat[bucket.gradient_size : bucket.gradient_size + count]
+
+
+class BucketStream:
+    """Sums buckets over a group in the order of arrival, the same on every rank.
+
+    A sum ends with a wait for its slowest message. Where two streams share a link, the buckets of one fill the pauses
+    of the other.
+
+    Args:
+        group: the ranks that sum.
+        name: name of the all-reduce algorithm.
+        own_thread: True for a stream with its own thread; the group is then a copy, which `close` ends.
+        number: tells streams apart; the random numbers of each are its own.
+        links: measured before; None has `auto` measure them.
+        traffic: where bytes are counted; None for a count of its own.
+
+    Attributes:
+        compressor: codec of the buckets; None sends them as they are.
+        traffic: bytes sent by this stream.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        *,
+        own_thread: bool,
+        number: int = 0,
+        links: GroupLinks | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.group, self.number, self.traffic = group, number, traffic or Traffic()
+        self.algorithm: Algorithm = algorithm_for(group, name, links)
+        self.compressor: Compressor | None = None
+        self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
+
+    @property
+    def links(self) -> GroupLinks | None:
+        """Speed of the links between hosts, if `auto` has measured them."""
+        return self.algorithm.links if isinstance(self.algorithm, Auto) else None
+
+    def compress_by(self, codec: str) -> None:
+        """Use this codec from now on; "none" sends buckets as they are."""
+        from paceline.sync.compress import Compressor  # most runs do without
+
+        self.compressor = None if codec == "none" else Compressor(codec, self.group, self.traffic, seed=self.number)
+
+    def begin(self, bucket: Bucket, name: str) -> None:
+        """Start to sum a bucket; its `pending` tells when it is done."""
+        if self._thread is not None:
+            bucket.pending = self._thread.start(lambda: self.sum(bucket, name))
+            return
+        before = self.group.sent_bytes
+        bucket.send(self.group)
+        self._count(bucket, before)
+
+    def sum(self, bucket: Bucket, name: str) -> None:
+        """Sum a bucket now. `name` is the key of its error feedback."""
+        if self.compressor is not None:
+            self.compressor.sum(name, bucket.flat, bucket.views)  # what follows the gradients is summed exactly
+            return
+        before = self.group.sent_bytes
+        self.algorithm.all_reduce(bucket.flat)
+        self._count(bucket, before)
+
+    def close(self) -> None:
+        """End the thread and free this stream's resources, after the buckets' memory was released."""
+        if self._thread is not None:
+            self._thread.close()
+        self.algorithm.close()
+        if self._thread is not None:
+            self.group.close()
+
+    def _count(self, bucket: Bucket, before: int) -> None:
+        """Count what an exact sum sent, and what a ring sends at least."""
+        size = self.group.size
+        self.traffic.sent_bytes += self.group.sent_bytes - before
+        self.traffic.plain_bytes += 2 * (size - 1) * bucket.flat.nbytes // size

@@ -107,6 +107,11 @@ def not_by_the_engine() -> SyncError:
     )
 
 
+def acts_after_step(rule: SyncRule) -> bool:
+    """True if a rule has an `after_step` of its own."""
+    return getattr(rule.after_step, "__func__", None) is not SyncRule.after_step
+
+
 class SyncRule(Protocol):
     """A synchronisation rule, which keeps replicas in agreement.
 

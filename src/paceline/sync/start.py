@@ -1,17 +1,23 @@
-"""Common start of all replicas: the first replica's values for the same parameters.
+"""Start of a rule: made from the plan's words, and given a replica.
 
-Names, shapes and dtypes are compared first.
+All replicas begin with the first one's values for the same parameters; names, shapes and dtypes are compared first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.comm.agree import agree_on
-from paceline.sync.rule import Replica
+from paceline.comm.checked import CheckedGroup
+from paceline.errors import JobError, PlanError
+from paceline.job.read.imports import load_object
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import RULES, SyncSpec
+from paceline.sync.rule import Replica, SyncRule
 
 _TOGETHER_BYTES = 25 * 2**20
 
@@ -62,3 +68,35 @@ def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
             part, size = [], 0
     if part:
         yield part
+
+
+def build_rule(plan: Plan) -> SyncRule:
+    """The rule that a plan names, not yet attached to a replica.
+
+    Raises:
+        PlanError: another package's rule cannot be imported, or does not take its arguments.
+    """
+    spec = SyncSpec.parse(plan.sync)
+    info, arguments = spec.info, dict(spec.arguments)
+    first = [arguments.pop("")] if "" in arguments else []
+    if info.compresses:
+        arguments["compress"] = plan.compress
+    try:
+        rule: SyncRule = load_object(info.rule)(*first, **arguments)
+    except (JobError, TypeError, ValueError) as error:
+        raise PlanError(f"sync={spec.name}: the rule {info.rule} cannot be made: {error}") from error
+    return rule
+
+
+def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
+    """Hand a replica to the rule of its plan.
+
+    Every call of another package's rule is compared over the ranks before it starts.
+
+    Raises:
+        SyncError: the replicas hold different parameters.
+    """
+    if SyncSpec.parse(plan.sync).name not in RULES.built_in:
+        dp, inner, world = (CheckedGroup.of(group) for group in (replica.dp, replica.inner, replica.world))
+        replica = replace(replica, dp=dp, inner=inner, world=world)
+    rule.attach(replica)

@@ -85,7 +85,7 @@ class TracedModel:
         """Tensor-parallel degrees' weights, by the split's own search on a model without memory."""
         import torch
 
-        from paceline.job.model_call import call
+        from paceline.job.zoo.losses import call
         from paceline.trace.sample import batch_of
         from paceline.trace.tensor.degrees import TensorDegrees
 

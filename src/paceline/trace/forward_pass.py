@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import PacelineError
 from paceline.job.batch import Batch, target_of
 from paceline.job.job import Job
-from paceline.job.model_call import call
+from paceline.job.zoo.losses import call
 from paceline.trace.blocks import find_blocks
 from paceline.trace.operations import Watcher
 from paceline.trace.sample import tokens_of

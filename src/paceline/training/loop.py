@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,10 +11,13 @@ import torch
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.data.held_out import held_out_batches, most_batches, padded
 from paceline.engine.engine import Engine, StepResult
 from paceline.errors import ClusterError, tell_of_failure
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.job.zoo.models.moe import add_counts
@@ -24,7 +27,6 @@ from paceline.split.memory import predicted_bytes
 from paceline.split.parts import Part
 from paceline.training.build import build_engine, built, seed_all
 from paceline.training.checkpoints import Checkpoints
-from paceline.training.evaluations import Evaluations
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events, Remarks
 from paceline.training.record.progress import PlainProgress
@@ -78,6 +80,8 @@ class Loop:
         self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
         self.evaluations.told = self._tell_metrics
         self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.evaluations, self.checkpoints]
+        self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
+        self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
 
     def run(self) -> None:
@@ -133,8 +137,8 @@ class Loop:
         position = engine.loader.position
         assert position is not None
         info = StepInfo(result, position.epoch, position.local, lr)
-        for callback in self.callbacks:
-            callback.on_step(info)
+        for on_step in self._on_step:
+            on_step(info)
         engine.on_phase("data", step + 1)
         return info
 
@@ -143,8 +147,8 @@ class Loop:
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self._ending(info.result)
-        for callback in self.callbacks:
-            reason = callback.after_step(info)
+        for after_step in self._after_step:
+            reason = after_step(info)
             info.ending = info.ending or reason
         return info.ending
 
@@ -263,3 +267,50 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class Evaluations(Callback):
+    """Measures the validation set when the job says so.
+
+    Attributes:
+        at: the step after which it was measured last; -1 before the first time.
+        told: called with the metrics of every evaluation.
+    """
+
+    def __init__(
+        self, job: Job, engine: Engine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
+    ) -> None:
+        self.job, self.engine, self.data, self.stop, self.events = job, engine, data, stop, events
+        self.metrics = build_metrics(job.metrics, engine.loss)
+        self.epoch_steps, self.at = epoch_steps, -1
+        self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """See `Callback`; a metric that reached its target ends the run."""
+        every = self.job.evaluate.every_steps
+        return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
+
+    def after_epoch(self) -> str | None:
+        """Measure if the job counts epochs; returns a stop reason if a target was reached."""
+        epoch, every = self.engine.step_count // self.epoch_steps, self.job.evaluate.every_epochs
+        return self.measure() if self.job.evaluate.every_steps is None and epoch % every == 0 else None
+
+    def measure(self) -> str | None:
+        """Measure the validation set, if any; returns a stop reason if a target was reached."""
+        engine, step = self.engine, self.engine.step_count
+        self.at = step
+        if self.data.held_out is None:
+            return None
+        engine.on_phase("evaluate", step)
+        # A measure of a whole batch depends on which samples are in it.
+        whole = getattr(engine.loss, "whole_batch", False)
+        rank, size = engine.data_group.rank, engine.data_group.size
+        batch = self.job.global_batch if whole else max(1, self.job.global_batch // size)
+        batches: Iterable[Batch | None]
+        batches = held_out_batches(self.data.held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
+        if engine.split is not None and engine.split.all_must_compute:
+            batches = padded(batches, most_batches(len(self.data.held_out), batch=batch, replicas=size, in_turn=whole))  # type: ignore[arg-type]
+        metrics = engine.evaluate(batches, self.metrics)
+        self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
+        self.told(step, metrics)
+        return self.stop.after_evaluation(metrics)

@@ -28,8 +28,8 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
 from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
-from paceline.job.model_call import call
 from paceline.job.stop import StopSpec
+from paceline.job.zoo.losses import call
 from paceline.planner.calibrate import Axis, CalibrationPoint, Collective, Measurements, PassTiming, transport_note
 from paceline.plans.plan import Plan
 from paceline.plans.transport_info import TRANSPORTS

@@ -57,7 +57,8 @@ class Reduction:
             out.copy_(self._scaled(self._wide(parts)))
         else:
             self.add(out, parts)
-            self._scaled(out)
+            if self._divisor:
+                self._scaled(out)
 
     def add(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Reduce the parts of some ranks into `out`; a mean is a sum until `scale`."""

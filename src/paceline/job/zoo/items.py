@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -88,8 +89,13 @@ def reads_models_loss(loss: object) -> bool:
     )
     if not inspect.isfunction(call) or call.__code__.co_argcount < 1 + (call is not loss):
         return False
-    output = call.__code__.co_varnames[int(call is not loss)]
-    for loaded, asked in itertools.pairwise(dis.get_instructions(call)):
+    return _reads_loss_of(call.__code__, int(call is not loss))
+
+
+@functools.cache
+def _reads_loss_of(code: CodeType, argument: int) -> bool:
+    output = code.co_varnames[argument]
+    for loaded, asked in itertools.pairwise(dis.get_instructions(code)):
         if loaded.opname.startswith("LOAD_FAST") and loaded.argval == output and asked.argval == "loss":
             return True
     return False

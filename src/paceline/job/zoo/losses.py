@@ -13,10 +13,11 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from paceline.errors import DataError, JobError
-from paceline.job.batch import rows
+from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, LossSpec
 from paceline.job.read.imports import load_object
 from paceline.job.zoo.arguments import check_call, checked_args
+from paceline.job.zoo.items import reads_models_loss
 from paceline.nearest import nearest
 
 IGNORED = -100  # the label that torch and transformers leave out
@@ -350,3 +351,15 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
 
 def _sort(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
+    """The model's output for a batch.
+
+    A tuple's inputs are passed in order, a mapping's by name; labels only where the model computes the loss.
+    """
+    if isinstance(batch, (tuple, list)):
+        return model(*batch[:-1])
+    if isinstance(loss, ModelsOwn) or reads_models_loss(loss):
+        return model(**batch)
+    return model(**{k: v for k, v in batch.items() if k != "labels"})

@@ -7,40 +7,43 @@ process checks a plan for thousands of ranks.
 
 from __future__ import annotations
 
+import inspect
 import resource
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.comm import Group
 from paceline.data.loader import Loader
+from paceline.engine.agreement import Agreed, StepSignals
 from paceline.engine.compute import LocalLoss
 from paceline.engine.engine import Engine, Settings
-from paceline.engine.even_routing import route_evenly
 from paceline.engine.meter import Meter
-from paceline.engine.signals import Agreed, StepSignals
 from paceline.engine.split_model import without_memory
 from paceline.errors import DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
+from paceline.job.zoo.models.moe import by_expert
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.axes import AXES
 from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, record
-from paceline.split.expert import mixtures
+from paceline.split.expert import mixtures, sent_to_experts
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks
@@ -330,3 +333,31 @@ def _by_axis(sent: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
         for axis, group in groups.items()
         if group is not None and sent.get(group.group_name)
     }
+
+
+def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) -> None:
+    """Have `experts`, split over `ep` or not, take tokens in turn instead of by router.
+
+    The indices are real, so the module's own code can look at them, for which the modes of tensors without values are
+    left; `watch` stays.
+    """
+    for module in experts:
+        if ep.size > 1:
+            own, signature, total, _ = module.forward.args  # as `divide_experts` leaves it
+        else:
+            own, signature, total = module.forward, inspect.signature(module.forward), module.num_experts
+        module.__dict__["forward"] = partial(_in_turn, own, signature, total, ep, watch)
+
+
+def _in_turn(
+    own: Any, signature: inspect.Signature, total: int, ep: Group, watch: TorchDispatchMode, *args: Any, **kwargs: Any
+) -> Tensor:
+    hidden, index, weights = signature.bind(*args, **kwargs).args
+    with _disable_current_modes(), watch:
+        even = (torch.arange(index.numel()) % total).view(index.shape)
+        if ep.size == 1:
+            made: Tensor = own(hidden, even, weights)
+            return made
+        order, counts = by_expert(even, total)
+        of_experts = counts.view(ep.size, -1)
+        return sent_to_experts(own, hidden, order, of_experts, of_experts[ep.rank].repeat(ep.size, 1), weights, ep)

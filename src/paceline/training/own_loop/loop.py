@@ -21,8 +21,7 @@ from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader
 from paceline.engine.engine import Engine, Settings, StepResult
-from paceline.engine.nonfinite import explain, stop
-from paceline.engine.optimizers import Optimizers
+from paceline.engine.guard import explain, stop
 from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
@@ -30,7 +29,7 @@ from paceline.plans.plan import Plan
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
 from paceline.training.own_loop.gradients import clip, summed_apart, total_norm
-from paceline.training.own_loop.optimizer_steps import OptimizerSteps
+from paceline.training.own_loop.optimizer_steps import Optimizers, OptimizerSteps
 from paceline.training.own_loop.refusals import NoLoader, Refusals, check_all_step, check_backward, no_loss
 from paceline.training.own_loop.shares import LossShares
 
@@ -332,12 +331,12 @@ class OwnLoop(Engine):
     # Update
 
     def _step_optimizers(self, stepped: set[int]) -> None:
-        self.replica_state.before_update()
-        self.before_update(self.step_count + 1)
+        self._before_update(self.step_count + 1)
         with self.steps.by_the_engine():
             for number in sorted(stepped):
                 self.optimizers[number].step()
-        self.guard.updated()
+        if self.compute.loss_scale is not None:
+            self.compute.loss_scale.grow()
 
     def _end_update(self, stepped: set[int], step: int, *, updated: bool) -> None:
         """Clear the gradients, and let the rule act on the parameters."""
@@ -362,8 +361,7 @@ class OwnLoop(Engine):
             )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
-        self.replica_state.before_update()
-        self.before_update(self.step_count + 1)
+        self._before_update(self.step_count + 1)
 
     def _after_own_step(self, number: int) -> None:
         if self.local_steps:

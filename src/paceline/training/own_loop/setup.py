@@ -15,7 +15,7 @@ from paceline.comm.backend import join, leave
 from paceline.data.deal import deal
 from paceline.data.loader import Loader
 from paceline.engine.engine import Settings
-from paceline.engine.nonfinite import Policy
+from paceline.engine.guard import Policy
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss

@@ -16,15 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commands import checkpoints, events
 from paceline.comm import Group
+from paceline.engine.agreement import StepSignals
 from paceline.engine.compute import LocalLoss
 from paceline.engine.meter import Meter
-from paceline.engine.signals import StepSignals
 from paceline.errors import CheckpointError
 from paceline.job.job import CheckpointSpec
 from paceline.training.checkpoint import writer as checkpoint
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
+from paceline.training.checkpoints import CheckpointSchedule
 from paceline.training.record.run import Run
-from paceline.training.saving import CheckpointSchedule
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank, train_here
 
