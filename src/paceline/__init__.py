@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
     from paceline.parity.check import check
     from paceline.planner.check.check_plan import check_plan
-    from paceline.planner.choose import plan
     from paceline.planner.predict import predict
+    from paceline.planner.search.search import plan
     from paceline.plans.plan import Plan
     from paceline.runner.train import train
     from paceline.training.own_loop.setup import setup
@@ -49,7 +49,7 @@ _HOMES = {
     "bench": "paceline.benchmark.protocol",
     "check": "paceline.parity.check",
     "check_plan": "paceline.planner.check.check_plan",
-    "plan": "paceline.planner.choose",
+    "plan": "paceline.planner.search.search",
     "predict": "paceline.planner.predict",
     "setup": "paceline.training.own_loop.setup",
     "train": "paceline.runner.train",

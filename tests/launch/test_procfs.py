@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 
-from paceline.launch.procfs import is_stopped, oom_kills
+from paceline.launch.failure import is_stopped, oom_kills
 
 
 def test_a_stopped_process_is_told_from_a_running_one() -> None:

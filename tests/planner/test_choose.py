@@ -10,8 +10,7 @@ from handmade_search import cluster, job
 from paceline.cluster.cluster import Cluster
 from paceline.errors import ClusterError, PlanError
 from paceline.planner.check.check_plan import check_plan
-from paceline.planner.choose import plan
-from paceline.planner.search.search import search
+from paceline.planner.search.search import plan, search
 
 
 def test_the_plan_is_the_best_that_the_search_finds_and_can_run() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from paceline.errors import PlanError
-from paceline.split.deferred_init.allocate import allocate
+from paceline.split.deferred_init.initialise import allocate
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.parts import Parts, local, whole_parts
 from paceline.trace.blocks import find_blocks, submodules

@@ -6,6 +6,7 @@ Discovered on this machine, or read from YAML; it says nothing of what runs and 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from paceline.cluster.emulate.rate import bits_per_s
 from paceline.errors import ClusterError
 from paceline.units import count, size
 
@@ -189,7 +189,7 @@ class Cluster(_Part):
     @model_validator(mode="after")
     def _hosts_differ(self) -> Cluster:
         if self.emulate and not self.hosts:
-            from paceline.cluster.emulate.emulated import hosts_of
+            from paceline.cluster.discover import hosts_of
 
             object.__setattr__(self, "hosts", hosts_of(self.emulate))
         if not self.hosts:
@@ -305,3 +305,24 @@ def _emulated(emulate: Emulate) -> str:
 
 def _tally(names: Iterable[str]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
+
+
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmg])bit(/s)?", re.IGNORECASE)
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_LEAST, _MOST = 10**4, 4 * 10**11  # what `tc` can shape
+
+
+def bits_per_s(rate: str) -> int:
+    """`100mbit` as 100,000,000. In the words of `tc`: a kbit, mbit or gbit a second is 10³, 10⁶ or 10⁹ bits.
+
+    Raises:
+        ValueError: it is not a rate; with what would be one.
+    """
+    match = _RATE.fullmatch(rate.strip())
+    speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
+    if not _LEAST <= speed <= _MOST:
+        raise ValueError(
+            f"{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a "
+            "second, 10kbit to 400gbit)"
+        )
+    return speed

@@ -11,12 +11,15 @@ import subprocess
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster, Host, Link
 from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
 from paceline.errors import ClusterError
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Emulate, Host
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
@@ -176,3 +179,32 @@ def _read(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
+
+
+def hosts_of(emulate: Emulate) -> tuple[Host, ...]:
+    """Hosts `host-0` and so on, without GPUs.
+
+    Each has the cores of its quota, or else its share of the machine's, and its share of the memory.
+
+    Raises:
+        ClusterError: a host is to have more cores than this machine.
+    """
+    from paceline.cluster.cluster import Link
+
+    machine = discover().hosts[0]
+    hosts = []
+    for i, (rate_bps, cores) in enumerate(zip(emulate.rates_bps, emulate.cores, strict=True)):
+        if cores is not None and cores > machine.cores:
+            raise ClusterError(
+                f"cpu: host-{i} is to have {cores:g} cores, but this machine leaves only {machine.cores} to use"
+            )
+        link = Link(name="eth0", kind="ethernet", bandwidth_gbps=None if rate_bps is None else rate_bps / 10**9)
+        changes = {
+            "name": f"host-{i}",
+            "cores": max(1, machine.cores // emulate.hosts) if cores is None else math.ceil(cores),
+            "memory_bytes": max(1, machine.memory_bytes // emulate.hosts),
+            "gpus": (),
+            "links": (link,),
+        }
+        hosts.append(machine.model_copy(update=changes))
+    return tuple(hosts)

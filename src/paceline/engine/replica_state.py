@@ -100,7 +100,7 @@ class ReplicaState:
 
     def _refuse(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
         """Raise for tensors that differ between ranks; re-synchronise those that differ by rounding."""
-        from paceline.sync.compress.machines import same_machines
+        from paceline.comm.agree import same_machines
 
         found = group.gather_json([self.engine.group.rank, {name: int(_digest(named[name])) for name in differing}])
         if not (strict and same_machines(group)) and all(_is_rounding(group, named[name]) for name in differing):

@@ -21,9 +21,8 @@ from typing import Any, Self
 from paceline.engine.status import RankStatus, StatusBoard
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
-from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, root_cause
+from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, is_stopped, oom_kills, root_cause
 from paceline.launch.place import RankPlace
-from paceline.launch.procfs import is_stopped, oom_kills
 from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment

@@ -16,8 +16,7 @@ from paceline.plans.axes import REPLICA
 from paceline.plans.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
 from paceline.plans.plan import Plan
 from paceline.split.context.division import Context, divide_context
-from paceline.split.deferred_init.allocate import allocate
-from paceline.split.deferred_init.initialise import DeferredModel
+from paceline.split.deferred_init.initialise import DeferredModel, allocate
 from paceline.split.expert import divide_experts
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.fsdp_units import inseparable, refuse_writes, watched

@@ -15,9 +15,7 @@ MACHINE = (
 
 @pytest.fixture(autouse=True)
 def _machine_of_4_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "paceline.cluster.emulate.emulated.discover", lambda: Cluster(name="this machine", hosts=(MACHINE,))
-    )
+    monkeypatch.setattr("paceline.cluster.discover.discover", lambda: Cluster(name="this machine", hosts=(MACHINE,)))
 
 
 def read(folder: Path, text: str) -> Cluster:
@@ -50,7 +48,7 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(emulate=Emulate(hosts=2, rate=("25mbit", "1gbit"), cpu=4))
-    monkeypatch.setattr("paceline.cluster.emulate.emulated.discover", pytest.fail)
+    monkeypatch.setattr("paceline.cluster.discover.discover", pytest.fail)
     assert read(tmp_path, cluster.to_yaml()) == cluster
 
 

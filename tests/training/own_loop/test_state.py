@@ -25,8 +25,8 @@ import paceline
 from paceline.engine.engine import StepResult
 from paceline.errors import CheckpointError, RunError
 from paceline.training import trackers
-from paceline.training.checkpoint.plain_values import decode, encode
 from paceline.training.checkpoint.writer import Checkpointer
+from paceline.training.own_loop.state import decode, encode
 from ranks import Ranks
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 24

@@ -14,8 +14,7 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import calibration_of
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.predict import Layouts
-from paceline.planner.search.bounds import Bounds, Floats, RankCost, ShardConfig
-from paceline.planner.search.measured_bounds import MeasuredBounds
+from paceline.planner.search.bounds import Bounds, Floats, MeasuredBounds, RankCost, ShardConfig
 from paceline.planner.search.rejected import RejectionCounts
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import Ints, Space, divisors, numbered

@@ -28,9 +28,8 @@ from paceline.split.pipeline.balance import costs
 from paceline.split.pipeline.cuts import named_cuts, possible_cuts
 from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace, TensorShape
-from paceline.split.pipeline.observed import Observed
+from paceline.split.pipeline.observed import IN_TRANSFORM, Observed, can_be_exported, refuse_unsupported_code
 from paceline.split.pipeline.record_forward import Call, trace_forward
-from paceline.split.pipeline.rules import IN_TRANSFORM, can_be_exported, refuse_unsupported_code
 from paceline.split.pipeline.stages import Stage, StageBounds, identity
 from paceline.split.pipeline.timer import PipelineTimer, TimedStage
 from paceline.split.pipeline.weight_gradients import DeferredWeights

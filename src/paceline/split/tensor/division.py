@@ -13,7 +13,7 @@ inductor, from the functional collectives of a compiled graph, and has not been 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.parts import Parts
+from paceline.split.parts import Parts, shard_parameter
 from paceline.split.tensor.dropout import separate_random_streams
 from paceline.split.tensor.layers import (
     TOKENS,
@@ -31,19 +31,20 @@ from paceline.split.tensor.layers import (
     copy,
     gather,
     gather_partial,
+    gathered_forward,
     reduce,
     reduce_scatter,
     row_forward,
     take,
+    vocabulary_forward,
 )
 from paceline.split.tensor.sequence import SequenceRegion, convert_arguments, convert_result, places_of, prove_sequence
-from paceline.split.tensor.unpaired import divide_unpaired, shard
 from paceline.trace.recording.graph import Entry, Graph
-from paceline.trace.recording.layers import is_transposed
+from paceline.trace.recording.layers import is_embedding, is_transposed
 from paceline.trace.recording.record import Call
 from paceline.trace.tensor.proof import Proof, prove
 from paceline.trace.tensor.shape_rewriter import install
-from paceline.trace.tensor.unpaired import find_unpaired, owners_of
+from paceline.trace.tensor.unpaired import Owners, Unpaired, bias_of, find_unpaired, owners_of, rows_of
 
 
 @dataclass
@@ -186,3 +187,57 @@ def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
     """True if only matrix products inside the call read the value. Its gradients are then theirs alone."""
     inside = [graph.nodes[n] for n, _ in graph.values[value].uses if entry.start <= n < entry.stop]
     return all(node.name == "linear" and isinstance(node.op, str) for node in inside)
+
+
+@dataclass
+class DividedUnpaired:
+    """Result of `divide_unpaired`.
+
+    Attributes:
+        done: path of a layer -> the division that was made.
+        head: the switch of the output head.
+    """
+
+    done: dict[str, str] = field(default_factory=dict)
+    head: HeadSwitch | None = None
+
+
+def divide_unpaired(model: nn.Module, parts: Parts, tp: Group, found: Unpaired) -> DividedUnpaired:
+    """Divide the weights of unpaired layers over the ranks of `tp`, in place."""
+    owners, report = owners_of(model), DividedUnpaired()
+    for name, paths in found.divided.items():
+        layers = [model.get_submodule(path) for path in paths]
+        shard(parts, owners, name, tp, 1 if is_transposed(layers[0]) else 0, (rows_of(layers[0]),))
+        for module, path in zip(layers, paths, strict=True):
+            _divide_layer(module, path, parts, owners, tp, report, head=path in found.heads)
+    return report
+
+
+def _divide_layer(
+    module: nn.Module, path: str, parts: Parts, owners: Owners, tp: Group, report: DividedUnpaired, *, head: bool
+) -> None:
+    """Let an embedding or linear layer compute with its part of the rows."""
+    own = rows_of(module)
+    if is_embedding(module):
+        module.forward = vocabulary_forward(module, tp, own)
+        report.done[path] = "vocabulary: each rank looks up the tokens of its rows"
+        return
+    bias = bias_of(owners, module)
+    if bias is not None and "tp" not in parts[bias].sharded:
+        shard(parts, owners, bias, tp, 0, (own * tp.size,))
+    switch = HeadSwitch(tp.rank * own, (tp.rank + 1) * own) if head else None
+    if switch is not None:
+        report.head = switch
+    module.forward = gathered_forward(module, tp, switch)
+    report.done[path] = "gathered: column-parallel, its outputs put together"
+
+
+def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections: Iterable[int]) -> None:
+    """Shard a parameter in every module that holds it."""
+    module, attribute = owners[name][0]
+    shard_parameter(
+        module, attribute, parts[name], axis="tp", dim=dim, index=tp.rank, of=tp.size, sections=tuple(sections)
+    )
+    own = getattr(module, attribute)
+    for other, its_attribute in owners[name][1:]:
+        setattr(other, its_attribute, own)

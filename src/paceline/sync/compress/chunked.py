@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.sync.compress.codec import Codec
-from paceline.sync.compress.scratch import Scratch
+from paceline.sync.compress.codec import Codec, Scratch
 from paceline.sync.compress.two_phase import TwoPhase
 from paceline.sync.traffic import Traffic
 

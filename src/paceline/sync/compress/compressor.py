@@ -12,9 +12,8 @@ from paceline.errors import CheckpointError, JobError, PlanError, SyncError
 from paceline.job.read.imports import load_object
 from paceline.plans.codec_info import CODECS, CompressSpec
 from paceline.sync.compress.chunked import Chunked
-from paceline.sync.compress.codec import Codec, CodedSum, Coding
+from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
 from paceline.sync.compress.half import Cast
-from paceline.sync.compress.scratch import Scratch
 from paceline.sync.compress.two_phase import chunk_size, ring_bytes
 from paceline.sync.traffic import Traffic
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
+from paceline.comm.agree import same_machines
 from paceline.sync.compress.chunked import square
-from paceline.sync.compress.codec import Codec, Coding
-from paceline.sync.compress.machines import same_machines
-from paceline.sync.compress.scratch import Scratch
+from paceline.sync.compress.codec import Codec, Coding, Scratch
 from paceline.sync.compress.two_phase import TwoPhase
 from paceline.sync.traffic import Traffic
 

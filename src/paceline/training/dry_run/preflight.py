@@ -16,16 +16,21 @@ from functools import cached_property
 import torch
 
 from paceline.cluster.cluster import Cluster
+from paceline.comm import Group
+from paceline.engine.engine import Engine, Settings
+from paceline.engine.model_loss import SAMPLES
 from paceline.errors import PacelineError, PlanError
+from paceline.job.batch import target_of
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.planner.check.nearest import nearest_plan
-from paceline.planner.check.plan_context import Check, PlanContext
+from paceline.planner.check.plan_context import Check, PlanContext, loss_is_tried
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
+from paceline.split.mesh import Mesh
 from paceline.trace.model_info import model_info
+from paceline.training.build import loader_of
 from paceline.training.dry_run.dry_run import StepFailed, dry_run_stage, for_dry_run, with_data_at_hand
-from paceline.training.dry_run.loss_preflight import reasons_of_loss
 
 BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
 LOOK_S = 20.0  # of asking which of several plans can divide a model, before the fastest of them is sought
@@ -128,3 +133,41 @@ class Preflight:
             except Exception:  # noqa: BLE001 - whatever the user's model raises
                 self._runs_whole = False
         return self._runs_whole
+
+
+_TRIED_HERE = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
+
+
+def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
+    """Reasons why the plan would train another loss; empty if none is found.
+
+    The loss is computed by the undivided model in one process, from its first weights. Empty also where only
+    the ranks can tell.
+    """
+    if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _TRIED_HERE:
+        return []
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _try(job, plan, data)
+    except PlanError as error:
+        return str(error).splitlines()
+    except Exception:  # noqa: BLE001 - whatever the user's model or loss raises: the ranks tell it with its place
+        return []
+    return []
+
+
+def _try(job: Job, plan: Plan, data: DataSets) -> None:
+    torch.manual_seed(job.seed)
+    alone, group, model = Plan(precision=plan.precision), Group(), job.model.build()
+    loader, settings = loader_of(job, Mesh.of(alone, group), data), Settings(precision=job.precision, seed=job.seed)
+    engine = Engine(model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings)
+    try:
+        engine.plan = plan  # whose parts the loss is held against
+        engine.compute.weighing.prepare()
+        batch = engine.compute.place(loader.example(SAMPLES))
+        if not engine.compute.weighing.by_model:
+            with torch.no_grad(), engine.compute.autocast():
+                output = engine.compute.call(batch)
+            engine.compute.weighing.hold(output, target_of(batch))
+    finally:
+        engine.close()
