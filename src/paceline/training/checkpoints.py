@@ -53,6 +53,8 @@ class CheckpointSchedule:
         self._begun = time.monotonic()
         self._lead_steps = 0  # rank 0's: so much earlier a checkpoint is begun
         self._early = False  # whether the newest one was
+        self._in_flight = False  # until the newest one's tensors are released and its writer has ended
+        self._released = True
 
     def resumed(self, step: int, clock_s: float) -> None:
         """Training goes on from the checkpoint of `step`, or begins."""
@@ -88,11 +90,15 @@ class CheckpointSchedule:
         self.settle()
         self.at = step
         self._clock_s, self._begun = clock_s, time.monotonic()
+        self._in_flight, self._released = True, False
         self.checkpointer.save(step, snapshot)
 
     def before_update(self, step: int) -> None:
         """Wait until the weights may change, and `step` may be completed."""
+        if not self._in_flight:
+            return
         self.checkpointer.release()
+        self._released = True
         every = self.rule.every_steps
         if (
             every is None
@@ -111,7 +117,11 @@ class CheckpointSchedule:
         Raises:
             CheckpointError: as many in a row as the job allows.
         """
-        self._note(self.checkpointer.poll)
+        if self._in_flight:
+            # looked at first: a writer that has ended has left its error
+            over = self._released and not self.checkpointer.busy
+            self._note(self.checkpointer.poll)
+            self._in_flight = not over
 
     def settle(self) -> None:
         """Finish the checkpoint under way; one that fails is noted as in `poll`."""

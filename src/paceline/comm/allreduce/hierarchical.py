@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.ring import OnPiece, ring_all_reduce
-from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.c10d.collectives import Reduction
 from paceline.comm.c10d.transport import Transport
 from paceline.comm.group import Group, Op
 from paceline.errors import SyncError

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.point_to_point import Messages
-from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.c10d.collectives import Reduction
 from paceline.comm.group import Op
 from paceline.comm.measure.transports import ranks_by_host
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.ring import Wires
-from paceline.comm.c10d.reduction import Reduction
+from paceline.comm.c10d.collectives import Reduction
 from paceline.comm.group import Op
 from paceline.comm.measure.transports import ranks_by_host
 

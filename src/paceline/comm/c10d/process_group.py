@@ -14,9 +14,8 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch.distributed import ReduceOp
 
-from paceline.comm.c10d.collectives import Collectives, all_reduce_sparse
+from paceline.comm.c10d.collectives import Collectives, Op, Reduction, all_reduce_sparse
 from paceline.comm.c10d.operation import DONE, DrivenWork, Driver, Operation, OperationQueue, Steps
-from paceline.comm.c10d.reduction import Op, Reduction
 from paceline.errors import SyncError
 
 Options = Any  # torch's options of a collective; each kind is a class of its own

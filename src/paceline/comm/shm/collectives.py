@@ -16,8 +16,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from paceline.comm.c10d.collectives import Reduction
 from paceline.comm.c10d.operation import Steps
-from paceline.comm.c10d.reduction import Reduction
 from paceline.comm.shm.progress import Peer
 from paceline.comm.shm.rounds import CHUNK_BYTES, Rounds
 from paceline.errors import SyncError

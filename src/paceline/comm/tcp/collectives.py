@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.c10d.collectives import Reduction
 from paceline.comm.c10d.operation import Steps
-from paceline.comm.c10d.reduction import Reduction
 from paceline.comm.tcp.link import PeerLink
 from paceline.comm.tcp.mesh import LinkMesh, TcpSend
 from paceline.comm.tcp.messages import COLLECTIVE, CurrentCall, TcpReceive
