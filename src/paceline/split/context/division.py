@@ -22,10 +22,10 @@ from paceline.plans.limits import NO_ATTENTION, undivided_tokens
 from paceline.split.context.attention_calls import attends
 from paceline.split.context.check import NO_TOKENS, examine, masked, tokens_of
 from paceline.split.context.own_attention import OwnAttention
+from paceline.split.context.replace_forward import replace_forward
 from paceline.split.context.ring import held, join_ring, ring_attention
 from paceline.split.context.rows import divide_rows
 from paceline.split.parts import Parts
-from paceline.split.pipeline.replace_forward import replace_forward
 from paceline.trace.recording.record import Call, record_graph
 
 

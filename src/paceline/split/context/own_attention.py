@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.split.pipeline.replace_forward import replace_forward
+from paceline.split.context.replace_forward import replace_forward
 
 
 class OwnAttention(TorchFunctionMode):

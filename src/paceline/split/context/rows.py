@@ -21,8 +21,8 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.split.context.attention_calls import attention_calls
 from paceline.split.context.own_attention import OwnAttention
+from paceline.split.context.replace_forward import replace_forward
 from paceline.split.parts import Parts
-from paceline.split.pipeline.replace_forward import replace_forward
 from paceline.trace.recording.graph import Entry, Graph, Ref
 from paceline.trace.recording.record import record_graph
 

@@ -1,11 +1,22 @@
-"""Modules at which a pipeline's stages begin: named by the plan, or every possible one."""
+"""Where a pipeline's stages may begin: modules named by the plan or all, and the measured times between them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
+from paceline.job.batch import Batch
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
+from paceline.split.pipeline.observed import restored_afterwards
+from paceline.split.pipeline.record_forward import Call
+from paceline.split.pipeline.stages import Stage, StageBounds
 
 
 def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
@@ -46,10 +57,120 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
         elif module_call.name in blocks or len(cut.values) == 1:
             cuts[cut.time] = cut
     found: list[Cut] = []
-    for cut in (cuts[time] for time in sorted(cuts)):
+    for cut in (cuts[at] for at in sorted(cuts)):
         # Two cuts with no computation between them are one; the outer module's name is kept.
         if trace.used(found[-1].time if found else -1, cut.time):
             found.append(cut)
     if found and not trace.used(found[-1].time, ForwardTrace.END):
         found.pop()
     return found, reasons
+
+
+# The fastest run counts: the first ones have cold caches, others are slowed by other work on the machine.
+_RUNS = 8
+
+
+def costs(
+    model: nn.Module,
+    trace: ForwardTrace,
+    cuts: Sequence[Cut],
+    batch: Batch,
+    call: Call,
+    device: torch.device,
+    *,
+    runs: int = _RUNS,
+) -> list[float]:
+    """Seconds of a forward and a backward pass of each segment between two cuts.
+
+    There are `len(cuts) + 1` segments. Each is computed alone, with random weights of its own, as a stage of a pipeline
+    would be; equal segments (the same types of modules, parameters and activations) are measured once. At most one
+    segment is in memory at a time. The loss is not included in the last one.
+
+    Ranks that split the inside of a segment (tensor parallel) must call this together, for its collectives.
+
+    Raises:
+        PlanError: a segment cannot be computed apart from the others.
+    """
+    ends = [None, *cuts, None]
+    measured: dict[Any, float] = {}
+    found = []
+    for first, last in pairwise(ends):
+        bounds = StageBounds(trace, first, last)
+        likeness = _likeness(model, bounds)
+        if likeness not in measured:
+            with restored_afterwards(model):
+                measured[likeness] = _measure(model, bounds, batch, call, device, runs)
+        found.append(measured[likeness])
+    return found
+
+
+def _likeness(model: nn.Module, bounds: StageBounds) -> Any:
+    parameters = dict(model.named_parameters())
+    modules = tuple(
+        type(model.get_submodule(v.name)).__qualname__
+        for v in bounds.trace.module_calls
+        if v.enter >= bounds.start and v.leave <= bounds.stop
+    )
+    shapes = sorted((tuple(parameters[n].shape), str(parameters[n].dtype)) for n in bounds.parameters())
+    return modules, tuple(shapes), tuple(bounds.received), tuple(bounds.sent)
+
+
+def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, device: torch.device, runs: int) -> float:
+    seconds = []
+    try:
+        stage = Stage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
+        _fill(stage.module, device)
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+            for _ in range(runs):
+                received = _received(bounds, device)
+                started = _now(device)
+                outputs = [
+                    t
+                    for t in tree_leaves(stage.module(*received, batch=batch))
+                    if isinstance(t, Tensor) and t.requires_grad
+                ]
+                torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
+                seconds.append(_now(device) - started)
+    except (PlanError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        where = f"from {bounds.first.before}" if bounds.first else "from the beginning"
+        until = f"to before {bounds.last.before}" if bounds.last else "to the end"
+        raise PlanError(
+            f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: "
+            f"{first}). Its code may reach "
+            "other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
+        ) from error
+    return min(seconds)
+
+
+def _received(bounds: StageBounds, device: torch.device) -> list[Tensor]:
+    received = [shape.on(device) for shape in bounds.received]
+    with torch.no_grad():
+        for t in received:
+            _ = t.normal_(std=0.02) if t.is_floating_point() else t.zero_()
+    return received
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Give parameters random values, and buffers without values zeros."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                value = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=0.02)
+                part._parameters[name] = made.setdefault(id(p), nn.Parameter(value, requires_grad=p.requires_grad))  # type: ignore[assignment]
+        for name, b in part._buffers.items():
+            if b is not None:
+                part._buffers[name] = (
+                    torch.zeros(b.shape, dtype=b.dtype, device=device)
+                    if b.is_meta
+                    else b.detach().to(device, copy=True)
+                )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -24,8 +24,7 @@ from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.limits import even_cuts, microbatches_fit, sharded_twice, too_many_stages, wrong_cuts
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, local
-from paceline.split.pipeline.balance import costs
-from paceline.split.pipeline.cuts import named_cuts, possible_cuts
+from paceline.split.pipeline.cuts import costs, named_cuts, possible_cuts
 from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace, TensorShape
 from paceline.split.pipeline.observed import IN_TRANSFORM, Observed, can_be_exported, refuse_unsupported_code
