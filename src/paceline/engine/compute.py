@@ -1,4 +1,7 @@
-"""Forward and backward passes of one rank: placement, precision, loss and its weight."""
+"""Forward and backward passes of one rank: placement, precision, loss and its weight.
+
+`WholeModel` is that of a rank with the whole model; `split_model.py` has the other.
+"""
 
 from __future__ import annotations
 

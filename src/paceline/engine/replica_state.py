@@ -1,4 +1,4 @@
-"""Comparison of replicas' parameters and buffers by digests while a run trains."""
+"""Equality of replicas: parameters and buffers compared by digests, embeddings with `max_norm` kept alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saving, resuming and rewinding."""
+"""Checkpoints of a run: when they are due, saving, resuming and rewinding."""
 
 from __future__ import annotations
 

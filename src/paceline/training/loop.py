@@ -1,4 +1,4 @@
-"""The loop of a run: epochs, steps, the stop rule, and signals."""
+"""The loop of a run: epochs, steps, evaluations, the stop rule, and signals."""
 
 from __future__ import annotations
 

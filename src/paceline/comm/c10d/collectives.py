@@ -1,6 +1,6 @@
-"""Collectives that a transport offers to c10d's calls, over flat, contiguous tensors.
+"""Collectives that a transport offers to c10d's calls, and the reductions that they take.
 
-Each is a generator that yields while it waits.
+Tensors are flat and contiguous. Each is a generator that yields while it waits.
 """
 
 from __future__ import annotations
