@@ -69,7 +69,6 @@ class Compute(ABC):
         weighing: what the parts of a batch count for in the loss.
         loss_scale: the factor of fp16 training; None in other precisions.
         replica: what the sync rule sees of this rank.
-        prepared: whether the ranks have agreed on the items that the loss averages over.
         casts: whether something else computes in low precision already (FSDP2).
         divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum
             them.
@@ -95,7 +94,6 @@ class Compute(ABC):
         self.loss_scale = LossScale() if precision == "fp16" else None
         self.casts = self.divides_logits = False
         self.weighing = Weighing(self)
-        self.prepared = False
         self.experts = ExpertBalance(self)
 
     @abstractmethod
@@ -138,7 +136,6 @@ class Compute(ABC):
             unit = torch.tensor([local], dtype=torch.float64, device=self.device)
             self.group.all_reduce(unit, "max")
             self.weighing.items_per_sample = float(unit.item()) or 1.0
-        self.prepared = self.weighing.prepared
 
     def weighed_loss(
         self, output: Any, part: Batch, batch: Batch, position: Position, step: int

@@ -159,7 +159,8 @@ class Engine:
         position = self._position(batch)
         self.meter.mark(DATA)
         self.on_phase("compute", step)
-        if not self.compute.prepared:
+        weighing = self.compute.weighing
+        if not weighing.prepared or weighing.items_per_sample is None:
             self.compute.prepare(batch)
         self.guard.remember()
         self._clear_gradients()
@@ -396,14 +397,14 @@ class Engine:
         clip = self.settings.clip_norm
         if clip is not None and norm > clip:
             torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
-        self._before_update(step)
+        self._prepare_update(step)
         self.optimizer.step()
         if self._after_update is not None:
             self._after_update(step)
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.grow()
 
-    def _before_update(self, step: int) -> None:
+    def _prepare_update(self, step: int) -> None:
         """Compare replicas where that is due, and let a checkpoint copy the parameters before they change."""
         self._updates += 1
         if self._updates >= self.replica_state.due:

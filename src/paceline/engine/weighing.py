@@ -42,6 +42,7 @@ class Weighing:
 
     Attributes:
         said: what a user must know of how the loss is weighed, for the record.
+        prepared: whether the items of a model's own loss were looked for.
         items_per_sample: the unit in which every replica weighs its part; None before the first step.
         warns: whether what is said is a warning, too: in loops of users' own, on the first rank.
     """

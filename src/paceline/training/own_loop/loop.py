@@ -331,7 +331,7 @@ class OwnLoop(Engine):
     # Update
 
     def _step_optimizers(self, stepped: set[int]) -> None:
-        self._before_update(self.step_count + 1)
+        self._prepare_update(self.step_count + 1)
         with self.steps.by_the_engine():
             for number in sorted(stepped):
                 self.optimizers[number].step()
@@ -361,7 +361,7 @@ class OwnLoop(Engine):
             )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
-        self._before_update(self.step_count + 1)
+        self._prepare_update(self.step_count + 1)
 
     def _after_own_step(self, number: int) -> None:
         if self.local_steps:
