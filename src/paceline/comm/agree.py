@@ -1,4 +1,4 @@
-"""Agreement of all ranks: that they hold the same things, have equal machines, or on the largest value."""
+"""Agreement of all ranks: the same things held, equal machines, or the largest value."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ class Engine:
             self.compute.loss_scale.grow()
 
     def _prepare_update(self, step: int) -> None:
-        """Compare replicas where that is due, and let a checkpoint copy the parameters before they change."""
+        """Compare replicas where due, and let a checkpoint copy parameters before they change."""
         self._updates += 1
         if self._updates >= self.replica_state.due:
             self.replica_state.before_update(self._updates)

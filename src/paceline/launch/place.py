@@ -1,4 +1,4 @@
-"""Places of ranks and of their rendezvous: this machine as it is, or the hosts emulated on it."""
+"""Places of ranks and their rendezvous: this machine, or the hosts emulated on it."""
 
 from __future__ import annotations
 

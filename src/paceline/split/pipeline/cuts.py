@@ -1,4 +1,4 @@
-"""Where a pipeline's stages may begin: modules named by the plan or all, and the measured times between them."""
+"""Cuts of a model into stages: the plan's or all possible, and the times between them."""
 
 from __future__ import annotations
 
