@@ -1,4 +1,4 @@
-"""Cuts of a model into stages: the plan's or all possible, and the times between them."""
+"""Cuts of a model into stages: the plan's or all possible, and times between them."""
 
 from __future__ import annotations
 
