@@ -228,6 +228,17 @@ def test_training_that_falls_back_keeps_what_it_saves_from_there(tmp_path: Path)
 # No room, no permission
 
 
+def test_a_full_disk_with_room_for_one_rank_says_that_the_others_need_theirs(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, world=2)
+    (tmp_path / ".step-00000001.partial").mkdir()
+    (tmp_path / ".step-00000001.partial/rank-0.safetensors").symlink_to("/dev/full")
+    saving.save(1, state(1.0))
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 needs .*, the other ranks as much as their parts take, and .* free"
+    ):
+        saving.close()
+
+
 def test_a_full_disk_is_named_with_what_was_needed_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
     save(tmp_path, 1)
     saving = checkpointer(tmp_path)

@@ -177,8 +177,8 @@ def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(
     """Only the data tells how many steps two epochs have."""
     forecasts(monkeypatch)
     choice = choose(network(tmp_path, "pass", stop={"epochs": 2}), CLUSTER)
-    assert verdicts(choice)["memory_format=channels_last"] == "not tried: the time for measuring was used"
-    assert verdicts(choice)["fused=on"] == "not tried: the time for measuring was used"
+    assert verdicts(choice)["memory_format=channels_last"] == "not tried: there was no time left to measure it"
+    assert verdicts(choice)["fused=on"] == "not tried: there was no time left to measure it"
     assert "nothing that was tried is faster" in choice.lines[-1]
 
 

@@ -260,7 +260,8 @@ class Attempt:
         if self.signals.first and not self._told:
             self._told = True
             what = "save a checkpoint and end" if self.setting.saves else "end"
-            print(f"paceline: {self.signals.first}: the ranks {what}. Ctrl-C kills them at once.", file=sys.stderr)
+            kills = "A second Ctrl-C" if self.signals.first == "SIGINT" else "Ctrl-C"
+            print(f"paceline: {self.signals.first}: the ranks {what}. {kills} kills them at once.", file=sys.stderr)
             if self.on_event:
                 self.on_event("stop", {"signal": self.signals.first})
             for rank, status in zip(self.ranks, self.board.read() if self.ranks else (), strict=True):

@@ -173,7 +173,7 @@ def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s:
     if knob.cost_s and run_s is not None and knob.cost_s > SHARE_OF_RUN * run_s:
         return f"it takes about {knob.cost_s:.0f} s to begin, and the run at most {run_s:.0f} s"
     if not knob.cost_s and left_s < comparison_s:
-        return "the time for measuring was used"
+        return "there was no time left to measure it"
     return None
 
 

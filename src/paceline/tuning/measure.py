@@ -127,7 +127,7 @@ def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
 def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:
     """Measure a plan in a start of its own. It becomes the best if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
-        return Trial(forecast.plan, "not tried: the time for measuring was used", predicted_s=forecast.step_s)
+        return Trial(forecast.plan, "not tried: there was no time left to measure it", predicted_s=forecast.step_s)
     alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
     try:
         own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s

@@ -367,7 +367,8 @@ class Checkpointer:
     def _explain(self, needed_bytes: int, error: Exception) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.folder).free
-            room = f"rank {self.rank} needs {needed_bytes:,} bytes in {self.folder} and {free:,} are free"
+            others = ", the other ranks as much as their parts take," if self.world > 1 else ""
+            room = f"rank {self.rank} needs {needed_bytes:,} bytes in {self.folder}{others} and {free:,} are free"
             return f"{error.strerror}: {room}. Make room, keep fewer checkpoints, or save to another disk"
         if isinstance(error, OSError):
             return f"{error.strerror or error} ({error.filename or self.folder})"
