@@ -125,7 +125,10 @@ class Parity:
         """`holds` or `differs`; `cannot tell` where rounding, or random numbers, could hide a mistake."""
         if self.undecided is not None:
             return "cannot tell"
-        if any(found > limit for found, limit in zip(self.largest, self.tolerance, strict=True)):
+        # Where rounding moves one quantity beyond its cap, how far it moves the others is chance: a difference within
+        # their caps says nothing either.
+        limits = self.tolerance if self.why_undecided is None else Tolerance(*map(max, self.tolerance, CAP))
+        if any(found > limit for found, limit in zip(self.largest, limits, strict=True)):
             return "differs"
         return "holds" if self.why_undecided is None else "cannot tell"
 
