@@ -5,6 +5,7 @@ A chart for each collective on logarithmic axes, its limit, all numbers, no requ
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,9 @@ def test_the_numbers_are_those_measured(browser: Browser, tmp_path: Path) -> Non
     )
     assert "left out, as one call would take longer than 1.5 s: all-reduce ring 16MiB" in browser.one("#warnings").text
     assert "none wrong" in browser.one("header").text
+    ticks = [tick.text for tick in browser.all(".ytick")]
+    assert ticks
+    assert all(re.fullmatch(r"\d+ [kMG]B/s", tick) for tick in ticks), "as everywhere else"
 
 
 def test_wrong_results_are_said_first_and_on_a_telephone_nothing_is_wider_than_the_screen(

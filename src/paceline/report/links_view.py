@@ -39,6 +39,10 @@ _SIZES = {
     "send_receive": "Size: of the message. The time is half of that for there and back.",
 }
 _DASHES = {"flat": "solid", "ring": "dash", "tree": "dot", "hierarchical": "longdashdot", "auto": "dashdot"}
+# ticks of a logarithmic axis of bytes per second
+_DECADES = {
+    n * scale: f"{n} {unit}" for scale, unit in ((1e3, "kB/s"), (1e6, "MB/s"), (1e9, "GB/s")) for n in (1, 10, 100)
+}
 _SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle-up", "hierarchical": "square", "auto": "x"}
 
 
@@ -193,7 +197,7 @@ class LinksView:
         figure.update_xaxes(
             type="log", tickvals=list(sizes), ticktext=[*map(str, map(message_size, sizes))], showgrid=False
         )
-        figure.update_yaxes(type="log", tickformat="~s", ticksuffix="B/s", dtick=1)
+        figure.update_yaxes(type="log", tickvals=list(_DECADES), ticktext=list(_DECADES.values()))
         return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(found) - 2) // 3))
 
 
