@@ -82,7 +82,7 @@ class Ranks:
         kept: list[int] = []
         if self.hosts:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # an emulated host has no GPU
-            command = ["ip", "netns", "exec", self.hosts[rank].namespace, *command]
+            command = ["nsenter", f"--net={self.hosts[rank].namespace}", *command]
             if rank == 0:
                 kept = [listener.fileno()]
                 variables["PACELINE_STORE_FD"] = str(listener.fileno())

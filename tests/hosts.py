@@ -5,14 +5,15 @@ Real ranks in network namespaces that are joined by links of a given rate, which
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import Emulation, LinkBytes
 from paceline.cluster.emulate.network import Wire, plug, unplug, wires
-from paceline.cluster.emulate.record import Record
 from paceline.launch.place import on_hosts
 from ranks import run_in_places
 
@@ -62,9 +63,17 @@ def mend_of(launcher: int, host: int) -> None:
     plug(*_link_of(launcher, host))
 
 
+def namespaces_of(process: int) -> list[str]:
+    """Paths of the network namespaces that a process holds open: of a launcher the bridge's, then each host's."""
+    held: dict[str, str] = {}
+    for entry in sorted(Path(f"/proc/{process}/fd").iterdir(), key=lambda entry: int(entry.name)):
+        with suppress(FileNotFoundError):  # just closed
+            held.setdefault(os.readlink(entry), str(entry))  # whoever enters one has it open twice for a moment
+    return [path for link, path in held.items() if link.startswith("net:[")]
+
+
 def _link_of(launcher: int, host: int) -> tuple[str, Wire]:
-    [record] = [record for record in Record.all() if record.launcher.pid == launcher]
-    bridge, *namespaces = record.namespaces
+    bridge, *namespaces = namespaces_of(launcher)
     return bridge, wires(namespaces, [None] * len(namespaces))[host]
 
 

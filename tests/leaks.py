@@ -21,13 +21,13 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.emulate.cgroup import place_of_group
-from paceline.cluster.emulate.record import FOLDER, Record
+from paceline.cluster.emulate.cgroup import PREFIX, place_of_group, processes_of
 from paceline.errors import ClusterError
 from paceline.launch.seed import shared_pids
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
 _SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
+_MEMORY_FILES = ("/memfd:", "anon_inode:[pidfd]", "pidfd:")
 _PR_SET_CHILD_SUBREAPER = 36
 _ENVIRONMENT_OF_OTHERS = {  # set by whoever imports or runs them, once
     "PYTEST_CURRENT_TEST",
@@ -195,12 +195,17 @@ def of_the_transport() -> Counter[str]:
     """
     gc.collect()  # a traceback that a test has looked at may hold a tensor in a cycle
     threads = [thread.name for thread in threading.enumerate() if thread.name in ("paceline-shm", "paceline-tcp")]
-    return Counter([*_mapped_memory_files(), *_open_memory_files(), *threads]) - before_the_transport
+    return Counter([*_mapped_memory_files(), *_open(_MEMORY_FILES), *threads]) - before_the_transport
 
 
 def _memory_files() -> set[str]:
     """Mapped memory that has no name in the file system (memfd), and open descriptors of such and of processes."""
-    return {*_mapped_memory_files(), *_open_memory_files()}
+    return {*_mapped_memory_files(), *_open(_MEMORY_FILES)}
+
+
+def _network_namespaces() -> set[str]:
+    """Those that this process holds; one without a process or a holder does not exist."""
+    return set(_open(("net:",)))
 
 
 def _mapped_memory_files() -> set[str]:
@@ -211,41 +216,22 @@ def _mapped_memory_files() -> set[str]:
     }
 
 
-def _open_memory_files() -> list[str]:
+def _open(kinds: tuple[str, ...]) -> list[str]:
     links = []
     for fd in _entries(Path("/proc/self/fd")):
         with suppress(OSError):
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [link for link in links if link.startswith(("/memfd:", "anon_inode:[pidfd]", "pidfd:"))]
-
-
-def _network_namespaces() -> set[str]:
-    return _not_of_others(_entries(Path("/run/netns")))
+    return [link for link in links if link.startswith(kinds)]
 
 
 def _control_groups() -> set[str]:
-    """Those of emulated hosts."""
+    """Empty ones of emulated hosts, but for those of a living process that is not ours: there may be other users."""
+    groups: list[Path] = []
     with suppress(ClusterError):  # none can be made here
-        return _not_of_others({name for name in _entries(place_of_group("any").parent) if name.startswith("paceline-")})
-    return set()
-
-
-def _emulations() -> set[str]:
-    """The records of emulated hosts."""
-    return _not_of_others(_entries(FOLDER))
-
-
-def _not_of_others(names: set[str]) -> set[str]:
-    """Without those of emulated hosts that a living process keeps which is not ours.
-
-    Other users of the machine may have some, too.
-    """
-    if not names:
-        return names
-    ours = {os.getpid(), *(child.pid for child in _children_of(os.getpid(), recursive=True))}
-    owned = [(record.name, owner) for record in Record.all() for owner in (record.launcher, record.keeper)]
-    others = {name for name, owner in owned if owner.alive and owner.pid not in ours}
-    return {name for name in names if name.rpartition("-")[0] not in others and Path(name).stem not in others}
+        groups = [group for group in place_of_group("any").parent.glob(f"{PREFIX}*") if not processes_of(group)]
+    ours = {os.getpid(), *(child.pid for child in _children_of(os.getpid(), recursive=True))} if groups else set()
+    launchers = {group.name: int(group.name.split("-")[1]) for group in groups}
+    return {name for name, pid in launchers.items() if pid in ours or not psutil.pid_exists(pid)}
 
 
 def _temporary_files() -> set[str]:
@@ -271,7 +257,6 @@ _KINDS: dict[str, Callable[[], set[str]]] = {
     "memory files": _memory_files,
     "network namespaces": _network_namespaces,
     "control groups": _control_groups,
-    "emulated hosts": _emulations,
     "temporary files": _temporary_files,
 }
 _seen_segments: set[str] = set()  # of other processes

@@ -67,6 +67,12 @@ def test_a_memory_file_is_seen_while_it_is_open_and_while_it_is_mapped(before: S
     assert before.left_over() == []
 
 
+def test_a_network_namespace_is_seen(before: Snapshot) -> None:
+    fd = os.open("/proc/self/ns/net", os.O_RDONLY)
+    assert before.left_over() == [f"network namespaces: net:[{os.fstat(fd).st_ino}]"]
+    os.close(fd)
+
+
 def test_a_temporary_file_is_seen(before: Snapshot) -> None:
     folder = Path(tempfile.mkdtemp())
     assert before.left_over() == [f"temporary files: {folder.name}"]

@@ -33,14 +33,14 @@ TORCHRUN = {
             interface="eth0",
             threads=4,
             cores=(2, 3),
-            host=HostEntry("host-1", "paceline-7-1", Path("/sys/fs/cgroup/paceline-7-1")),
+            host=HostEntry("host-1", "/proc/7/fd/4", "/proc/7/fd/3", Path("/sys/fs/cgroup/paceline-7-1")),
             status_file=Path("/tmp/run/status"),
             error_file=Path("/tmp/run/rank-1.error"),
             launcher=42,
             store_fd=5,
             inherited_fds=(6, 7),
         ),
-        RankEnvironment(0, 1, "127.0.0.1", 1, host=HostEntry("host-0", "paceline-7-0")),
+        RankEnvironment(0, 1, "127.0.0.1", 1, host=HostEntry("host-0", "/proc/7/fd/4", "/proc/7/fd/3")),
     ],
 )
 def test_what_is_written_is_read_again(environment: RankEnvironment) -> None:

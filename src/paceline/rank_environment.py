@@ -29,11 +29,13 @@ class HostEntry:
     """An emulated host, as a process that enters it needs it.
 
     Attributes:
+        network_namespace: path; that of the bridge, which the host's link needs, is `bridge`.
         control_group: folder of the group that limits the host's cores; None where they are not limited.
     """
 
     name: str
     network_namespace: str
+    bridge: str
     control_group: Path | None = None
 
     def to_env(self) -> dict[str, str]:
@@ -41,6 +43,7 @@ class HostEntry:
         return {
             _HOST: self.name,
             "PACELINE_NAMESPACE": self.network_namespace,
+            "PACELINE_BRIDGE": self.bridge,
             "PACELINE_CGROUP": str(self.control_group or ""),
         }
 
@@ -48,7 +51,10 @@ class HostEntry:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> HostEntry | None:
         """The emulated host that the variables name; None where they name none."""
         name = environ.get(_HOST)
-        return cls(name, environ.get("PACELINE_NAMESPACE", ""), _path(environ.get("PACELINE_CGROUP"))) if name else None
+        if not name:
+            return None
+        namespace, bridge = (environ.get(variable, "") for variable in ("PACELINE_NAMESPACE", "PACELINE_BRIDGE"))
+        return cls(name, namespace, bridge, _path(environ.get("PACELINE_CGROUP")))
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class RankEnvironment:
 _SOME = Path("/")
 _NAMES = frozenset(
     RankEnvironment(
-        0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", _SOME), _SOME, _SOME, 0, 0, (0,)
+        0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", "b", _SOME), _SOME, _SOME, 0, 0, (0,)
     ).to_env()
 )
 

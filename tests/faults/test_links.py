@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from commands import checkpoints, ended, losses, started, wait_for_step, write_job
-from paceline.cluster.emulate.network import plug, unplug, wires
-from paceline.cluster.emulate.record import Record
+from hosts import cut_of, mend_of
 
 WHAT = Path(__file__).with_name("what_goes_wrong.py")
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
@@ -41,14 +40,6 @@ def training(job: Path, run: str, *more: str) -> Iterator[subprocess.Popen[str]]
         yield process
 
 
-def link_of_host_1(launcher: subprocess.Popen[str]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What cuts the link, and what mends it."""
-    [record] = [record for record in Record.all() if record.launcher.pid == launcher.pid]
-    bridge, *namespaces = record.namespaces
-    wire = wires(namespaces, [None] * len(namespaces))[1]
-    return lambda: unplug(bridge, wire), lambda: plug(bridge, wire)
-
-
 @pytest.mark.slow
 def test_a_link_that_is_cut_for_two_seconds_in_the_middle_changes_no_loss(tmp_path: Path) -> None:
     job = job_of(tmp_path, deadline_s=60)
@@ -56,12 +47,11 @@ def test_a_link_that_is_cut_for_two_seconds_in_the_middle_changes_no_loss(tmp_pa
         assert ended(process).code == 0
     with training(job, "run") as process:
         wait_for_step(15, tmp_path / "run", process)
-        cut, mend = link_of_host_1(process)
-        cut()
+        cut_of(process.pid, host=1)
         at = len(losses(tmp_path / "run"))
         time.sleep(2)
         stood_at = len(losses(tmp_path / "run"))
-        mend()
+        mend_of(process.pid, host=1)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert at <= stood_at <= at + 2 < 60, "it stood still"
@@ -76,8 +66,7 @@ def test_a_link_that_is_cut_for_good_ends_the_run_within_its_deadline_and_the_ch
     job = job_of(tmp_path, deadline_s=8)
     with training(job, "run") as process:
         wait_for_step(25, tmp_path / "run", process)
-        cut, _ = link_of_host_1(process)
-        cut()
+        cut_of(process.pid, host=1)
         since = time.monotonic()
         outcome = ended(process)
         took_s = time.monotonic() - since

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from commands import checkpoints, ended, events, losses, paceline, started, wait_for_step, write_job
+from commands import checkpoints, ended, events, losses, paceline, processes_of, started, wait_for_step, write_job
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.cluster.emulate.hosts import LinkBytes
-from paceline.cluster.emulate.record import Record
 from paceline.errors import LaunchError
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
@@ -36,10 +36,6 @@ def run(
 def write_cluster(file: Path, **emulate: Any) -> Path:
     file.write_text(json.dumps({"emulate": emulate}))
     return file
-
-
-def emulations_of(pid: int) -> list[Record]:
-    return [record for record in Record.all() if record.launcher.pid == pid]
 
 
 def test_every_rank_finds_its_host_and_its_place_there_in_its_environment(tmp_path: Path) -> None:
@@ -72,30 +68,35 @@ def test_a_rank_that_is_killed_is_told_with_its_host(tmp_path: Path) -> None:
         run("be_killed_on_rank_1", tmp_path, Cluster(emulate=Emulate(hosts=2, cpu=1)), 2)
 
 
-def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there_and_then_it_goes(
-    tmp_path: Path,
+@pytest.mark.parametrize(("keeper", "cpu"), [("lives", 1), ("killed", None)])
+def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there(
+    keeper: str, cpu: float | None, tmp_path: Path
 ) -> None:
     code = f"""
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
-with places_on(Cluster(emulate=Emulate(hosts=2, cpu=1)), 2) as places:
-    launch([{f"{WHAT}:save_on_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
+with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
+    launch([{f"{WHAT}:meet_after_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
 """  # noqa: E501
     until = time.monotonic() + 60
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True) as process:
         try:
             while len(list(tmp_path.glob("ready-*"))) < 2:
                 assert time.monotonic() < until, "waited in vain"
                 time.sleep(0.02)
-            [record] = emulations_of(process.pid)
+            ranks_and_keeper = processes_of(process)
+            if keeper == "killed":
+                [it] = [each for each in ranks_and_keeper if "paceline.cluster.emulate.keeper" in each.cmdline()]
+                it.kill()
         finally:
             process.kill()
-    while record.keeper.alive or len(list(tmp_path.glob("saved-*"))) < 2:
+    while len(list(tmp_path.glob("saved-*"))) < 2:
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
-    assert not record.file.exists()
-    assert not any(Path("/run/netns", name).exists() for name in record.namespaces)
+    _, alive = psutil.wait_procs(ranks_and_keeper, timeout=until - time.monotonic())
+    assert not alive
 
 
 def test_the_record_of_a_run_on_emulated_hosts_says_where_it_ran_and_what_the_links_carried(tmp_path: Path) -> None:
@@ -127,13 +128,11 @@ def test_a_run_on_emulated_hosts_saves_when_its_launcher_is_killed_and_goes_on_w
     arguments = ("train", DIGITS, "--cluster", cluster, "--plan", "dp=2", "--run", "run")
     with started("paceline", *arguments, folder=tmp_path) as process:
         wait_for_step(5, tmp_path / "run", process)
-        [record] = emulations_of(process.pid)
+        ranks_and_keeper = processes_of(process)
         process.kill()
         process.wait(30)  # else its children are killed as well
-    until = time.monotonic() + 60
-    while record.keeper.alive:
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
+    _, alive = psutil.wait_procs(ranks_and_keeper, timeout=60)
+    assert not alive
     assert checkpoints(tmp_path / "run")
     with started("paceline", *arguments, "--resume", folder=tmp_path) as process:
         outcome = ended(process, deadline_s=120)

@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from hosts import namespaces_of
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
-from paceline.cluster.emulate.namespace import NAMED, inside
-from paceline.cluster.emulate.record import Record
+from paceline.cluster.emulate.namespace import inside
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
@@ -27,7 +29,7 @@ import sys
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import Emulation
 with Emulation(Emulate(hosts=2, cpu=0.5, delay_ms=1)) as emulation:
-    print(emulation.hosts[0].namespace.rpartition("-")[0], flush=True)
+    print(emulation.hosts[0].group, flush=True)
     sys.stdin.read()
 """
 
@@ -88,11 +90,10 @@ def test_what_one_host_sends_another_is_counted_on_their_links_and_on_no_other()
 
 def test_every_link_has_its_rate_both_ways() -> None:
     with Emulation(Emulate(hosts=3, rate=("25mbit", "1gbit", "100mbit"))) as emulation:
-        [record] = [r for r in Record.all() if r.launcher.pid == os.getpid()]
-        bridge, *hosts = record.namespaces
+        bridge, hosts = emulation.hosts[0].bridge, emulation.hosts
         downwards = {q["dev"]: q["options"]["rate"] for q in queues(bridge) if q["kind"] == "tbf"}
-        upwards = [q["options"]["rate"] for host in hosts for q in queues(host) if q["kind"] == "tbf"]
-        assert emulation.hosts[2].namespace == hosts[2]
+        upwards = [q["options"]["rate"] for host in hosts for q in queues(host.namespace) if q["kind"] == "tbf"]
+        assert namespaces_of(os.getpid()) == [bridge, *(host.namespace for host in hosts)]
     bytes_per_s = [25e6 / 8, 1e9 / 8, 100e6 / 8]
     assert upwards == bytes_per_s
     assert downwards == dict(zip(("host-0", "host-1", "host-2"), bytes_per_s, strict=True))
@@ -101,7 +102,9 @@ def test_every_link_has_its_rate_both_ways() -> None:
 def queues(namespace: str) -> Any:
     """As `tc` describes them."""
     return json.loads(
-        subprocess.run(["tc", "-n", namespace, "-j", "qdisc", "show"], check=True, capture_output=True).stdout
+        subprocess.run(
+            ["nsenter", f"--net={namespace}", "tc", "-j", "qdisc", "show"], check=True, capture_output=True
+        ).stdout
     )
 
 
@@ -140,10 +143,7 @@ def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_
 
 
 def test_where_packets_cannot_be_delayed_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "paceline.cluster.emulate.hosts.build",
-        lambda bridge, *_, **__: subprocess.run(["ip", "netns", "add", bridge], check=True),
-    )
+    monkeypatch.setattr("paceline.cluster.emulate.hosts.build", lambda *_, **__: None)
     with (
         pytest.raises(ClusterError, match=r"cannot be delayed: .*No such device.*Leave `delay_ms` out"),
         Emulation(Emulate(hosts=2, delay_ms=1)),
@@ -176,7 +176,7 @@ def test_a_process_that_enters_a_host_has_its_network_and_its_cores_and_so_has_w
         for host in emulation.hosts:
             child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {look!r}], check=True)"
             namespace, _, groups = run_inside(host, child).partition(" ")
-            assert int(namespace) == os.stat(NAMED / host.namespace).st_ino
+            assert int(namespace) == os.stat(host.namespace).st_ino
             assert host.group is not None
             assert f"/{host.group.name}\n" in groups
 
@@ -192,89 +192,122 @@ def test_a_host_that_is_gone_cannot_be_entered() -> None:
 # The end
 
 
-def left_of(name: str) -> list[str]:
-    """What is there of an emulation."""
-    folders = [NAMED, Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"), Path("/run/paceline")]
-    return [entry for folder in folders if folder.exists() for entry in os.listdir(folder) if entry.startswith(name)]
+def visit(namespace: str, for_s: float = 1000) -> subprocess.Popen[bytes]:
+    """Somebody looks around in a host."""
+    visitor = subprocess.Popen(["nsenter", f"--net={namespace}", "sleep", str(for_s)])
+    wait_until(lambda: Path(f"/proc/{visitor.pid}/comm").read_text() == "sleep\n")
+    return visitor
+
+
+def there_is(namespace: int) -> bool:
+    """True if a process of this machine is in a network namespace or holds it, by its number."""
+    for pid in psutil.pids():
+        with suppress(OSError):
+            held = Path(f"/proc/{pid}/ns/net"), *Path(f"/proc/{pid}/fd").iterdir()
+            if any(os.readlink(link) == f"net:[{namespace}]" for link in held if os.path.lexists(link)):
+                return True
+    return False
 
 
 def test_nothing_is_left_after_the_end_and_whoever_is_still_inside_is_ended() -> None:
     with Emulation(Emulate(hosts=2, cpu=1)) as emulation:
-        namespace = emulation.hosts[1].namespace
-        name = namespace.rpartition("-")[0]
-        assert len(left_of(name)) == 6, "2 hosts, a bridge, 2 groups, a record"
-        visitor = visit(namespace)
+        numbers = [os.stat(path).st_ino for path in namespaces_of(os.getpid())]
+        groups = [host.group for host in emulation.hosts]
+        assert len(numbers) == 3, "2 hosts and a bridge"
+        assert all(map(there_is, numbers))
+        assert all(group is not None and group.exists() for group in groups)
+        visitor = visit(emulation.hosts[1].namespace)
     assert visitor.wait(10) == -signal.SIGTERM
-    assert left_of(name) == []
+    assert not any(map(there_is, numbers))
+    assert not any(group is None or group.exists() for group in groups)
 
 
 def test_nothing_is_left_after_an_error() -> None:
     def fail() -> None:
         with Emulation(Emulate(hosts=2, cpu=1)) as emulation:
-            names.append(emulation.hosts[0].namespace.rpartition("-")[0])
+            groups.append(emulation.hosts[0].group)
             raise ValueError("in between")
 
-    names: list[str] = []
+    groups: list[Path | None] = []
     with pytest.raises(ValueError, match="in between"):
         fail()
-    assert left_of(names[0]) == []
+    assert namespaces_of(os.getpid()) == []
+    assert not any(group is None or group.exists() for group in groups)
 
 
-def visit(namespace: str) -> subprocess.Popen[bytes]:
-    """Somebody looks around in a host."""
-    visitor = subprocess.Popen(["ip", "netns", "exec", namespace, "sleep", "1000"])
-    wait_until(lambda: Path(f"/proc/{visitor.pid}/comm").read_text() == "sleep\n")
-    return visitor
+def test_a_group_that_the_kernel_does_not_limit_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def refused(folder: Path, cores: float) -> Path:
+        folder.mkdir()
+        made.append(folder)
+        raise ClusterError(f"cpu {cores:g} is refused")
+
+    monkeypatch.setattr("paceline.cluster.emulate.cgroup.make_group", refused)
+    with pytest.raises(ClusterError, match="cpu 1 is refused"), Emulation(Emulate(hosts=1, cpu=1)):
+        pass
+    assert len(made) == 1
+    assert not made[0].exists()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A process that keeps emulated hosts: its keeper, namespaces and control groups."""
+
+    process: subprocess.Popen[str]
+    keeper: psutil.Process
+    namespaces: list[str]
+    groups: list[Path]
 
 
 @contextmanager
-def launcher() -> Iterator[tuple[subprocess.Popen[str], Record]]:
-    """Another process that keeps emulated hosts."""
+def launcher() -> Iterator[Launcher]:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
-            name = process.stdout.readline().strip()
-            [record] = [record for record in Record.all() if record.name == name]
-            yield process, record
+            group = Path(process.stdout.readline().strip())
+            [keeper] = psutil.Process(process.pid).children()
+            groups = [group, group.with_name(group.name[:-1] + "1")]
+            assert all(group.exists() for group in groups)
+            yield Launcher(process, keeper, namespaces_of(process.pid), groups)
         finally:
             process.kill()
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_once_its_keeper_has_seen_it() -> None:
-    with launcher() as (process, record):
-        process.kill()
-    wait_until(lambda: left_of(record.name) == [])
-    wait_until(lambda: not record.keeper.alive)
+    with launcher() as it:
+        visitor = visit(it.namespaces[1], for_s=1)
+        it.process.kill()
+    it.keeper.wait(30)
+    assert not any(group.exists() for group in it.groups)
+    assert visitor.wait(10) == 0, "it had its time to end by itself"
 
 
-def test_what_a_dead_launcher_and_its_dead_keeper_left_is_removed_at_the_next_start_with_a_note(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with launcher() as (process, record):
-        visitor = visit(record.namespaces[1])
-        os.kill(record.keeper.pid, signal.SIGKILL)
-        process.kill()
-    wait_until(lambda: record.abandoned)
-    assert len(left_of(record.name)) == 6
-    with Emulation(Emulate(hosts=1)):
-        assert left_of(record.name) == []
-    assert (
-        f"removed the emulated hosts {record.name}-*, which process {process.pid} left behind"
-        in capsys.readouterr().err
-    )
-    assert visitor.wait(10) == -signal.SIGTERM
+def test_what_a_killed_launcher_and_its_killed_keeper_left_is_empty_groups_which_the_next_start_removes() -> None:
+    with launcher() as it:
+        numbers = [os.stat(path).st_ino for path in it.namespaces]
+        it.keeper.kill()
+        it.process.kill()
+    it.keeper.wait(30)
+    assert not any(map(there_is, numbers))
+    for group in it.groups:
+        os.utime(group, (0, 0))  # old enough not to be one that is just being made
+    with Emulation(Emulate(hosts=1, cpu=0.5)):
+        assert not any(group.exists() for group in it.groups)
 
 
 def test_hosts_whose_launcher_lives_are_left_alone_also_without_a_keeper() -> None:
-    with launcher() as (process, record):
-        os.kill(record.keeper.pid, signal.SIGKILL)
-        with Emulation(Emulate(hosts=1)):
-            assert len(left_of(record.name)) == 6
-        process.communicate("")
-        assert process.returncode == 0
-    assert left_of(record.name) == []
+    with launcher() as it:
+        it.keeper.kill()
+        for group in it.groups:
+            os.utime(group, (0, 0))
+        with Emulation(Emulate(hosts=1, cpu=0.5)):
+            assert all(group.exists() for group in it.groups)
+        it.process.communicate("")
+        assert it.process.returncode == 0
+    assert not any(group.exists() for group in it.groups)
 
 
 # Where hosts cannot be emulated
@@ -303,7 +336,7 @@ def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with (
-        pytest.raises(ClusterError, match=r"`ip netns add .*` failed: Operation not permitted.*--privileged"),
+        pytest.raises(ClusterError, match=r"`ip -batch -` failed: Operation not permitted.*--privileged"),
         Emulation(Emulate(hosts=2)),
     ):
         pass

@@ -2,12 +2,19 @@
 
 import json
 import subprocess
+from typing import Any
 
 import pytest
 
 from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
 from paceline.cluster.emulate.network import shape
+
+
+def shown(host: EmulatedHost, *command: str) -> Any:
+    """What a command of iproute2 prints in a host, as JSON."""
+    inside = ["nsenter", f"--net={host.namespace}", *command]
+    return json.loads(subprocess.run(inside, check=True, capture_output=True).stdout)
 
 
 @pytest.mark.parametrize("rate_bps", [10_000, 25 * 10**6, 10**9, 4 * 10**11])
@@ -23,11 +30,8 @@ def test_a_bucket_holds_a_frame_and_two_ms_and_a_queue_what_tcp_sends_at_once_an
 @pytest.mark.needs_iproute2
 def test_the_kernel_takes_the_slowest_and_the_fastest_rate_that_a_cluster_file_may_name() -> None:
     with Emulation(Emulate(hosts=2, rate=("10kbit", "400gbit"))) as emulation:
-        shown = [
-            subprocess.run(["tc", "-n", h.namespace, "-j", "qdisc", "show"], check=True, capture_output=True)
-            for h in emulation.hosts
-        ]
-    rates = [q["options"]["rate"] for each in shown for q in json.loads(each.stdout) if q["kind"] == "tbf"]
+        queues = [q for host in emulation.hosts for q in shown(host, "tc", "-j", "qdisc", "show")]
+    rates = [q["options"]["rate"] for q in queues if q["kind"] == "tbf"]
     assert rates == [10_000 / 8, 400e9 / 8]
 
 
@@ -36,6 +40,5 @@ def test_the_kernel_takes_the_slowest_and_the_fastest_rate_that_a_cluster_file_m
 def test_neighbours_need_not_be_asked_for_so_that_only_what_ranks_send_is_on_a_link() -> None:
     with Emulation(Emulate(hosts=3)) as emulation:
         for host in emulation.hosts:
-            shown = subprocess.run(["ip", "-n", host.namespace, "-j", "neigh"], check=True, capture_output=True).stdout
-            known = {neighbour["dst"]: neighbour["state"] for neighbour in json.loads(shown)}
+            known = {neighbour["dst"]: neighbour["state"] for neighbour in shown(host, "ip", "-j", "neigh")}
             assert known == {other.address: ["PERMANENT"] for other in emulation.hosts if other is not host}

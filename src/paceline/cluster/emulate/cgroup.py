@@ -6,13 +6,20 @@ it that it can see.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.errors import ClusterError
 
 # short beside a step, so that a share of a core is a slower core rather than one that stops now and then
 _PERIOD_US = 20_000
+PREFIX = "paceline-"  # of the groups of emulated hosts
+_EMPTY_S = 10.0
+_NEWBORN_S = 60.0  # between its making and its lock a group is nobody's
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -52,6 +59,52 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
     )
 
 
+@contextmanager
+def held_group(folder: Path, cores: float) -> Iterator[Path]:
+    """Control group that limits its processes to `cores` busy cores. It is removed at the end of the context.
+
+    Raises:
+        ClusterError: the kernel refuses, as it does where a group above has fewer.
+    """
+    _remove_abandoned(folder.parent)
+    try:
+        make_group(folder, cores)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends, however it ends
+            yield folder
+        finally:
+            os.close(descriptor)
+    finally:
+        remove_group(folder)
+
+
+def remove_group(folder: Path) -> None:
+    """Remove a control group once it is empty.
+
+    The kernel refuses while its last process is ending.
+    """
+    until = time.monotonic() + _EMPTY_S
+    while folder.exists() and time.monotonic() < until:
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.02)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the empty groups of emulated hosts whose launcher and keeper were both killed."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another process holds it, is in it, or has just removed it
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > _NEWBORN_S:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    folder.rmdir()
+            finally:
+                os.close(descriptor)
+
+
 def make_group(folder: Path, cores: float) -> Path:
     """Make a control group that limits its processes to `cores` busy cores; returns its folder.
 
@@ -72,6 +125,11 @@ def make_group(folder: Path, cores: float) -> Path:
             "of `emulate`."
         ) from error
     return folder
+
+
+def processes_of(folder: Path) -> set[int]:
+    """The numbers of the processes in a control group."""
+    return set(map(int, _read(folder / "cgroup.procs").split()))
 
 
 def enter_group(folder: Path) -> None:

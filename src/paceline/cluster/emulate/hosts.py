@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Self
 
 from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.cgroup import enter_group, make_group, place_of_group
-from paceline.cluster.emulate.keeper import Keeper
-from paceline.cluster.emulate.namespace import enter
-from paceline.cluster.emulate.network import INTERFACE, Wire, build, carried, plug, unplug, wires
-from paceline.cluster.emulate.record import Owner, Record, remove_abandoned
+from paceline.cluster.emulate.cgroup import PREFIX, enter_group, held_group, place_of_group
+from paceline.cluster.emulate.keeper import Keeper, end_processes
+from paceline.cluster.emulate.namespace import enter, new_namespace, path_of
+from paceline.cluster.emulate.network import INTERFACE, build, carried, plug, unplug, wires
 from paceline.errors import ClusterError
 from paceline.rank_environment import HostEntry
 
@@ -37,7 +36,8 @@ class EmulatedHost:
     """One host that is up.
 
     Attributes:
-        namespace: `ip netns exec NAMESPACE command` runs a command inside.
+        namespace: path; `nsenter --net=NAMESPACE command` runs a command inside.
+        bridge: path of the namespace with the bridge, to which the host's link goes.
         address: on the network of the emulation.
         interface: of the host's link.
         group: the folder of the control group that limits its cores; None where they are not limited.
@@ -45,6 +45,7 @@ class EmulatedHost:
 
     name: str
     namespace: str
+    bridge: str
     address: str
     interface: str
     group: Path | None
@@ -52,7 +53,7 @@ class EmulatedHost:
     @property
     def entry(self) -> HostEntry:
         """Data for a process to enter the host with `enter_host`."""
-        return HostEntry(self.name, self.namespace, self.group)
+        return HostEntry(self.name, self.namespace, self.bridge, self.group)
 
 
 def enter_host(entry: HostEntry | None) -> None:
@@ -60,6 +61,8 @@ def enter_host(entry: HostEntry | None) -> None:
     if entry is None:
         return
     enter(entry.network_namespace)
+    # Stays open until this process ends, which still needs its network if the launcher is killed.
+    os.open(entry.bridge, os.O_RDONLY)
     if entry.control_group is not None:
         enter_group(entry.control_group)
 
@@ -67,8 +70,7 @@ def enter_host(entry: HostEntry | None) -> None:
 class Emulation:
     """Emulated hosts, up from `with` to its end.
 
-    They are also taken down when this process dies, however that happens: by a keeper process, once the processes
-    inside have ended or had their time to save, or if that is killed too, at the next start of any emulation.
+    They last as long as this process or one inside; when this process dies, those inside have their time to save.
     """
 
     def __init__(self, emulate: Emulate) -> None:
@@ -78,22 +80,26 @@ class Emulation:
 
     def __enter__(self) -> Self:
         _must_be_possible()
-        for record in remove_abandoned():
-            print(
-                (
-                    f"paceline: removed the emulated hosts {record.name}-*, which process "
-                    f"{record.launcher.pid} left behind"
-                ),
-                file=sys.stderr,
-            )
         with self._made:
-            self._keeper = Keeper()
+            namespaces = [self._made.enter_context(new_namespace()) for _ in range(self.emulate.hosts + 1)]
+            self._bridge, *paths = map(path_of, namespaces)
+            self._wires = wires(paths, self.emulate.rates_bps)
+            build(self._bridge, self._wires, relayed=bool(self.emulate.delay_ms))
+            name = f"{PREFIX}{os.getpid()}-{os.fstat(namespaces[0]).st_ino}"
+            groups = [
+                None if cores is None else self._made.enter_context(held_group(place_of_group(f"{name}-{i}"), cores))
+                for i, cores in enumerate(self.emulate.cores)
+            ]
+            limited = [group for group in groups if group is not None]
+            self._keeper = Keeper(namespaces, limited, self.emulate.delay_ms)
             self._made.callback(self._keeper.dismiss)
-            record = self._record(f"paceline-{self._keeper.pid}", self._keeper.pid)
-            record.write()
-            self._made.callback(record.take_down)
-            self._keeper.watch(record)
-            self._build(record)
+            self._made.callback(end_processes, namespaces, limited)
+            if self.emulate.delay_ms:
+                self._keeper.wait_until_carrying()
+            self.hosts = tuple(
+                EmulatedHost(wire.host, wire.namespace, self._bridge, wire.address, INTERFACE, group)
+                for wire, group in zip(self._wires, groups, strict=True)
+            )
             self._made = self._made.pop_all()
         return self
 
@@ -108,39 +114,16 @@ class Emulation:
     def cut(self, host: int) -> None:
         """Make a host's link drop every packet, like a pulled cable or a dead switch."""
         if self.emulate.delay_ms:
-            self._keeper.cut(host)
+            self._keeper.order("cut", host)
         else:
             unplug(self._bridge, self._wires[host])
 
     def mend(self, host: int) -> None:
         """The link of a host carries packets again."""
         if self.emulate.delay_ms:
-            self._keeper.mend(host)
+            self._keeper.order("mend", host)
         else:
             plug(self._bridge, self._wires[host])
-
-    def _record(self, name: str, keeper: int) -> Record:
-        namespaces = (f"{name}-bridge", *(f"{name}-{i}" for i in range(self.emulate.hosts)))
-        groups = [place_of_group(f"{name}-{i}") for i, cores in enumerate(self.emulate.cores) if cores is not None]
-        return Record(name, Owner.of(os.getpid()), Owner.of(keeper), namespaces, tuple(groups))
-
-    def _build(self, record: Record) -> None:
-        self._bridge, *namespaces = record.namespaces
-        self._wires: list[Wire] = wires(namespaces, self.emulate.rates_bps)
-        build(self._bridge, self._wires, relayed=bool(self.emulate.delay_ms))
-        if self.emulate.delay_ms:
-            self._keeper.relay(self.emulate.delay_ms / 1000)
-        groups = iter(record.groups)
-        self.hosts = tuple(
-            EmulatedHost(
-                wire.host,
-                wire.namespace,
-                wire.address,
-                INTERFACE,
-                None if cores is None else make_group(next(groups), cores),
-            )
-            for wire, cores in zip(self._wires, self.emulate.cores, strict=True)
-        )
 
 
 def _must_be_possible() -> None:

@@ -1,8 +1,7 @@
-"""The process that takes an emulation down when its launcher has died: `python -m paceline.cluster.emulate.keeper`.
+"""The process that ends what a dead launcher left in its hosts: `python -m paceline.cluster.emulate.keeper`.
 
 It has a session of its own, where neither Ctrl-C nor what ends the launcher's processes reaches it, and where delay is
-wanted it is what carries the packets: ranks still need their network while they save after the launcher's death. It is
-told what to do by lines on its input.
+wanted it is what carries the packets: ranks still need their network while they save after the launcher's death.
 """
 
 from __future__ import annotations
@@ -13,45 +12,55 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from paceline.cluster.emulate.cgroup import processes_of, remove_group
+from paceline.cluster.emulate.namespace import path_of
 from paceline.cluster.emulate.network import wires
-from paceline.cluster.emulate.record import Record
 from paceline.cluster.emulate.relay import Relay
 from paceline.errors import ClusterError
 
 _GRACE_S = 35.0  # a rank that saves a checkpoint after its launcher's death ends itself after 30 s
 _ANSWER_S = 30.0  # the start of Python on a busy machine
-_END_S = 10.0
+_TERMINATE_S = 1.0  # from SIGTERM to SIGKILL
+_KILL_S = 10.0  # SIGKILL takes effect at once, but for a process inside a failing disk or driver
+_TICK_S = 0.02
 
 
 class Keeper:
     """The launcher's end of it."""
 
-    def __init__(self) -> None:
-        """Start the process; it then waits for its first order."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.cluster.emulate.keeper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # whoever reads the launcher's must not wait for the keeper
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
+    def __init__(self, namespaces: Sequence[int], groups: Sequence[Path], delay_ms: float | None) -> None:
+        """Start the process.
 
-    def watch(self, record: Record) -> None:
-        """Have it take down, after this process's death, what a record tells."""
-        self._order("watch", file=str(record.file))
+        Args:
+            namespaces: descriptors, the bridge's first and then each host's.
+            groups: folders of the hosts' control groups.
+            delay_ms: for which it holds each packet; with None it carries none.
+        """
+        launcher = os.pidfd_open(os.getpid())
+        told = json.dumps([launcher, list(namespaces), list(map(str, groups)), delay_ms])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.cluster.emulate.keeper", told],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # whoever reads the launcher's must not wait for the keeper
+                start_new_session=True,
+                pass_fds=[launcher, *namespaces],
+            )
+        finally:
+            os.close(launcher)
 
-    def relay(self, delay_s: float) -> None:
-        """Have it carry the packets between the hosts, each after so many seconds.
+    def wait_until_carrying(self) -> None:
+        """Wait until it carries the packets.
 
         Raises:
             ClusterError: it does not; with the reason.
         """
-        self._order("relay", delay_s=delay_s)
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
         answer = self._process.stdout.readline().decode().strip() if ready else f"no answer within {_ANSWER_S:g} s"
@@ -61,77 +70,87 @@ class Keeper:
                 "`delay_ms` out."
             )
 
-    def cut(self, host: int) -> None:
-        """Have it drop the packets from and to a host."""
-        self._order("cut", host=host)
-
-    def mend(self, host: int) -> None:
-        """Have it carry them again."""
-        self._order("mend", host=host)
+    def order(self, verb: str, host: int) -> None:
+        """Have it `cut` or `mend` the link of a host, whose packets it carries."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{verb} {host}\n".encode())
+        self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """All is taken down, or cannot be: it looks once more, and ends."""
-        self._process.communicate(timeout=_END_S)
+        """End it: the launcher has taken everything down itself."""
+        self._process.kill()
+        self._process.communicate()
 
-    def _order(self, verb: str, **details: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"verb": verb, **details}).encode() + b"\n")
-        self._process.stdin.flush()
+
+def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: float = 0.0) -> None:
+    """End the processes in these namespaces and control groups.
+
+    Args:
+        grace_s: the longest to wait for them to end by themselves.
+
+    Raises:
+        ClusterError: a process stays.
+    """
+    for number, patience_s in ((0, grace_s), (signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _KILL_S)):
+        for pid in _processes(namespaces, groups):
+            with suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                try:
+                    if pid in _processes(namespaces, groups):  # still the same one
+                        signal.pidfd_send_signal(pidfd, number)
+                finally:
+                    os.close(pidfd)
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until and _processes(namespaces, groups):
+            time.sleep(_TICK_S)
+    if left := _processes(namespaces, groups):
+        raise ClusterError(f"in emulated hosts, these processes cannot be ended: {', '.join(map(str, sorted(left)))}")
+
+
+def _processes(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
+    """The numbers of the processes in these namespaces and control groups."""
+    wanted = {os.fstat(namespace).st_ino for namespace in namespaces}
+    found = set().union(*map(processes_of, groups))
+    for name in os.listdir("/proc"):
+        with suppress(OSError):
+            if name.isdecimal() and os.stat(f"/proc/{name}/ns/net").st_ino in wanted:
+                found.add(int(name))
+    return found - {os.getpid()}
 
 
 def main() -> None:
-    """Follow the launcher's orders until its end, then take down what is left."""
+    """Carry packets where told to, until the launcher's death, then take down what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # for as long as there is something to take down, which ends with the launcher
         signal.signal(number, signal.SIG_IGN)
-    orders = _Orders()
-    orders.follow()
-    if orders.record is not None and orders.record.file.exists():
-        orders.record.take_down(grace_s=_GRACE_S)
-
-
-@dataclass
-class _Orders:
-    """The launcher's orders so far."""
-
-    record: Record | None = None
+    launcher, namespaces, folders, delay_ms = json.loads(sys.argv[1])
+    groups = list(map(Path, folders))
     relay: Relay | None = None
-    _unread: bytes = field(default=b"")
+    if delay_ms:
+        bridge, *hosts = map(path_of, namespaces)
+        try:
+            relay = Relay(bridge, wires(hosts, [None] * len(hosts)), delay_ms / 1000)
+            relay.start()
+            print("carrying", flush=True)
+        except (OSError, ClusterError) as error:
+            print(error, flush=True)
+    _obey(launcher, relay)
+    end_processes(namespaces, groups, _GRACE_S)
+    for group in groups:
+        remove_group(group)
 
-    def follow(self) -> None:
-        """Obey line by line until the launcher closes the pipe or dies."""
-        launcher: int | None = None
-        while True:
-            ready, _, _ = select.select([0] if launcher is None else [0, launcher], [], [])
-            if launcher in ready:
-                return
-            self._unread += (more := os.read(0, 4096))
-            if not more:
-                return
-            *lines, self._unread = self._unread.split(b"\n")
-            for line in lines:
-                self._obey(**json.loads(line))
-            if self.record is not None and launcher is None:
-                try:
-                    launcher = os.pidfd_open(self.record.launcher.pid)
-                except ProcessLookupError:
-                    return
-                if not self.record.launcher.alive:  # and so it was another process that was opened
-                    return
 
-    def _obey(self, verb: str, file: str = "", delay_s: float = 0.0, host: int = 0) -> None:
-        if verb == "watch":
-            self.record = Record.read(Path(file))
-        elif verb == "relay" and self.record is not None:
-            bridge, *namespaces = self.record.namespaces
-            try:
-                self.relay = Relay(bridge, wires(namespaces, [None] * len(namespaces)), delay_s)
-                self.relay.start()
-                print("carrying", flush=True)
-            except (OSError, ClusterError) as error:
-                print(error, flush=True)
-        elif self.relay is not None:
-            (self.relay.cut.add if verb == "cut" else self.relay.cut.discard)(host)
+def _obey(launcher: int, relay: Relay | None) -> None:
+    """Cut and mend links, as lines on the input say, until the launcher dies."""
+    unread = b""
+    while True:
+        ready, _, _ = select.select([0, launcher], [], [])
+        if launcher in ready or not (more := os.read(0, 4096)):
+            return
+        *lines, unread = (unread + more).split(b"\n")
+        for verb, host in map(bytes.split, lines):
+            assert relay is not None
+            (relay.cut.add if verb == b"cut" else relay.cut.discard)(int(host))
 
 
 if __name__ == "__main__":

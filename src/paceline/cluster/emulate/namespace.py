@@ -1,59 +1,90 @@
-"""Entering a Linux network namespace that has a name, as `ip netns` gives them."""
+"""Linux network namespaces without a name.
+
+The kernel removes each with its last process and its last descriptor.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from paceline.errors import ClusterError
 
 T = TypeVar("T")
-NAMED = Path("/run/netns")
+ADVICE = "Emulated hosts need root, CAP_NET_ADMIN and CAP_SYS_ADMIN; a container needs --privileged."
 _CLONE_NEWNET = 0x40000000
 
 
-def enter(name: str) -> None:
+@contextmanager
+def new_namespace() -> Iterator[int]:
+    """A new network namespace, held by a descriptor within the context.
+
+    Raises:
+        ClusterError: the kernel refuses.
+    """
+
+    def make() -> int:
+        _call("unshare", _CLONE_NEWNET)
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+    try:
+        descriptor = _in_thread(make)
+    except OSError as error:
+        raise ClusterError(f"a network namespace cannot be made: {error.strerror}. {ADVICE}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def path_of(descriptor: int) -> str:
+    """Path at which other processes, too, find what this one has open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def enter(path: str) -> None:
     """Move the calling thread, with its later threads and processes, into a network namespace.
 
     Raises:
-        ClusterError: there is none of that name, or this process may not enter it.
+        ClusterError: its launcher no longer holds it, or this process may not enter it.
     """
     try:
-        namespace = os.open(NAMED / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            _call("setns", descriptor, _CLONE_NEWNET)
         finally:
-            os.close(namespace)
+            os.close(descriptor)
     except OSError as error:
         raise ClusterError(
-            f"the network namespace {name} cannot be entered: {error.strerror}. It takes root, and `ip netns` "
-            "lists those there are."
+            f"the network namespace {path} cannot be entered: {error.strerror}. It takes root, and a launcher that is "
+            "still there."
         ) from error
 
 
-def inside(name: str, function: Callable[[], T]) -> T:
+def inside(path: str, function: Callable[[], T]) -> T:
     """Call a function in a network namespace, which this thread does not enter.
 
-    A socket that it opens stays in that namespace.
+    A socket that it opens stays in that namespace, as does a process that it starts.
     """
-    outcome: list[T] = []
-    problem: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            enter(name)
-            outcome.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
-            problem.append(error)
+    def run() -> T:
+        enter(path)
+        return function()
 
-    thread = threading.Thread(target=run, name=f"in {name}")
-    thread.start()
-    thread.join()
-    if problem:
-        raise problem[0]
-    return outcome[0]
+    return _in_thread(run)
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own, which may leave its namespace."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of libc that Python has from 3.12 on only."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -7,12 +7,13 @@ uses. Neighbours and ports are entered by hand and IPv6 is off, so that nothing 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.emulate.namespace import ADVICE, inside
 from paceline.errors import ClusterError
 
 INTERFACE = "eth0"  # of every host
@@ -20,7 +21,6 @@ _MTU = 1500
 _FRAME = 14  # bytes of Ethernet's header
 _BURST_S = 0.002
 _QUEUE_S = 0.05
-_ADVICE = "Emulated hosts need root, CAP_NET_ADMIN and CAP_SYS_ADMIN; a container needs --privileged."
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Wire:
     """One host's link: from `INTERFACE` in its namespace to a port of the bridge.
 
     Attributes:
-        namespace: the host's.
+        namespace: path of the host's.
         host: its name, and that of its port of the bridge.
         rate_bps: bits/s each way, headers included; None leaves it as fast as the machine.
     """
@@ -43,31 +43,31 @@ class Wire:
 def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wire]:
     """A link for every host, with addresses in 10.77.0.0/24."""
     return [
-        Wire(name, f"host-{i}", f"10.77.0.{i + 1}", f"02:00:00:00:00:{i + 1:02x}", rate)
-        for i, (name, rate) in enumerate(zip(namespaces, rates_bps, strict=True))
+        Wire(path, f"host-{i}", f"10.77.0.{i + 1}", f"02:00:00:00:00:{i + 1:02x}", rate)
+        for i, (path, rate) in enumerate(zip(namespaces, rates_bps, strict=True))
     ]
 
 
 def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
-    """Make the namespaces, links and bridge of an emulated network.
+    """Make the links and bridge of an emulated network, in namespaces that are still empty.
 
     `relayed` leaves joining the links to a relay.
 
     Raises:
         ClusterError: the kernel refused; with its words.
     """
-    for name in (bridge, *(link.namespace for link in links)):
-        _run(["ip", "netns", "add", name])
-        inside(name, _without_ipv6)
+    for namespace in (bridge, *(link.namespace for link in links)):
+        inside(namespace, _without_ipv6)
     joined = ["link add bridge type bridge mcast_snooping 0", "link set bridge up"]
     for link in links:
         peer = f"peer name {INTERFACE} address {link.mac} mtu {_MTU} netns {link.namespace}"
         joined += [f"link add {link.host} mtu {_MTU} type veth {peer}", f"link set {link.host} up"]
-    _run(["ip", "-n", bridge, "-batch", "-"], joined)
+    _run(bridge, ["ip", "-batch", "-"], joined)
     for link in () if relayed else links:
         plug(bridge, link)
     _run(
-        ["tc", "-n", bridge, "-batch", "-"],
+        bridge,
+        ["tc", "-batch", "-"],
         [f"qdisc add dev {link.host} root {shape(link.rate_bps)}" for link in links],
     )
     for link in links:
@@ -77,8 +77,8 @@ def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
             if other is not link
         ]
         own = ["link set lo up", f"addr add {link.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up", *others]
-        _run(["ip", "-n", link.namespace, "-batch", "-"], own)
-        _run(["tc", "-n", link.namespace, "qdisc", "add", "dev", INTERFACE, "root", *shape(link.rate_bps).split()])
+        _run(link.namespace, ["ip", "-batch", "-"], own)
+        _run(link.namespace, ["tc", "-batch", "-"], [f"qdisc add dev {INTERFACE} root {shape(link.rate_bps)}"])
 
 
 def shape(rate_bps: int | None) -> str:
@@ -105,15 +105,15 @@ def carried(bridge: str, links: Sequence[Wire]) -> list[tuple[int, int]]:
 
 def plug(bridge: str, link: Wire) -> None:
     """Make the bridge carry a link's packets, each to the one link with its address."""
-    _run(["ip", "-n", bridge, "link", "set", link.host, "master", "bridge"])
+    _run(bridge, ["ip", "link", "set", link.host, "master", "bridge"])
     to_no_other = "learning off flood off mcast_flood off bcast_flood off"
     settings = [f"link set dev {link.host} {to_no_other}", f"fdb add {link.mac} dev {link.host} master static"]
-    _run(["bridge", "-n", bridge, "-batch", "-"], settings)
+    _run(bridge, ["bridge", "-batch", "-"], settings)
 
 
 def unplug(bridge: str, link: Wire) -> None:
     """Make a link's packets go nowhere, both ways, silently: TCP connections stay, and wait."""
-    _run(["ip", "-n", bridge, "link", "set", link.host, "nomaster"])
+    _run(bridge, ["ip", "link", "set", link.host, "nomaster"])
 
 
 def _without_ipv6() -> None:
@@ -125,20 +125,15 @@ def _without_ipv6() -> None:
 
 def _counted(namespace: str) -> dict[str, int]:
     """Bytes that left through the root queue of each interface."""
-    queues = json.loads(_run(["tc", "-n", namespace, "-s", "-j", "qdisc", "show"]))
+    queues = json.loads(_run(namespace, ["tc", "-s", "-j", "qdisc", "show"]))
     return {queue["dev"]: queue["bytes"] for queue in queues if queue.get("root")}
 
 
-def _run(command: list[str], lines: Sequence[str] = ()) -> str:
-    done = subprocess.run(
-        command, input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, check=False
-    )
+def _run(namespace: str, command: list[str], lines: Sequence[str] = ()) -> str:
+    text = "".join(f"{line}\n" for line in lines)
+    done = inside(namespace, lambda: subprocess.run(command, input=text, capture_output=True, text=True, check=False))
     if done.returncode:
-        line = next((f", at `{lines[int(word.rstrip(':')) - 1]}`" for word in [_failed_line(done.stderr)] if word), "")
-        raise ClusterError(f"`{' '.join(command)}` failed{line}: {' '.join(done.stderr.split())}. {_ADVICE}")
+        number = re.search(r"Command failed -:(\d+)", done.stderr)  # as iproute2 names the line
+        at = f", at `{lines[int(number[1]) - 1]}`" if number else ""
+        raise ClusterError(f"`{' '.join(command)}` failed{at}: {' '.join(done.stderr.split())}. {ADVICE}")
     return done.stdout
-
-
-def _failed_line(stderr: str) -> str:
-    """The number of the line that iproute2 names: `Command failed -:3`."""
-    return stderr.rpartition("Command failed -:")[2].strip() if "Command failed -:" in stderr else ""
