@@ -5,8 +5,6 @@ The schedules are those of `torch.distributed.pipelining`.
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,25 +17,20 @@ from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
-from paceline.partition import contiguous, starts
 from paceline.plans.choices import STAGES_PER_RANK
-from paceline.plans.limits import even_cuts, microbatches_fit, sharded_twice, too_many_stages, wrong_cuts
+from paceline.plans.limits import microbatches_fit, sharded_twice
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, local
-from paceline.split.pipeline.cuts import costs, named_cuts, possible_cuts
-from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
-from paceline.split.pipeline.forward_trace import Cut, ForwardTrace, TensorShape
-from paceline.split.pipeline.observed import IN_TRANSFORM, Observed, can_be_exported, refuse_unsupported_code
-from paceline.split.pipeline.record_forward import Call, trace_forward
+from paceline.split.pipeline.cut_model import CutModel, NewestByShape
+from paceline.split.pipeline.exported import ExportedStage, StageGraph
+from paceline.split.pipeline.forward_trace import TensorShape
+from paceline.split.pipeline.record_forward import Call
 from paceline.split.pipeline.stages import Stage, StageBounds, identity
 from paceline.split.pipeline.timer import PipelineTimer, TimedStage
 from paceline.split.pipeline.weight_gradients import DeferredWeights
-from paceline.trace.blocks import find_blocks
 
 # (output, microbatch, its index) -> the scaled scalar to run the backward pass from
 Loss = Callable[[Any, Batch, int], Tensor]
-# number of batch shapes whose schedule and receive buffers are kept
-_SHAPES_KEPT = 8
 
 
 class Pipeline:
@@ -53,6 +46,7 @@ class Pipeline:
 
     Attributes:
         stages: this rank's stages: one, or two for interleaved and zero-bubble.
+        by_export: True if `torch.export` traced the model.
         lines: report of the cuts, one line each.
         shared: the ranks of every parameter that several ranks hold.
         trace: trace of the example; None if `torch.export` traced the model.
@@ -71,19 +65,15 @@ class Pipeline:
     def __init__(
         self, model: nn.Module, parts: Parts, plan: Plan, pp: Group, example: Batch, call: Call, *, device: torch.device
     ) -> None:
-        self._model, self._pp, self._call, self._device, self._schedule_name = model, pp, call, device, plan.schedule
-        self._block_names = find_blocks(model)
-        self._whole = {name.rsplit(".", i)[0] for name in self._block_names for i in range(1, name.count(".") + 1)}
-        self._remembered: dict[str, Any] = {}
-        self._stage_bounds: OrderedDict[Any, Sequence[StageBounds | StageGraph]] = OrderedDict()
+        self._pp, self._device, self._schedule_name = pp, device, plan.schedule
+        self._count = pp.size * STAGES_PER_RANK[plan.schedule]
         self.stages: list[nn.Module] = []
-        self.lines: list[str] = []
         self._names = {n: first for first, all_ in _aliases(model).items() for n in all_}
-        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._schedules = NewestByShape[Any](device)
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._timer = PipelineTimer(device)
-        self._count = pp.size * STAGES_PER_RANK[plan.schedule]
-        self.by_export, self._cuts = self._choose(example, plan)
+        self._cut = CutModel(model, plan, self._count, example, call, device)
+        self.by_export = self._cut.by_export
         self._own = [i for i in range(self._count) if self._rank_of(i) == pp.rank]
         stage_bounds = self._bounds_of(example)
         owners = self._owners(stage_bounds)
@@ -98,7 +88,7 @@ class Pipeline:
         )
         self.stages = [stage.module for stage in self._stages.values()]
         self.shared = self._note(parts, owners)
-        self.lines += self._described(stage_bounds)
+        self.lines = [*self._cut.lines, *self._described(stage_bounds)]
 
     # Modules and tensors of this rank
 
@@ -109,7 +99,7 @@ class Pipeline:
             return found
         for stage in self.stages:
             modules = dict(stage.named_modules())
-            found += [modules[name] for name in self._block_names if any(True for _ in modules[name].parameters())]
+            found += [modules[name] for name in self._cut.blocks if any(True for _ in modules[name].parameters())]
         return found
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -210,65 +200,13 @@ class Pipeline:
         """Wait for outstanding sends, and release schedules and buffers."""
         self._settle()
         self._schedules.clear()
-        self._stage_bounds.clear()
+        self._cut.forget()
 
-    # Cuts
-
-    def _choose(self, example: Batch, plan: Plan) -> tuple[bool, list[str]]:
-        """Choose the modules before which the model is cut.
-
-        The first value is True if `torch.export` has to trace it.
-        """
-        names = plan.cut.split(",") if plan.cut else []
-        modules = [name for name, _ in self._model.named_modules() if name]
-        if names and (reason := wrong_cuts(plan.cut, plan.schedule, plan.pp, modules, self._block_names)):
-            raise PlanError(f"plan {plan} {reason}")
-        trace: ForwardTrace | None = None
-        try:
-            trace = self._trace(example)
-        except PlanError as error:
-            cuts, reasons = list[Cut](), [IN_TRANSFORM] if self._observed.transformed else str(error).splitlines()
-        refuse_unsupported_code(self._observed)
-        if trace is not None:
-            cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self._block_names)
-            if reason := too_many_stages(
-                plan.pp, plan.schedule, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"
-            ):
-                reasons = [
-                    f"plan {plan} {reason} (fsdp and tp divide any model).{f' {reasons[0]}.' if reasons else ''}"
-                ]
-        # the model cannot be cut between all blocks
-        if reasons:
-            names = names or even_cuts(self._block_names, self._count)
-            problem = ""
-            if names and can_be_exported(self._model, self._observed):
-                try:
-                    self._export(example, names)
-                    return True, names
-                except PlanError as error:
-                    problem = str(error)
-            if len(cuts) + 1 < self._count:
-                raise PlanError("\n".join([*reasons, problem] if problem else reasons))
-            self.lines.append(f"pp: not every block can begin a stage: {reasons[0]}")
-        assert trace is not None, "without a trace there are no cuts, and that was raised"
-        return False, [cut.before for cut in self._balanced(trace, cuts, example)]
-
-    def _balanced(self, trace: ForwardTrace, cuts: list[Cut], example: Batch) -> list[Cut]:
-        """Cuts that make the slowest stage as fast as possible."""
-        # measured all the same, to find stages that cannot be computed apart
-        if len(cuts) + 1 == self._count:
-            costs(self._model, trace, cuts, example, self._call, self._device, runs=1)
-            return cuts
-        seconds = torch.tensor(
-            costs(self._model, trace, cuts, example, self._call, self._device), dtype=torch.float64, device=self._device
-        )
-        # over all ranks, as every replica and every shard of a stage must be cut alike
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return [cuts[i - 1] for i in starts(contiguous(seconds.tolist(), self._count))]
+    # Stages
 
     def _owners(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> dict[str, set[int]]:
         """Stages that compute with each parameter; for an unused one, the stage of its module."""
-        owners: dict[str, set[int]] = {name: set() for name, _ in self._model.named_parameters()}
+        owners: dict[str, set[int]] = {name: set() for name, _ in self._cut.model.named_parameters()}
         for i, bounds in enumerate(stage_bounds):
             for name in bounds.parameters():
                 owners[self._names[name]].add(i)
@@ -295,13 +233,12 @@ class Pipeline:
         self, i: int, bounds: StageBounds | StageGraph, example: Batch, owners: dict[str, set[int]]
     ) -> Stage | ExportedStage:
         own = {name for name, stages in owners.items() if i in stages}
+        model, call = self._cut.model, self._cut.call
         if isinstance(bounds, StageGraph):
             return ExportedStage(
-                self._model, lambda b: cast(Sequence[StageGraph], self._bounds_of(b)), example, i, self._device, own
+                model, lambda b: cast(Sequence[StageGraph], self._bounds_of(b)), example, i, self._device, own
             )
-        return Stage(
-            self._model, bounds, lambda b: cast(StageBounds, self._bounds_of(b)[i]), self._call, self._device, own
-        )
+        return Stage(model, bounds, lambda b: cast(StageBounds, self._bounds_of(b)[i]), call, self._device, own)
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:
         """Mark in `parts` what this rank holds; returns the ranks of every shared parameter."""
@@ -318,7 +255,8 @@ class Pipeline:
 
     def _described(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> list[str]:
         shapes = [" + ".join(str(list(shape.size)) for shape in bounds.received) for bounds in stage_bounds[1:]]
-        crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in zip(self._cuts, shapes, strict=True))
+        cuts = zip(self._cut.names, shapes, strict=True)
+        crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in cuts)
         how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self.by_export else ""
         tied = [
             f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed"
@@ -336,52 +274,21 @@ class Pipeline:
         size = self._pp.size
         return 2 * size - 1 - stage if self._schedule_name == "zero-bubble" and stage >= size else stage % size
 
-    # Shapes and schedules
-
-    def _trace(self, batch: Batch) -> ForwardTrace:
-        observed = Observed()
-        try:
-            return trace_forward(
-                self._model,
-                batch,
-                self._call,
-                self._device,
-                whole=self._whole,
-                remembered=self._remembered,
-                observed=observed,
-            )
-        finally:
-            self._observed = observed
-
-    def _export(self, batch: Batch, names: Sequence[str]) -> list[StageGraph]:
-        return exported(self._model, names, batch, self._call, self._device)
-
     def _bounds_of(self, batch: Batch) -> Sequence[StageBounds | StageGraph]:
-        """Each stage's bounds for batches of this shape; traced once per shape."""
-        training = self.stages[0].training if self.stages else self._model.training
-        key = (_shapes_of(batch, self._device), training and self.by_export)
-        if key not in self._stage_bounds:
-            if self.by_export:
-                self._model.train(training)
-                self._stage_bounds[key] = self._export(batch, self._cuts)
-            else:
-                trace = self._trace(batch)
-                ends = [None, *_cuts(trace, self._cuts), None]
-                self._stage_bounds[key] = [StageBounds(trace, first, last) for first, last in itertools.pairwise(ends)]
-            _forget_oldest(self._stage_bounds)
-        return self._stage_bounds[key]
+        training = self.stages[0].training if self.stages else self._cut.model.training
+        return self._cut.bounds(batch, training=training)
 
     def _schedule(self, microbatch: Batch, microbatches: int) -> Any:
         """torch's schedule for microbatches of this shape; its buffers have fixed shapes."""
-        key = (_shapes_of(microbatch, self._device), microbatches)
-        if key not in self._schedules:
+
+        def made() -> Any:
             stage_bounds = self._bounds_of(microbatch)
             stages = [self._timed(i, stage_bounds[i]) for i in self._own]
             kind = _schedule_class(self._schedule_name, self._pp.size, microbatches)
             what = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
-            self._schedules[key] = kind(what, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
-            _forget_oldest(self._schedules)
-        return self._schedules[key]
+            return kind(what, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+        return self._schedules.of(microbatch, microbatches, made)
 
     def _timed(self, i: int, bounds: StageBounds | StageGraph) -> TimedStage:
         last = i == self._count - 1
@@ -452,13 +359,6 @@ def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
     return Schedule1F1B if name == "1f1b" and microbatches_fit(name, ranks, microbatches) else ScheduleGPipe
 
 
-def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
-    cuts = [trace.cut(name) for name in names]
-    if problems := [cut for cut in cuts if isinstance(cut, str)]:
-        raise PlanError("pp: for a batch of another shape the model runs otherwise: " + "; ".join(problems))
-    return [cut for cut in cuts if isinstance(cut, Cut)]
-
-
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """All names of every parameter, under its first name."""
     firsts = {id(p): name for name, p in model.named_parameters()}
@@ -466,18 +366,6 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names[firsts[id(p)]].append(name)
     return names
-
-
-def _shapes_of(batch: Batch, device: torch.device) -> Any:
-    """Key that tells batch shapes apart. The width of floats is not in it, since FSDP2 casts a stage's inputs."""
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return autocast, *((key, tuple(t.shape), t.is_floating_point() or t.dtype) for key, t in items)
-
-
-def _forget_oldest(kept: OrderedDict[Any, Any]) -> None:
-    while len(kept) > _SHAPES_KEPT:
-        kept.popitem(last=False)
 
 
 def _work(work: dist.Work | None) -> dist.Work:
