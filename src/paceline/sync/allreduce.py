@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm.allreduce.algorithms import Algorithm, Auto, algorithm_for
 from paceline.comm.bucket import Bucket, Memory
 from paceline.comm.comm_thread import CommThread
 from paceline.comm.group import Group
+from paceline.comm.link_speed import GroupLinks
 from paceline.errors import SyncError
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state

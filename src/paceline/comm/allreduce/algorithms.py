@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.group import Group, Op
+from paceline.comm.link_speed import GroupLinks
 from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
 from paceline.plans.sync_info import ALGORITHMS
@@ -38,7 +38,7 @@ class Algorithm(Protocol):
         """Replace `tensor` on every rank by the sum, mean or maximum over the ranks."""
 
     def predicted_s(self, nbytes: int) -> float | None:
-        """Predicted seconds by the formula (see `cluster.doctor.link_speed`); None if nothing was measured."""
+        """Predicted seconds by the formula (see `comm.link_speed`); None if nothing was measured."""
 
     def close(self) -> None:
         """End the groups that the algorithm made for itself."""

@@ -7,8 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from paceline.cluster.doctor.link_speed import GroupLinks
 from paceline.comm.group import Group, Op
+from paceline.comm.link_speed import GroupLinks
 
 
 class FlatAllReduce:

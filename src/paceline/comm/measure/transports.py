@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.cluster.doctor.link_speed import GroupLinks, LinkSpeed
 from paceline.comm.group import Group
+from paceline.comm.link_speed import GroupLinks, LinkSpeed
 from paceline.comm.measure.speed import timed
 
 # bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
