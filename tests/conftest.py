@@ -5,6 +5,7 @@ A check that it left nothing behind, real ranks, and a word on what cannot run o
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.util
 import os
 import shutil
@@ -67,6 +68,16 @@ def hosts(_seed: None) -> Iterator[Hosts]:
     """
     with emulating() as make:
         yield make
+
+
+@pytest.fixture
+def loader_processes_end() -> Iterator[None]:
+    """Fail a test after which processes of a DataLoader live on."""
+    yield
+    gc.collect()
+    for child in multiprocessing.active_children():
+        child.join(20)
+    assert not multiprocessing.active_children()
 
 
 @pytest.fixture(scope="session")

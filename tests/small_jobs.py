@@ -25,6 +25,25 @@ from paceline.training.record.run import Run
 
 FEATURES, CLASSES = 6, 3
 
+CHAOTIC = '''
+import torch
+from torch import nn
+
+
+class Chaotic(nn.Module):
+    """A logistic map doubles every difference ten times over, that of rounding, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.sigmoid(self.first(x))
+        for _ in range(10):
+            x = 3.99 * x * (1 - x)
+        return self.last(x)
+'''
+
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Random points; their class is the largest of three features.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
 import json
@@ -41,13 +40,7 @@ from ranks import RankError, Ranks
 SAMPLES, BATCH = 50, 8
 
 
-@pytest.fixture(autouse=True)
-def _no_loader_process_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    for child in multiprocessing.active_children():
-        child.join(20)
-    assert not multiprocessing.active_children()
+pytestmark = pytest.mark.usefixtures("loader_processes_end")
 
 
 def numbered(samples: int = SAMPLES) -> TensorDataset:

@@ -11,28 +11,15 @@ from typing import Any
 from paceline.job.job import Job
 from paceline.parity.check import Checks, Parity
 from paceline.plans.plan import Plan
-from small_jobs import small_job
+from small_jobs import CHAOTIC, small_job
 
-CODE = '''
+CODE = (
+    CHAOTIC
+    + '''
+
 import os
 
-import torch
 import torch.nn.functional as F
-from torch import nn
-
-
-class Chaotic(nn.Module):
-    """A logistic map doubles every difference ten times over, that of rounding, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = torch.sigmoid(self.first(x))
-        for _ in range(10):
-            x = 3.99 * x * (1 - x)
-        return self.last(x)
 
 
 def plain():
@@ -140,6 +127,7 @@ class Normed(nn.Module):
             self.norm.momentum = 0.5
         return self.last(torch.tanh(self.norm(self.first(x))))
 '''  # noqa: E501
+)
 
 
 def job(

@@ -12,7 +12,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.parity.check import LargestDifference, Parity, StepParity, Tolerance, check_all
 from paceline.plans.plan import Plan
-from small_jobs import small_job
+from small_jobs import CHAOTIC, small_job
 
 ODD = '''
 import os
@@ -31,25 +31,6 @@ class Odd(nn.Module):
     def forward(self, x):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 '''  # noqa: E501
-
-CHAOTIC = '''
-import torch
-from torch import nn
-
-
-class Chaotic(nn.Module):
-    """A logistic map doubles every difference ten times over, that of rounding, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = torch.sigmoid(self.first(x))
-        for _ in range(10):
-            x = 3.99 * x * (1 - x)
-        return self.last(x)
-'''
 
 
 def own_job(folder: Path, code: str, name: str) -> Job:

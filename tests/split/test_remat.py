@@ -178,11 +178,13 @@ def test_what_is_kept_is_not_what_the_block_changes_in_place(ranks: Ranks, backe
     assert_alike(ranks(2, in_turn, changed_in_place, ("none", "selective"), backend=backend))
 
 
-def fully_sharded(how: How) -> Gradients:
+def fully_sharded(how: How, compiled: bool = False) -> Gradients:
     torch.manual_seed(0)
     model = GPT(layers=2, hidden=16, heads=2, vocab=17, context=8).double()
     remember(model, how)
     blocks = submodules(model, find_blocks(model))
+    if compiled:
+        compile_blocks(blocks, "on")
     shard_fully(
         [model], blocks, dict(model.named_parameters()), whole_parts(model), init_device_mesh("cpu", (2,)),
         zero=3, precision="fp32", offload=False, pipelined=False,
@@ -260,26 +262,10 @@ def test_compiled_blocks_have_the_same_gradients(ranks: Ranks, how: How) -> None
         torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)
 
 
-def compiled_and_sharded(how: How) -> Gradients:
-    torch.manual_seed(0)
-    model = GPT(layers=2, hidden=16, heads=2, vocab=17, context=8).double()
-    remember(model, how)
-    blocks = submodules(model, find_blocks(model))
-    compile_blocks(blocks, "on")
-    shard_fully(
-        [model], blocks, dict(model.named_parameters()), whole_parts(model), init_device_mesh("cpu", (2,)),
-        zero=3, precision="fp32", offload=False, pipelined=False,
-    )  # fmt: skip
-    tokens = torch.randint(0, 17, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
-    for _ in range(2):
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    return {n: None if p.grad is None else local(p.grad).clone() for n, p in model.named_parameters()}
-
-
 @pytest.mark.slow
 def test_blocks_can_be_sharded_computed_again_and_compiled_at_once(ranks: Ranks) -> None:
     expected = ranks(2, fully_sharded, "none")
 
-    for found, right in zip(ranks(2, compiled_and_sharded, "selective", deadline_s=300), expected, strict=True):
+    for found, right in zip(ranks(2, fully_sharded, "selective", True, deadline_s=300), expected, strict=True):
         for name, grad in right.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12)

@@ -5,10 +5,8 @@ Lost here is a sample trained twice, or by no rank, without a word.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
-import multiprocessing
 import os
 import random
 from collections.abc import Iterator
@@ -29,13 +27,7 @@ from ranks import RankError, Ranks
 SAMPLES, BATCH = 50, 8
 
 
-@pytest.fixture(autouse=True)
-def _no_loader_process_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    for child in multiprocessing.active_children():
-        child.join(20)
-    assert not multiprocessing.active_children()
+pytestmark = pytest.mark.usefixtures("loader_processes_end")
 
 
 def sample(number: int) -> tuple[Tensor, int]:

@@ -16,6 +16,19 @@ from paceline.files import private_folder, write_whole
 from paceline.job.job import Job
 from paceline.units import percent
 
+# keys of a job that decide what a step computes
+WORK = (
+    "model",
+    "data",
+    "loss",
+    "optimizer",
+    "global_batch",
+    "drop_last",
+    "clip_norm",
+    "batch_norm",
+    "precision",
+    "partition",
+)
 # share of the cores: what was measured while other processes used more is not kept
 MOST_OTHER_WORK = 0.25
 # seconds for measuring other work on the cores

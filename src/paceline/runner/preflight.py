@@ -18,23 +18,11 @@ from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PlanError
 from paceline.job.job import Job
 from paceline.launch.run_on_ranks import run_on_plan
-from paceline.planner.cache import cache_folder, digests, made_cache_folder, short_hash
+from paceline.planner.cache import WORK, cache_folder, digests, made_cache_folder, short_hash
 from paceline.planner.check.plan_context import loss_is_tried
 from paceline.plans.plan import Plan
 
 _FOLDER = "preflight"
-_WORK = (
-    "model",
-    "data",
-    "loss",
-    "optimizer",
-    "global_batch",
-    "drop_last",
-    "batch_norm",
-    "precision",
-    "partition",
-    "clip_norm",
-)
 
 
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
@@ -95,7 +83,7 @@ def _kept(job: Job, plan: Plan) -> Path:
 
     Named by the work, the plan and all code that is known to bear on it.
     """
-    values = job.model_dump(mode="json", include=set(_WORK))
+    values = job.model_dump(mode="json", include=set(WORK))
     key = {
         "job": values,
         "files": list(digests(values)),

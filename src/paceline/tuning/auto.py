@@ -54,7 +54,6 @@ class AutoChoice:
         gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was
             better.
         seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
-        from_cache: True if an earlier start had measured it.
         forecast: the plan's prediction; None if there is none, or if knobs were added that no prediction knows.
     """
 
@@ -62,7 +61,6 @@ class AutoChoice:
     lines: list[str] = field(default_factory=list)
     gain: float = 1.0
     seconds: float = 0.0
-    from_cache: bool = False
     forecast: Forecast | None = None
 
 
@@ -91,9 +89,7 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
         # told once on a screen; a report has them all
         lines.all += [HEADING, *(row.line() for row in known.tried)]
         lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
-        return AutoChoice(
-            Plan.parse(known.best), lines.all, known.gain, from_cache=True, forecast=known.forecast_of(known.best)
-        )
+        return AutoChoice(Plan.parse(known.best), lines.all, known.gain, forecast=known.forecast_of(known.best))
     return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
 
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planner.cache import cache_folder, keep, short_hash, work_facts
+from paceline.planner.cache import WORK, cache_folder, keep, short_hash, work_facts
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.history import hardware_of
 from paceline.planner.knobs import SHARE_OF_RUN, Trial, longest_run_s
@@ -25,18 +25,6 @@ from paceline.planner.shortlist import Forecast
 from paceline.plans.plan import Plan
 
 BEGINNING = "the plan to begin with"
-_WORK = (
-    "model",
-    "data",
-    "loss",
-    "optimizer",
-    "global_batch",
-    "drop_last",
-    "clip_norm",
-    "batch_norm",
-    "precision",
-    "partition",
-)
 
 
 @dataclass
@@ -85,7 +73,7 @@ class TuningResult:
 
 def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
     """File of a job's cached result, named by the work, the hardware and the versions."""
-    key = work_facts(job, _WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
+    key = work_facts(job, WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
     key |= {package: version(package) for package in ("paceline", "torch")}
     return cache_folder() / "knobs" / f"{job.name}-{short_hash(key)}.json"
 
