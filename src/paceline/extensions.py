@@ -68,6 +68,19 @@ class ExtensionPoint(Generic[T]):
         """Every description by name; loads those of other packages. Raises as `[]` does."""
         return {name: self[name] for name in self.names}
 
+    def loadable(self) -> tuple[dict[str, T], list[str]]:
+        """Every description that can be loaded, by name, and the error of each other.
+
+        For a choice among all: a broken package that nobody named must not stop it.
+        """
+        found, errors = dict(self.built_in), []
+        for name in self.installed:
+            try:
+                found[name] = self[name]
+            except PacelineError as error:
+                errors.append(str(error))
+        return found, errors
+
     def _load(self, entry: EntryPoint) -> T:
         origin = f'the {self.noun} "{entry.name}" that a package registers under {self.group} ({entry.value})'
         try:

@@ -280,9 +280,12 @@ class Group:
             )
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's `value` (JSON), in rank order. Nothing is pickled."""
-        if self.size == 1:
-            return [value]
+        """Every rank's `value` (JSON), in rank order. Nothing is pickled.
+
+        In a dry run, where nobody answers, as if all had this rank's.
+        """
+        if self.size == 1 or self.is_fake:
+            return [value] * self.size
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(data)

@@ -150,10 +150,14 @@ class CompressSpec:
         return kept
 
 
-def auto_candidates() -> tuple[str, ...]:
-    """Codecs that `compress=auto` tries, from the one that loses least."""
-    tried = sorted((info for info in CODECS.all().values() if info.tried_by_auto), key=lambda info: info.order)
-    return tuple(str(info.tried_by_auto) for info in tried)
+def auto_candidates() -> tuple[tuple[str, ...], list[str]]:
+    """Codecs that `compress=auto` tries, from the one that loses least.
+
+    Those of packages that cannot be loaded are left out; the second value has their errors.
+    """
+    known, errors = CODECS.loadable()
+    tried = sorted((info for info in known.values() if info.tried_by_auto), key=lambda info: info.order)
+    return tuple(str(info.tried_by_auto) for info in tried), errors
 
 
 def _those(ability: str) -> list[str]:

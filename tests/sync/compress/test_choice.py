@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hosts import Hosts
 from paceline.comm import Group
 from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.backend import joined
-from paceline.plans.codec_info import auto_candidates
+from paceline.errors import PlanError
+from paceline.plans.codec_info import CODECS, CodecInfo, CompressSpec, auto_candidates
 from paceline.sync.compress.choice import CodecChooser, measure_sums
 from ranks import Ranks
 
@@ -113,7 +115,7 @@ def measured(dtype: torch.dtype, numbers: int, transport: str = "auto") -> dict[
         flat = torch.zeros(numbers + 300, dtype=dtype)
         buckets = [(flat, [flat[:numbers].view(numbers // 300, 300), flat[numbers:]])]
         before = torch.random.get_rng_state()
-        plain_s, coded_s = measure_sums(FlatAllReduce(group, ""), buckets)
+        plain_s, coded_s = measure_sums(FlatAllReduce(group, ""), buckets, auto_candidates()[0])
         untouched = torch.equal(before, torch.random.get_rng_state()) and not flat.any()
         return {"plain_s": plain_s, "coded_s": coded_s, "untouched": bool(untouched)}
 
@@ -122,7 +124,7 @@ def test_the_timed_sums_are_the_same_on_every_rank_and_change_nothing(ranks: Ran
     first, second = ranks(2, measured, torch.float32, 1_800_000, backend="shm")
     assert first == second
     assert first["untouched"]
-    assert list(first["coded_s"]) == list(auto_candidates())
+    assert list(first["coded_s"]) == list(auto_candidates()[0])
     assert all(s > 0 for s in (first["plain_s"], *first["coded_s"].values()))
 
 
@@ -144,3 +146,38 @@ def test_gradients_that_no_codec_takes_are_left_as_they_are(ranks: Ranks, monkey
         run({"none": 1.0})[0].message
         == "compress=auto: none. Of 1.00 s a step, there is nothing to save: no codec takes these gradients"
     )
+
+
+NOT_EVERYWHERE = CodecInfo("paceline.sync.compress.half:bf16", lambda _: 2.0, tried_by_auto="extra", order=3)
+
+
+def choices_beside_broken_packages() -> list[str]:
+    """Two packages' codecs: one whose class no rank can import, and one that rank 1 cannot load."""
+    with joined(deadline_s=30) as group:
+        home = __name__ if group.rank == 0 else "a_package_that_is_not_here"
+        CODECS.installed["extra"] = EntryPoint("extra", f"{home}:NOT_EVERYWHERE", CODECS.group)
+        CODECS.installed["light"] = EntryPoint("light", f"{__name__}:WITHOUT_CLASS", CODECS.group)
+        flat = torch.zeros(6000)
+        made = CodecChooser(FlatAllReduce(group, ""), [(flat, [flat.view(60, 100)])])
+        made.decide("none", "Nothing is gained")
+        return made.message.splitlines()
+
+
+WITHOUT_CLASS = CodecInfo("a_class_that_is_not_here:Codec", lambda _: 2.0, tried_by_auto="light", order=4)
+
+
+def test_a_package_that_one_rank_cannot_load_is_left_out_on_all_and_named(ranks: Ranks) -> None:
+    first, second = ranks(2, choices_beside_broken_packages, backend="shm")
+    assert first == second
+    [message] = first
+    assert message.startswith("compress=auto: none. Nothing is gained. Left out: ")
+    assert 'the codec "extra" that a package registers under paceline.codecs' in message
+    assert "No module named 'a_package_that_is_not_here'" in message
+    assert "the codec light: a_class_that_is_not_here:Codec: cannot import 'a_class_that_is_not_here'" in message
+
+
+def test_a_codec_that_a_plan_names_is_still_an_error_if_it_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("extra", "a_package_that_is_not_here:INFO", CODECS.group)
+    monkeypatch.setitem(CODECS.installed, "extra", broken)
+    with pytest.raises(PlanError, match=r'the codec "extra" .* cannot be loaded'):
+        CompressSpec.parse("extra")

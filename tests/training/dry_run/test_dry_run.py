@@ -6,6 +6,7 @@ not.
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from paceline.comm.backend import joined
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
+from paceline.plans.sync_info import RULES, SyncInfo
 from paceline.split.memory import StateBytes, held_bytes
+from paceline.sync.averaging import Averaging
+from paceline.sync.rule import Replica
 from paceline.training.build import build_engine, built
 from paceline.training.dry_run.dry_run import DryRun, run_dry
 from paceline.training.dry_run.memory_watch import MemoryWatch
@@ -179,6 +183,25 @@ def test_code_that_looks_at_values_is_named() -> None:
     assert stage.stopped_by is not None
     assert stage.stopped_by.startswith("1 needs the values of tensors")
     assert stage.state.parameters > 0, "what was divided is known all the same"
+
+
+class Asking(Averaging):
+    """A rule of another package that asks all ranks something when it begins."""
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        assert replica.dp.gather_json({"version": 2}) == [{"version": 2}] * replica.dp.size
+
+
+ASKING = SyncInfo(f"{__name__}:Asking", exact=True, every_step=True, sends="gradients")
+
+
+def test_a_rule_of_another_package_can_be_run_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends what it sends, without the comparison of every call, which nobody would answer."""
+    monkeypatch.setitem(RULES.installed, "asking", EntryPoint("asking", f"{__name__}:ASKING", RULES.group))
+    [own], [built_in] = dry("dp=4 sync=asking").stages, dry("dp=4 sync=averaging").stages
+    assert own.stopped_by is None
+    assert own.sent_bytes == built_in.sent_bytes
 
 
 def test_a_watch_counts_what_is_alive() -> None:

@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm import Group
 from paceline.comm.agree import greatest
 from paceline.comm.allreduce.algorithms import Algorithm
-from paceline.errors import PlanError
-from paceline.plans.codec_info import auto_candidates
+from paceline.errors import JobError, PlanError
+from paceline.job.read.imports import load_object
+from paceline.plans.codec_info import CODECS, CompressSpec, auto_candidates
 from paceline.sync.compress.compressor import Compressor
 from paceline.sync.traffic import Traffic
 from paceline.units import percent, seconds
@@ -57,7 +59,8 @@ class CodecChooser:
     def __init__(self, algorithm: Algorithm, buckets: Buckets) -> None:
         self.group = algorithm.group
         self.codec, self.decided, self.message = "none", False, ""
-        self._plain_s, self._coded_s = measure_sums(algorithm, buckets)
+        candidates, self._left_out = _candidates(self.group)
+        self._plain_s, self._coded_s = measure_sums(algorithm, buckets, candidates)
         self.clock = time.perf_counter
         self._trials: list[str] = []
         self._measured_s: dict[str, float] = {}
@@ -88,7 +91,8 @@ class CodecChooser:
 
         A resumed run goes on with what was decided before.
         """
-        self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}"
+        left_out = f". Left out: {'; '.join(self._left_out)}" if self._left_out else ""
+        self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}{left_out}"
 
     def _go_on(self) -> None:
         """After the steps with one codec: the next one, or the decision."""
@@ -118,7 +122,7 @@ class CodecChooser:
         fastest_s = min(self._measured_s.values())
         if fastest_s > (1 - MARGIN) * self._measured_s["none"]:
             return "none"
-        tried = [codec for codec in auto_candidates() if codec in self._measured_s]
+        tried = [codec for codec in self._coded_s if codec in self._measured_s]
         return next(codec for codec in tried if self._measured_s[codec] <= fastest_s / (1 - MARGIN))
 
     def _reckoning(self) -> str:
@@ -132,7 +136,28 @@ class CodecChooser:
         )
 
 
-def measure_sums(algorithm: Algorithm, buckets: Buckets) -> tuple[float, dict[str, float]]:
+def _candidates(group: Group) -> tuple[list[str], list[str]]:
+    """Codecs to try, the same on every rank, and why others are left out.
+
+    A package that is broken on one rank must not stop a run that did not name its codec. Every rank calls it.
+    """
+    texts, problems = auto_candidates()
+    own = []
+    for text in texts:
+        try:
+            for name, _ in CompressSpec.parse(text).codecs:
+                load_object(CODECS[name].codec)
+            own.append(text)
+        except (JobError, PlanError) as error:
+            problems.append(f"the codec {text}: {error}")
+    everyones = group.gather_json([own, problems])
+    common = [text for text in own if all(text in theirs for theirs, _ in everyones)]
+    left_out = dict.fromkeys(problem for _, theirs in everyones for problem in theirs)
+    missing = dict.fromkeys(text for theirs, _ in everyones for text in theirs if text not in common)
+    return common, [*left_out, *(f"{text} is not on every rank" for text in missing)]
+
+
+def measure_sums(algorithm: Algorithm, buckets: Buckets, candidates: Sequence[str]) -> tuple[float, dict[str, float]]:
     """Seconds per step of the exact sums, and of each candidate codec's.
 
     Random numbers are summed over the ranks in the shapes of the first gradients. Codecs that do not take them are left
@@ -162,7 +187,7 @@ def measure_sums(algorithm: Algorithm, buckets: Buckets) -> tuple[float, dict[st
         return grows * min(times_s)
 
     plain_s, coded_s = time_s(lambda _, own, parts: algorithm.all_reduce(own)), {}
-    for codec in auto_candidates():
+    for codec in candidates:
         try:
             coded_s[codec] = time_s(Compressor(codec, group, Traffic()).sum)
         except PlanError:  # it does not take the dtype

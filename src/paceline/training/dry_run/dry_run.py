@@ -306,7 +306,7 @@ def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) 
         raise
     except Exception as error:
         what = next(iter(str(error).splitlines()), "")
-        where = _module_of(error.__traceback__, modules)
+        where = _place_of(error.__traceback__, modules, engine)
         if isinstance(error, _WITHOUT_VALUES):
             return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
         raise StepFailed(
@@ -315,13 +315,15 @@ def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) 
     return None
 
 
-def _module_of(trace: TracebackType | None, modules: Sequence[nn.Module]) -> str:
-    """The innermost module in a traceback, by its name in the model."""
+def _place_of(trace: TracebackType | None, modules: Sequence[nn.Module], engine: Engine) -> str:
+    """The innermost module in a traceback, by its name; or the sync rule."""
     names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
     while trace is not None:
         asking = trace.tb_frame.f_locals.get("self")
         if isinstance(asking, nn.Module):
             found = names.get(asking) or found
+        elif asking is engine.rule:
+            found = f"sync={engine.plan.sync}"
         trace = trace.tb_next
     return found
 
