@@ -11,15 +11,12 @@ import subprocess
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.cluster.cluster import Cluster, Host, Link
+from paceline.cluster.cluster import Cluster, Emulate, Host, Link
 from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
 from paceline.errors import ClusterError
-
-if TYPE_CHECKING:
-    from paceline.cluster.cluster import Emulate, Host
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
