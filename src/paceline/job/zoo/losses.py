@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Annotated, Any
 
 import torch
@@ -76,8 +77,8 @@ class CrossEntropy:
         except (IndexError, RuntimeError, ValueError):
             _explain_failure(logits, labels, weight)
             raise
-        # to look is free on a CPU; a GPU would have to be waited for
-        if mean.device.type == "cpu" and not mean.isnan():
+        # to look is nearly free on a CPU; a GPU would have to be waited for
+        if mean.device.type == "cpu" and not isnan(mean.item()):
             return mean
         return torch.where(self.items(target) > 0, mean, 0.0)
 
