@@ -5,6 +5,7 @@ The loss of exact training within a stated number of samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -39,14 +40,18 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def losses_on_digits() -> dict[str, list[float]]:
+# One of each kind of codec; the others are rounded as one of these is.
+KINDS = ("int8", "1bit", "topk:0.05+bf16", "powersgd:4+bf16")
+
+
+def losses_on_digits(codecs: Sequence[str]) -> dict[str, list[float]]:
     """By codec: the loss on all digits before training, and from the steps of exact training on."""
     digits = load_digits()
     inputs, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
     with joined(deadline_s=60) as group:
         return {
             codec: trained(group, codec, inputs, labels, int(STEPS * (1 + SAMPLES_MORE.get(codec, 0))))
-            for codec in ("none", *SAMPLES_MORE)
+            for codec in ("none", *codecs)
         }
 
 
@@ -68,8 +73,9 @@ def trained(group: Any, codec: str, inputs: Tensor, labels: Tensor, steps: int) 
     return found
 
 
-def test_every_codec_reaches_the_loss_of_exact_training_on_digits(ranks: Ranks) -> None:
-    first, second = ranks(RANKS, losses_on_digits, backend="shm", deadline_s=90)
+@pytest.mark.parametrize("codecs", [KINDS, pytest.param(("fp16", "bf16", "int4"), marks=pytest.mark.slow)])
+def test_a_codec_reaches_the_loss_of_exact_training_on_digits(ranks: Ranks, codecs: Sequence[str]) -> None:
+    first, second = ranks(RANKS, losses_on_digits, codecs, backend="shm", deadline_s=90)
     assert first == second, "the replicas differ"
     exact = first.pop("none")
     assert exact[-1] < 0.4 < 2 < exact[0]
