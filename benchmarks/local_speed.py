@@ -45,6 +45,7 @@ from measure import environment_line, our_steps
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.deferred_compiler import defer_compiler
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.launch.seed import ALLOCATOR
@@ -336,8 +337,9 @@ def proportional_bytes(pid: int) -> int:
 def serve(runs: Path, transport: str) -> None:
     """Train as `paceline train` does, as far as the questions on stdin ask."""
     torch.set_num_threads(1)
+    defer_compiler()  # this, and the cores, as launch/rank.py does
     plan = Run(runs / "0").plan
-    if plan.pin:  # as launch/rank.py does
+    if plan.pin:
         os.sched_setaffinity(0, cores_of(int(os.environ["RANK"]), 2, discover().hosts[0]))
     with joined(deadline_s=60, transport=transport) as group:
         alone = plan.dp == 1
