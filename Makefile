@@ -20,8 +20,8 @@ demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against
 	@$(BIN)/paceline train examples/digits.yaml
 	@$(BIN)/paceline bench examples/digits.yaml --repeat 5
 
-# Tests mostly wait for processes that they start, so there are more of them at work than cores.
-WORKERS ?= $(shell echo $$((2 * $$(nproc))))
+# Tests also wait for processes that they start, so there is one more of them at work than cores.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 # Without bytecode, each of the thousands of processes would compile what it imports.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
