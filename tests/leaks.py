@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import socket
 import sys
@@ -277,7 +278,9 @@ def _torch_settings() -> dict[str, object]:
 
 def _reap() -> None:
     """Take the exit codes of adopted orphans; nobody else will."""
+    # Multiprocessing would take a process whose exit code it does not get for a living one, for good.
+    own = {child.pid for child in multiprocessing.active_children()}
     for child in _children_of(os.getpid()):
         with suppress(psutil.NoSuchProcess, ChildProcessError):
-            if child.status() == psutil.STATUS_ZOMBIE:
+            if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(child.pid, os.WNOHANG)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -114,10 +112,9 @@ def rows(batches: Any) -> list[list[int]]:
 
 
 @pytest.fixture(params=[0, 2], ids=["in the rank", "in loader processes"])
-def num_workers(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield request.param
-    gc.collect()
-    assert not multiprocessing.active_children()
+def num_workers(request: pytest.FixtureRequest, loader_processes_end: None) -> int:
+    found: int = request.param
+    return found
 
 
 def test_each_iteration_is_one_epoch_of_the_partition(num_workers: int) -> None:
