@@ -1,6 +1,8 @@
 """The emulated hosts that other tests run on."""
 
 import os
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hosts import Hosts, cut_of, mend_of
+from hosts import Hosts, cut_of, mend_of, namespaces_of
+from paceline.cluster.emulate.namespace import inside
 from paceline.comm.backend import joined
 from ranks import RankError
 
@@ -74,3 +77,15 @@ def test_a_link_can_be_cut_and_mended_while_ranks_run(hosts: Hosts, tmp_path: Pa
     assert up.run(wait_for_the_other_host, str(tmp_path)) == [2.0, 2.0]
     meanwhile.join()
     assert received == [0]
+
+
+def test_a_link_is_mended_though_the_bridge_has_learned_its_address_meanwhile(hosts: Hosts) -> None:
+    up = hosts(2)
+    bridge, _, host_1 = namespaces_of(os.getpid())
+    up.cut(1)
+    learning = ["ip", "link", "set", "host-1", "master", "bridge"]  # as for a moment of every mending
+    inside(bridge, lambda: subprocess.run(learning, check=True))
+    with inside(host_1, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sender:
+        sender.sendto(b"here", ("10.77.0.1", 9))
+    up.mend(1)
+    assert up.run(add_up, 1000) == [(0, (0, 1), 1.0), (1, (0, 1), 1.0)]

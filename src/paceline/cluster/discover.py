@@ -186,8 +186,6 @@ def hosts_of(emulate: Emulate) -> tuple[Host, ...]:
     Raises:
         ClusterError: a host is to have more cores than this machine.
     """
-    from paceline.cluster.cluster import Link
-
     machine = discover().hosts[0]
     hosts = []
     for i, (rate_bps, cores) in enumerate(zip(emulate.rates_bps, emulate.cores, strict=True)):

@@ -104,10 +104,13 @@ def carried(bridge: str, links: Sequence[Wire]) -> list[tuple[int, int]]:
 
 
 def plug(bridge: str, link: Wire) -> None:
-    """Make the bridge carry a link's packets, each to the one link with its address."""
+    """Make the bridge carry a link's packets, each to the one link with its address.
+
+    An address that the bridge has learned in the moment before it is told not to is replaced.
+    """
     _run(bridge, ["ip", "link", "set", link.host, "master", "bridge"])
     to_no_other = "learning off flood off mcast_flood off bcast_flood off"
-    settings = [f"link set dev {link.host} {to_no_other}", f"fdb add {link.mac} dev {link.host} master static"]
+    settings = [f"link set dev {link.host} {to_no_other}", f"fdb replace {link.mac} dev {link.host} master static"]
     _run(bridge, ["bridge", "-batch", "-"], settings)
 
 
