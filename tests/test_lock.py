@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -47,3 +48,15 @@ def test_all_that_pyproject_asks_for_is_there_in_a_version_that_fits() -> None:
     [torch] = re.findall(r"^TORCH := (torch==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     [asked] = [Requirement(r) for r in wanted if Requirement(r).name == "torch"]
     assert asked.specifier.contains(torch.partition("==")[2])
+
+
+@pytest.fixture(scope="module")
+def of_the_module() -> None:
+    """As those that many tests of one file share."""
+
+
+@pytest.mark.usefixtures("of_the_module")
+def test_this_xdist_knows_the_groups_of_this_pytest(request: pytest.FixtureRequest) -> None:
+    if not getattr(request.config.option, "loadgroup", False):  # which xdist sets in its workers
+        pytest.skip("runs in one process")
+    assert "@" in request.node.nodeid, "no group: every worker would make the fixtures of a module anew"
