@@ -130,7 +130,7 @@ def test_a_shard_whose_header_lies_is_passed_over(saved: Path, what: str) -> Non
     assert "step-00000002" in reason_passed_over(saved)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", '{"sha256": 3}'])
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", '{"sha256": 3}'], ids=["deep", "list", "null", "number"])
 def test_what_is_no_manifest_is_passed_over(saved: Path, text: str) -> None:
     (saved / "step-00000002" / MANIFEST).write_text(text)
     assert "manifest" in reason_passed_over(saved)
