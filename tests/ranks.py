@@ -181,7 +181,7 @@ def be_rank(call: Call) -> str:
 
     before_the_transport.update(of_the_transport())
     own = {name: value for name, value in os.environ.items() if name in RankEnvironment.names() - _LAUNCHERS}
-    own |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    own |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "PACELINE_DEVICE") if name in os.environ}
     if call.backend:  # no need of the launcher's rendezvous
         if (listener := own.get("PACELINE_STORE_FD")) is not None:
             os.close(int(listener))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,19 @@ if TYPE_CHECKING:
 CPU = "cpu"
 GPU = "cuda"  # torch's type of NVIDIA's and of AMD's
 DEVICE_VARIABLE = "PACELINE_DEVICE"
+# by which makers' own software leaves devices out
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+)
 ON_CPU = {DEVICE_VARIABLE: CPU}
 """Environment of a process that is to leave the accelerators alone."""
+# open where a maker's own runtime was started, also by other libraries than torch
+_DRIVERS_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
 
 
 def accelerator_type() -> str | None:
@@ -85,6 +96,21 @@ def is_accelerator(device: torch.device) -> bool:
 def on_accelerator(tensor: Tensor) -> bool:
     """True if a tensor's memory is an accelerator's."""
     return is_accelerator(tensor.device)
+
+
+def is_started() -> bool:
+    """True if this process has started an accelerator, which no fork of it would survive."""
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    asked = getattr(torch.get_device_module(found), "is_initialized", None) if found else None
+    return bool(asked and asked()) or any(file.startswith(_DRIVERS_FILES) for file in _open_files())
+
+
+def _open_files() -> Iterator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def default_backend(device: torch.device) -> str:
@@ -209,6 +235,45 @@ def name(device: torch.device) -> str:
     """The maker's name of an accelerator, or torch's type where its module states none."""
     ask = getattr(_module(device), "get_device_name", None)
     return str(ask(device)) if ask else device.type
+
+
+def built_for() -> str:
+    """Makers' software that torch is built for, with its version; `CPU only` without any."""
+    import torch
+
+    makers = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
+    built = {maker: getattr(torch.version, attribute, None) for attribute, maker in makers.items()}
+    return next((f"{maker} {version}" for maker, version in built.items() if version), "CPU only")
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of an accelerator's memory; None where nothing states them.
+
+    Properties are asked first, as they need no device to be started.
+    """
+    import torch
+
+    properties = getattr(_module(device), "get_device_properties", None)
+    if properties is not None and hasattr(found := properties(device), "total_memory"):
+        return int(found.total_memory)
+    with suppress(RuntimeError, NotImplementedError):
+        return int(torch.accelerator.get_memory_info(device)[1])
+    return None
+
+
+def nvidia_uuid(device: torch.device) -> str | None:
+    """Number by which NVIDIA's driver knows a GPU; None for any other device."""
+    import torch
+
+    if device.type != GPU or torch.version.cuda is None:
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def states_bf16(device: torch.device) -> bool | None:
+    """True if a device's module says that it computes in bfloat16; None without an answer."""
+    ask = getattr(_module(device), "is_bf16_supported", None)
+    return bool(ask()) if ask else None
 
 
 @dataclass(frozen=True)

@@ -79,3 +79,13 @@ def test_the_figures_have_names_that_tell_the_settings_apart() -> None:
         "time_to_target_s_4_devices",
     } <= found.keys()
     assert "speedup_1_device" not in found
+
+
+def test_on_accelerators_the_memory_is_theirs_and_unknown_where_torch_does_not_count_it() -> None:
+    of = report(kind="mps")  # its ranks have host memory only
+    assert not of.on_cores
+    text = screen(of, 200)
+    assert "? where torch does not count it" in text
+    rows = [line for line in text.partition("Where a step goes")[2].splitlines() if " device" in line][:5]
+    assert [row.split()[-1] for row in rows] == ["?"] * 5
+    assert report(kind="cpu").on_cores

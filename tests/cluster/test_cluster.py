@@ -70,6 +70,22 @@ def test_where_there_are_gpus_no_rank_is_put_on_cores() -> None:
     assert (cluster.kind, cluster.devices, cluster.devices_per_host) == ("cuda", 2, (0, 2))
 
 
+def test_an_accelerator_of_any_maker_is_a_device() -> None:
+    gpus = tuple(Device(index=i, kind="npu", name="Ascend 910B", memory_bytes=GIB) for i in range(3))
+    cluster = Cluster(hosts=(LAPTOP, LAPTOP.model_copy(update={"name": "other", "gpus": gpus})))
+    assert (cluster.kind, cluster.has_accelerators, cluster.devices_per_host) == ("npu", True, (0, 3))
+
+
+def test_accelerators_of_several_kinds_are_no_cluster() -> None:
+    intel = Device(index=0, kind="xpu", name="Max 1550", memory_bytes=GIB)
+    with pytest.raises(ValidationError, match=r"host a has GPUs of several kinds \(cuda, xpu\)"):
+        Host(name="a", cores=1, memory_bytes=GIB, gpus=(*SERVER.gpus, intel))
+    with pytest.raises(ValidationError, match=r"the hosts have GPUs of several kinds \(cuda, xpu\)"):
+        Cluster(hosts=(SERVER, Host(name="a", cores=1, memory_bytes=GIB, gpus=(intel,))))
+    with pytest.raises(ValidationError, match="kind"):
+        Device(index=0, kind="XPU:0", name="Max 1550", memory_bytes=GIB)
+
+
 @pytest.mark.parametrize(("ranks", "placed"), [(1, [1, 0]), (3, [2, 1]), (6, [2, 4]), (7, [4, 3]), (12, [4, 8])])
 def test_ranks_fill_the_hosts_in_their_order_and_then_go_round_again(ranks: int, placed: list[int]) -> None:
     other = Host(name="other", cores=4, memory_bytes=GIB)

@@ -40,11 +40,9 @@ def test_cores_that_we_may_not_run_on_are_no_devices() -> None:
     assert alone(code + "print(discover().devices)", CUDA_VISIBLE_DEVICES="") == "1"
 
 
-def test_hidden_gpus_leave_a_machine_of_cores() -> None:
-    assert (
-        alone("from paceline.cluster.discover import discover; print(discover().kind)", CUDA_VISIBLE_DEVICES="")
-        == "cpu"
-    )
+@pytest.mark.parametrize("variable", [{"CUDA_VISIBLE_DEVICES": ""}, {"PACELINE_DEVICE": "cpu"}], ids=str)
+def test_hidden_gpus_leave_a_machine_of_cores(variable: dict[str, str]) -> None:
+    assert alone("from paceline.cluster.discover import discover; print(discover().kind)", **variable) == "cpu"
 
 
 def test_a_discovered_machine_survives_its_yaml(tmp_path: Path) -> None:
@@ -89,12 +87,19 @@ def test_the_record_holds_what_changes_speed_and_no_secret(monkeypatch: pytest.M
         "OMP_NUM_THREADS",
         "MASTER_ADDR",
         "NCCL_SOCKET_IFNAME",
+        "HIP_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+        "ASCEND_RT_VISIBLE_DEVICES",
         "AWS_SECRET_ACCESS_KEY",
         "WANDB_API_KEY",
         "HF_TOKEN",
     ):
         monkeypatch.setenv(name, "7")
-    assert {"OMP_NUM_THREADS", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"} <= environment()["variables"].keys()
+    monkeypatch.setenv("PACELINE_DEVICE", "cpu")
+    kept = {"OMP_NUM_THREADS", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "PACELINE_DEVICE"}
+    assert kept | {"HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"} <= set(
+        environment()["variables"]
+    )
     assert not {"AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN"} & environment()["variables"].keys()
 
 

@@ -102,7 +102,8 @@ def test_what_an_import_starts_is_not_forked(
 
 def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = seed_for(os.environ)
-    assert seed_for({**os.environ, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "9", "RANK": "7"}) is before
+    changed = {"CUDA_VISIBLE_DEVICES": "1", "PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "9", "RANK": "7"}
+    assert seed_for({**os.environ, **changed}) is before
     after = seed_for({**os.environ, "TORCH_LOGS": "dynamo"})  # read when torch is imported
     assert after is not before
     assert seed_for(os.environ) is before

@@ -189,6 +189,7 @@ class Benchmark:
             knobs=self.knobs,
             complete=not self._missing(),
             synthetic=any(run.synthetic for run in every),
+            kind=self.cluster.kind,
         )
 
     # What is to be measured
@@ -280,7 +281,7 @@ class Benchmark:
         return f"run {due - len(self._missing()) + 1 + before} of {due}"
 
     def _title(self, setting: Setting) -> str:
-        return on_cores(setting.title) if self.cluster.kind == "cpu" else setting.title
+        return setting.title if self.cluster.has_accelerators else on_cores(setting.title)
 
     def _say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, markup=False)

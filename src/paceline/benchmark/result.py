@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.device import CPU
 from paceline.errors import RunError
 from paceline.files import read_text
 from paceline.stats import Interval
@@ -101,6 +102,7 @@ class Report:
         warnings: what makes the figures less sure (load on the machine, few repeats, an interrupted benchmark).
         knobs: what the automatic plan tried, one line each; empty where the plans were given.
         complete: whether every repeat of every setting was measured.
+        kind: torch's type of the devices (`cpu` for cores); None in files that do not say it.
     """
 
     job: str
@@ -117,10 +119,13 @@ class Report:
     knobs: list[str] = field(default_factory=list)
     complete: bool = True
     synthetic: bool = False
+    kind: str | None = None
 
     @property
     def on_cores(self) -> bool:
-        """True if the machine has no GPUs, so that its devices are cores."""
+        """True if the ranks had no accelerators, so that devices are cores."""
+        if self.kind is not None:
+            return self.kind == CPU
         return not any(rank.gpu_memory_bytes for setting in self.settings for rank in setting.ranks)
 
     def to_json(self) -> str:

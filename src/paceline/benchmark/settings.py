@@ -119,7 +119,7 @@ def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
     So N devices are N cores. Where its replicas take several devices and these are not a whole number of replicas,
     every device is a replica.
     """
-    threads = base.threads if cluster.kind == "cuda" else 1
+    threads = base.threads if cluster.has_accelerators else 1
     if devices % (base.ranks // base.dp) == 0:
         return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
     parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
@@ -151,7 +151,7 @@ def _of_plan(plan: Plan | str, job: Job, cluster: Cluster, steps: int | None) ->
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     devices = parsed.ranks
-    if cluster.kind == "cpu":
+    if not cluster.has_accelerators:
         parsed = replace(parsed, threads=parsed.threads_for(cluster.hosts[0], parsed.ranks))
         devices *= parsed.threads
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))

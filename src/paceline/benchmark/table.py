@@ -109,7 +109,10 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
     yield "efficiency", "speedup / N; 100 % is ideal."
     yield from ((name, _DEFINITIONS_OF_PARTS[name]) for name in _parts(report).values())
     yield "on wire", "bytes that a rank sends to other replicas in a step; ? where runs are too short."
-    yield "memory", "largest resident memory of a rank (its GPU's, if any), shared pages by their share."
+    if report.on_cores:
+        yield "memory", "largest resident memory of a rank, shared pages by their share."
+    else:
+        yield "memory", "most that a rank had allocated on its GPU; ? where torch does not count it."
     if any(s.energy_joules is not None for s in report.settings):
         yield "energy", "joules a step, of all that the processor packages and GPUs did meanwhile."
     else:
@@ -182,13 +185,13 @@ def _result(setting: MeasuredSetting, *, timed: bool, losses: bool, before_inter
 
 def _breakdown(report: Report) -> Table:
     energy = any(s.energy_joules is not None for s in report.settings)
-    shown = _parts(report)
+    shown, own = _parts(report), "memory_bytes" if report.on_cores else "gpu_memory_bytes"
     table = _table("", "", *shown.values(), "on wire", "memory", *(["energy"] if energy else []))
     before = None
     for setting in (s for s in report.settings if s.ranks):
         parts = [fmean(rank.parts_s.get(part, 0.0) for rank in setting.ranks) * 1e3 for part in shown]
         wire = [rank.wire_bytes for rank in setting.ranks if rank.wire_bytes is not None]
-        memory = [m for rank in setting.ranks if (m := rank.gpu_memory_bytes or rank.memory_bytes) is not None]
+        memory = [m for rank in setting.ranks if (m := getattr(rank, own)) is not None]
         row = [
             *(_milliseconds(part, sum(parts)) for part in parts),
             *(str(size(max(known))) if known else "?" for known in (wire, memory)),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.device import ON_CPU
 from paceline.units import bandwidth, count, flops, size
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
     try:
         return discover().hosts[0], find_gpus().driver, []
     except ClusterError as error:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the rest of this command
+        os.environ |= ON_CPU  # for the rest of this command
         return discover().hosts[0], None, [Finding("problem", "GPU driver", str(error))]
 
 
@@ -119,11 +120,13 @@ def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
 
 def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> dict[str, list[Finding]]:
     from paceline.cluster.doctor.checks import check_data_plane, check_load, check_machine, check_system
-    from paceline.cluster.doctor.software import check_software, check_variables
+    from paceline.cluster.doctor.software import check_capabilities, check_software, check_variables
 
+    can = {} if isinstance(torch, str) else torch["can"]
     return {
         "machine": [*check_machine(host, driver), check_load(host.cores)],
         "software": list(check_software(host, torch)),
+        **({f"torch on {host.kind}": list(check_capabilities(can))} if can else {}),
         "system": [*check_system(), check_data_plane(os.environ), *check_variables(os.environ)],
     }
 
@@ -156,9 +159,7 @@ def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -
     from paceline.errors import PacelineError
 
     least, most = _RANKS
-    launches: list[tuple[int, dict[str, str]]] = [
-        (max(least, min(host.physical_cores, most)), {"CUDA_VISIBLE_DEVICES": ""})
-    ]
+    launches: list[tuple[int, dict[str, str]]] = [(max(least, min(host.physical_cores, most)), ON_CPU)]
     if len(host.gpus) > 1:
         launches.append((len(host.gpus), {}))
     for ranks, variables in launches:

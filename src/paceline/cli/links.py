@@ -30,7 +30,11 @@ def command(
         str | None, typer.Option(help="Sizes to measure, e.g. 1KiB,64KiB,16MiB.", show_default="1KiB to 16MiB")
     ] = None,
     transports: Annotated[
-        str | None, typer.Option(help="Which of shm, gloo, tcp and nccl, e.g. gloo,tcp.", show_default="all there are")
+        str | None,
+        typer.Option(
+            help="Which of shm, gloo, tcp and torch's between accelerators, e.g. gloo,tcp.",
+            show_default="all there are",
+        ),
     ] = None,
     collectives: Annotated[
         str | None,
@@ -65,11 +69,13 @@ def command(
     from paceline.cluster.discover import discover
     from paceline.console import Console
     from paceline.plans.sync_info import ALGORITHMS
+    from paceline.plans.transport_info import TRANSPORTS
     from paceline.runner import links
 
     where = to_run_on(cluster) or discover()
+    possible = filter(None, (*TRANSPORTS.names, links.library_of(where)))
     wanted = links.Wanted(
-        _words("--transports", transports, links.TRANSPORTS) or links.transports_of(where),
+        _words("--transports", transports, tuple(possible)) or links.transports_of(where),
         _words("--collectives", collectives, links.COLLECTIVES) or links.COLLECTIVES,
         _words("--algorithms", algorithms, (*ALGORITHMS, "auto")) or links.algorithms_of(where),
         _sizes(sizes) or links.SIZES,

@@ -227,7 +227,7 @@ def _helps(explanation: Explanation, console: Console) -> None:
     if not explanation.helps:
         return
     _title(console, "what would help most", "throughput, by the same model")
-    named = on_cores if explanation.winner.layout.machines.device.kind == "cpu" else str
+    named = on_cores if explanation.winner.layout.machines.device.is_core else str
     table = _table("gain", "change", "what else", heads=False)
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
     for row in explanation.helps:

@@ -14,11 +14,13 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.device import CPU, GPU
 from paceline.errors import ClusterError
 from paceline.units import count, size
 
 T = TypeVar("T")
-Kind = Literal["cpu", "cuda"]
+# torch's type of a device: `cuda` (also AMD's), `xpu`, `mps`, a plugin's own; `cpu` is a core
+Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 _Tuple = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has only lists
 
 
@@ -29,10 +31,10 @@ class _Part(BaseModel):
 
 
 class Device(_Part):
-    """A device of one rank: a GPU, or one core of a host without GPUs."""
+    """A device of one rank: an accelerator, or one core of a host without any."""
 
     index: int = Field(ge=0)  # as torch numbers it on its host
-    kind: Kind = "cuda"
+    kind: Kind = GPU
     name: str
     memory_bytes: int = Field(ge=1)  # a core's is its equal share of the host's
     bf16: bool | None = None  # arithmetic in hardware; None where unknown
@@ -75,24 +77,30 @@ class Host(_Part):
             raise ValueError(
                 f"the affinity of host {self.name} has an empty list; each one holds the cores of one physical core"
             )
-        if any(gpu.kind == "cpu" for gpu in self.gpus):
+        if any(gpu.kind == CPU for gpu in self.gpus):
             raise ValueError(
                 f"host {self.name} has a device of kind cpu among its GPUs; its cores are devices by themselves"
             )
+        if len(kinds := sorted({gpu.kind for gpu in self.gpus})) > 1:
+            raise ValueError(f"host {self.name} has GPUs of several kinds ({', '.join(kinds)}); torch uses one of them")
         return self
 
     @property
     def kind(self) -> Kind:
-        """`cuda` where there is a GPU."""
-        return "cuda" if self.gpus else "cpu"
+        """Torch's type of its devices."""
+        return self.gpus[0].kind if self.gpus else CPU
+
+    @property
+    def has_accelerators(self) -> bool:
+        """True if ranks compute on accelerators here, not on cores."""
+        return bool(self.gpus)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs; on a host without any, its usable cores, one device each."""
+        """The accelerators; on a host without any, its usable cores, one device each."""
         share = max(1, self.memory_bytes // self.cores)
         return self.gpus or tuple(
-            Device(index=i, kind="cpu", name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16)
-            for i in range(self.cores)
+            Device(index=i, kind=CPU, name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16) for i in range(self.cores)
         )
 
     @property
@@ -204,6 +212,8 @@ class Cluster(_Part):
         twice = [name for name, count in Counter(host.name for host in self.hosts).items() if count > 1]
         if twice:
             raise ValueError(f"two hosts are named {twice[0]!r}; give each a name of its own")
+        if len(kinds := sorted({host.kind for host in self.hosts_in_use})) > 1:
+            raise ValueError(f"the hosts have GPUs of several kinds ({', '.join(kinds)}), and a run uses one kind")
         return self
 
     @classmethod
@@ -243,8 +253,18 @@ class Cluster(_Part):
 
     @property
     def kind(self) -> Kind:
-        """`cuda` where any host has a GPU; ranks then run on GPUs only."""
-        return "cuda" if any(host.gpus for host in self.hosts) else "cpu"
+        """Torch's type of the devices that ranks compute on."""
+        return self.hosts_in_use[0].kind
+
+    @property
+    def has_accelerators(self) -> bool:
+        """True if any host has accelerators; ranks then run on these only."""
+        return any(host.has_accelerators for host in self.hosts)
+
+    @property
+    def hosts_in_use(self) -> tuple[Host, ...]:
+        """Hosts that ranks can run on: those with accelerators, or all where none has any."""
+        return tuple(host for host in self.hosts if host.has_accelerators == self.has_accelerators)
 
     @property
     def devices(self) -> int:
@@ -257,7 +277,7 @@ class Cluster(_Part):
 
         It is 0 for a host without GPUs in a cluster that has some.
         """
-        return tuple(len(host.devices) if host.kind == self.kind else 0 for host in self.hosts)
+        return tuple(len(host.devices) if host.has_accelerators == self.has_accelerators else 0 for host in self.hosts)
 
     def describe(self) -> str:
         """One line for people: `this machine: 2 cores (AMD EPYC), 24 GiB memory, no GPU`."""

@@ -16,12 +16,14 @@ from typing import Any
 from paceline.cluster.cluster import Cluster, Emulate, Host, Link
 from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
+from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import ClusterError
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
-    r"(OMP|KMP|GOMP|MKL|OPENBLAS|NCCL|TORCH_NCCL|GLOO|TP|TORCHELASTIC)_[A-Z0-9_]+|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)"
+    r"(OMP|KMP|GOMP|MKL|OPENBLAS|NCCL|TORCH_NCCL|GLOO|TP|TORCHELASTIC)_[A-Z0-9_]+|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)"
     r"|CUBLAS_WORKSPACE_CONFIG|PYTORCH(_CUDA)?_ALLOC_CONF|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|LD_PRELOAD|PYTHONHASHSEED"
+    rf"|{'|'.join(VISIBLE)}|{DEVICE_VARIABLE}"
 )
 
 

@@ -1,4 +1,7 @@
-"""This machine's NVIDIA GPUs and what joins them, asked of the driver (NVML) without starting CUDA."""
+"""This machine's accelerators.
+
+NVIDIA's GPUs and what joins them are asked of the driver (NVML) without starting CUDA, others of torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paceline.cluster.cluster import Device, Link
+from paceline.cluster.torch_devices import torch_devices
+from paceline.device import CPU, DEVICE_VARIABLE, GPU
 from paceline.errors import ClusterError
 
 _DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one: Windows' Linux subsystem
@@ -25,11 +30,30 @@ class Gpus(NamedTuple):
 
 
 def find_gpus() -> Gpus:
-    """The GPUs in `CUDA_VISIBLE_DEVICES`, in its order, with their links; none without a driver.
+    """NVIDIA's in `CUDA_VISIBLE_DEVICES`, in its order, with their links; without any, what else torch knows.
+
+    None where PACELINE_DEVICE is `cpu`. A plugin's come before NVIDIA's, as in torch.
 
     Raises:
-        ClusterError: there is a driver, but it does not work; a run would otherwise quietly take the cores.
+        ClusterError: there is a driver, but it does not work; a run would otherwise quietly take the cores. Or
+            PACELINE_DEVICE names what is not there.
     """
+    wanted = os.environ.get(DEVICE_VARIABLE)
+    if wanted == CPU:
+        return Gpus()
+    others = torch_devices()
+    found = Gpus(others) if others and others[0].kind != GPU else _nvidias()
+    found = found if found.devices else Gpus(others)
+    if wanted and (not found.devices or found.devices[0].kind != wanted):
+        there = f"of type {found.devices[0].kind}" if found.devices else "not to be found"
+        raise ClusterError(
+            f"{DEVICE_VARIABLE}={wanted}, but the accelerators here are {there}. Unset it to use what there is, or "
+            f"set {DEVICE_VARIABLE}={CPU}"
+        )
+    return found
+
+
+def _nvidias() -> Gpus:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "" or not any(os.path.exists(sign) for sign in _DRIVER_SIGNS):
         return Gpus()
@@ -46,7 +70,7 @@ def find_gpus() -> Gpus:
             return Gpus()
         raise ClusterError(
             f"the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set "
-            "CUDA_VISIBLE_DEVICES= to do without GPUs"
+            f"{DEVICE_VARIABLE}={CPU} to do without GPUs"
         ) from error
 
 

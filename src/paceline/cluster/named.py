@@ -122,7 +122,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
         raise ClusterError(
             f'cluster "{text}" has {hosts * per_host:,} devices; {_MOST_DEVICES:,} is the most that can be planned for'
         )
-    if not second and device.kind != "cpu" and per_host > max(_MOST_ON_A_HOST, device.per_host):
+    if not second and not device.is_core and per_host > max(_MOST_ON_A_HOST, device.per_host):
         each, rest = divmod(per_host, device.per_host)
         fitting = f"{each + (rest > 0)}x{device.per_host}x{device.name}"
         raise ClusterError(
@@ -135,7 +135,7 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
     """Hosts that are alike; what the catalogue does not know of them (cores, host memory) is ample."""
     device = named.device
     link = Link(name="network", kind="ethernet", bandwidth_gbps=named.rate_gbps)
-    if device.kind == "cpu":
+    if device.is_core:
         alike = Host(
             name="0",
             cores=named.per_host,
@@ -145,7 +145,9 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
         )
     else:
         gpus = tuple(
-            Device(index=i, name=device.name, memory_bytes=device.memory_bytes, bf16=_has_bf16(device))
+            Device(
+                index=i, kind=device.kind, name=device.name, memory_bytes=device.memory_bytes, bf16=_has_bf16(device)
+            )
             for i in range(named.per_host)
         )
         memory_bytes = 2 * device.memory_bytes * named.per_host
@@ -164,7 +166,7 @@ def described(named: NamedCluster) -> str:
     for each`.
     """
     memory = size(named.device.memory_bytes)
-    cores = "cores of " if named.device.kind == "cpu" else ""
+    cores = "cores of " if named.device.is_core else ""
     hosts = "1 host" if named.hosts == 1 else f"{named.hosts:,} hosts"
     parts = [f"{hosts} of {named.per_host} × {cores}{named.device.name} ({memory}{' each' if cores else ''})"]
     if named.hosts > 1:

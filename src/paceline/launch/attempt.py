@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.device import ON_CPU
 from paceline.engine.status import RankStatus, StatusBoard
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
@@ -228,7 +229,7 @@ class Attempt:
         """Environment variables of a rank, or of the seed, besides those of this process."""
         return {
             **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
-            **({"CUDA_VISIBLE_DEVICES": ""} if environment and environment.host else {}),  # an emulated host has no GPU
+            **(ON_CPU if environment and environment.host else {}),  # an emulated host has no accelerator
             **(environment.to_env() if environment else {}),
             **self.setting.env,
         }

@@ -1,8 +1,8 @@
 """Handle on the seed: a process that imports torch once, and forks ranks.
 
-A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and never CUDA,
-which no fork would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank is a Python
-interpreter of its own. `seed_process.py` is what runs in the seed.
+A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and no
+accelerator, which no fork would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank
+is a Python interpreter of its own. `seed_process.py` is what runs in the seed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.device import DEVICE_VARIABLE
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 
@@ -40,6 +41,7 @@ _BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINIT
 # Not read by the imports, as nothing is that `RankEnvironment` names.
 _AFTER_FORK = {
     "CUDA_VISIBLE_DEVICES",
+    DEVICE_VARIABLE,
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two, in the process that imports it
     "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
@@ -102,7 +104,7 @@ class Seed:
                     str(self.owner),
                     str(int(own_thread)),
                 ],
-                # asked whether there is a GPU, it starts no CUDA
+                # asked whether there is a GPU, it does not start CUDA
                 env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=_open_or_null(2),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline import device
 from paceline.deferred_compiler import defer_compiler
 from paceline.launch.rank import PR_SET_PDEATHSIG, run
 from paceline.launch.seed import receive, send
@@ -111,17 +112,9 @@ def _unfit() -> str | None:
     """Reason why no rank may be forked from this process; None where there is none."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"something that is imported has started {threads - 1} threads"
-    if any(
-        os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia-uvm")
-        for fd in os.listdir("/proc/self/fd")
-        if _is_open(fd)
-    ):
-        return "something that is imported has started CUDA, which no fork survives"
+    if device.is_started():
+        return "something that is imported has started an accelerator, which no fork survives"
     return None
-
-
-def _is_open(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:

@@ -21,11 +21,11 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
     Raises:
         PlanError: the weights ask for more replicas than there are devices or samples.
     """
-    most = cluster.devices if cluster.kind == "cuda" else min(cluster.devices, _MOST_CPU_RANKS)
+    most = cluster.devices if cluster.has_accelerators else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
     plan = Plan(dp=min(most, job.global_batch) if weights is None else len(weights))
     reasons = check_plan(plan, job, cluster)
-    if plan.ranks > cluster.devices and cluster.kind == "cpu":
+    if plan.ranks > cluster.devices and not cluster.has_accelerators:
         reasons.append(
             f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has "
             f"{cluster.devices} devices. "

@@ -126,7 +126,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
         Knob({"memory_format": "channels_last"}),
         Knob({"fused": True}),
         *_other_divisions(cluster, plan),
-        Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.kind == "cuda" else None),
+        Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
         Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         *_hints(job, cluster),
@@ -236,7 +236,7 @@ class Comparison:
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
     """Knobs of fewer ranks with more threads each, on CPUs only. Fewer ranks wait less for one another."""
-    if cluster.kind == "cuda" or plan.splits:
+    if cluster.has_accelerators or plan.splits:
         return []
     return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
 
@@ -244,7 +244,7 @@ def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
 def _hints(job: Job, cluster: Cluster) -> list[Knob]:
     if job.precision != "fp32":
         return []
-    in_hardware = all(device.bf16 for host in cluster.hosts if host.kind == cluster.kind for device in host.devices)
+    in_hardware = all(device.bf16 for host in cluster.hosts_in_use for device in host.devices)
     why_not = None if in_hardware else "no bf16 arithmetic in this hardware, as far as is known"
     return [Knob({"precision": "bf16"}, untried=why_not, hint="the job says fp32; set precision: bf16 for it")]
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 # latency of a small message between CPUs of two hosts
 _TCP_S = 5e-5
+_UNKNOWN = (
+    "No plan for it can be predicted without its peak FLOP/s, memory bandwidth and links: give them as an entry of "
+    "your own (docs/extend/hardware.md). Training, measuring and benchmarks need none"
+)
 _ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
 # processors whose every generation on sale has AVX-512
 _WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
@@ -30,7 +34,7 @@ def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machin
     Raises:
         ClusterError: a GPU is not in the catalogue; with the nearest names.
     """
-    hosts = [host for host in cluster.hosts if host.kind == cluster.kind]
+    hosts = list(cluster.hosts_in_use)
     alike = {_likeness(host): host for host in hosts}
     found = {likeness: _device(host) for likeness, host in alike.items()}
     quotas = _quotas(cluster, hosts)
@@ -57,11 +61,11 @@ def _likeness(host: Host) -> tuple[object, ...]:
 def _device(host: Host) -> Accelerator:
     if not host.gpus:
         return _core(host)
-    return min((accelerator(name) for name in {gpu.name for gpu in host.gpus}), key=_speed)
+    return min((accelerator(name, _UNKNOWN) for name in {gpu.name for gpu in host.gpus}), key=_speed)
 
 
 def _speed(device: Accelerator) -> float:
-    return device.peak_flops["bf16" if device.kind != "cpu" else "fp32"]
+    return device.peak_flops["fp32" if device.is_core else "bf16"]
 
 
 def _slowed(device: Accelerator, part: float) -> Accelerator:
@@ -104,7 +108,7 @@ def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSp
 
     The catalogue's link if no rate is known.
     """
-    latency_s = _TCP_S if device.kind == "cpu" else device.network.latency_s
+    latency_s = _TCP_S if device.is_core else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []
     for host in hosts:

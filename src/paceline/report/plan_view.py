@@ -45,7 +45,7 @@ def write_plan_page(
         "searched in": str(seconds(found.seconds)),
         "speeds": "measured on these machines" if explanation.measured else "of the catalogue",
     }
-    on_cores = view.best.layout.machines.device.kind == "cpu"
+    on_cores = view.best.layout.machines.device.is_core
     return write_page(file, "plan.html.j2", facts=facts, on_cores=on_cores, view=view, colours=view.colours)
 
 
@@ -67,7 +67,7 @@ class PlanView:
         """The plan's speed in one sentence."""
         device, ranks = self.best.layout.machines.device, self.best.plan.ranks
         devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
-        if device.kind == "cpu":
+        if device.is_core:
             devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
         return (
             f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± "

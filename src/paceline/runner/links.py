@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
+from paceline.device import ON_CPU, default_backend
 from paceline.errors import LaunchError
 from paceline.launch.place import places_on
 from paceline.launch.run_on_ranks import run_on_ranks
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 SIZES = tuple(2**10 * 4**i for i in range(8))  # 1 KiB to 16 MiB
-TRANSPORTS = (*transport_info.TRANSPORTS.names, "nccl")
 _MOST_RANKS = 8  # on the cores of a host, where nobody asks for more
 _START_S, _CALL_S = 120, 20  # the longest that ranks may take to start, and for each collective at each size
 
@@ -48,10 +48,18 @@ class LinkResults:
 def transports_of(cluster: Cluster) -> tuple[str, ...]:
     """Transports that a cluster can have.
 
-    Between CPUs those that carry messages within a host, or between hosts; NCCL between GPUs.
+    Between CPUs those that carry messages within a host, or between hosts; between accelerators torch's library.
     """
     cores = transport_info.carriers(several_hosts=len(cluster.hosts) > 1)
-    return ("nccl", *cores) if cluster.kind == "cuda" and cluster.devices > 1 else cores
+    library = library_of(cluster)
+    return (library, *cores) if library is not None and cluster.devices > 1 else cores
+
+
+def library_of(cluster: Cluster) -> str | None:
+    """Torch's name of the library between a cluster's accelerators (`nccl`); None without any."""
+    import torch
+
+    return default_backend(torch.device(cluster.kind)) if cluster.has_accelerators else None
 
 
 def algorithms_of(cluster: Cluster) -> tuple[str, ...]:
@@ -60,7 +68,9 @@ def algorithms_of(cluster: Cluster) -> tuple[str, ...]:
 
 
 def ranks_of(cluster: Cluster) -> int:
-    """Number of ranks: as a plan would have, from 2 to 8 a host."""
+    """Number of ranks of a plan; on cores from 2 to 8 a host."""
+    if cluster.has_accelerators:
+        return max(2, cluster.devices)
     if len(cluster.hosts) == 1:
         return max(2, min(cluster.hosts[0].physical_cores, _MOST_RANKS))
     return max(2, sum(min(devices, _MOST_RANKS) for devices in cluster.devices_per_host))
@@ -78,19 +88,19 @@ def measure_links(
     warm_up()
     from paceline.comm.measure.links import LinksRequest, measure_on_rank
 
-    found = LinkResults()
+    found, library = LinkResults(), library_of(cluster)
     cells = len(wanted.sizes) * (len(wanted.collectives) + len(wanted.algorithms))
     with places_on(cluster, ranks) as places:
         for transport in wanted.transports:
             say(transport)
-            over = "auto" if transport == "nccl" else transport
+            over = "auto" if transport == library else transport
             try:
                 found.measured += run_on_ranks(
                     measure_on_rank,
                     LinksRequest(over, wanted.collectives, wanted.algorithms, wanted.sizes),
                     places=places,
                     start_deadline_s=_START_S + _CALL_S * cells,
-                    env={} if transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""},
+                    env={} if transport == library else ON_CPU,
                 )[:1]
             except LaunchError as error:
                 found.failures[transport] = str(error)

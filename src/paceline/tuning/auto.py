@@ -80,7 +80,7 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
     lines = _Lines(say)
     too_few = steps_are_too_few(job)
     # on GPUs, where models are large, the plan's memory is still checked
-    if too_few and cluster.kind == "cpu":
+    if too_few and not cluster.has_accelerators:
         lines.add(f"plan auto: {default}; nothing is measured: {too_few}")
         return AutoChoice(default, lines.all)
     file = kept.file_of(job, cluster, default)
@@ -246,7 +246,7 @@ def _kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
     from paceline.planner.calibrate import cache_file, kept, key_of, reference_time_s
 
     host = discover().hosts[0] if cluster.emulate else cluster.hosts[0]
-    if cluster.kind != "cpu" or not cache_file(key := key_of(job, host)).is_file():
+    if cluster.has_accelerators or not cache_file(key := key_of(job, host)).is_file():
         return None
     return kept(key, host, reference_s=reference_time_s())[0]
 

@@ -122,7 +122,7 @@ def _this_host(cluster: Cluster | None) -> Host:
     host = discover().hosts[0]
     if cluster is None:
         return host
-    if cluster.kind != "cpu":
+    if cluster.has_accelerators:
         raise ClusterError(
             "a calibration measures CPUs; what GPUs do is predicted from the catalogue and measured by the run itself"
         )

@@ -78,6 +78,13 @@ def test_gpus_are_listed_with_their_links(tmp_path: Path) -> None:
         assert one(findings, f"cuda:{index}").text == "H200, 139 GiB, driver 595.1; nvlink 3600 Gbit/s (cuda:0-cuda:1)"
 
 
+def test_an_accelerator_that_nvml_does_not_know_is_listed_without_its_driver_and_energy(tmp_path: Path) -> None:
+    gpus = (Device(index=0, kind="xpu", name="Max 1550", memory_bytes=2**30),)
+    findings = list(check_machine(FOUR.model_copy(update={"gpus": gpus}), None, tmp_path))
+    assert one(findings, "xpu:0").text == "Max 1550, 1 GiB; links unknown"
+    assert one(findings, "GPU energy").text == "not available: no counter that is known for these"
+
+
 def test_a_gpu_without_a_driver_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     bus = "sys__bus__pci__devices__0000:01:00.0__"

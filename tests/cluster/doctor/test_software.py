@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,19 @@ import pytest
 
 from paceline.cluster.cluster import Device, Host
 from paceline.cluster.doctor.checks import Finding
-from paceline.cluster.doctor.software import check_software, check_variables
+from paceline.cluster.doctor.software import check_capabilities, check_software, check_variables
+from paceline.device import Capabilities
 
 CORES = Host(name="host", cores=4, memory_bytes=2**34)
 GPUS = CORES.model_copy(update={"gpus": tuple(Device(index=i, name="H200", memory_bytes=2**37) for i in range(2))})
 CPU_BUILD: dict[str, Any] = {
     "version": "2.13.0+cpu",
-    "cuda": None,
+    "built_for": "CPU only",
     "devices": 0,
     "capability": "AVX512",
     "gloo": True,
-    "nccl": False,
 }
-CUDA_BUILD = CPU_BUILD | {"version": "2.13.0+cu130", "cuda": "13.0", "devices": 2, "nccl": True}
+CUDA_BUILD = CPU_BUILD | {"version": "2.13.0+cu130", "built_for": "CUDA 13.0", "devices": 2}
 
 
 def levels(findings: Iterable[Finding], *topics: str) -> list[str]:
@@ -37,14 +38,14 @@ def test_a_torch_that_fits_the_machine_is_ok() -> None:
 @pytest.mark.parametrize(
     ("torch", "text"),
     [
-        (CPU_BUILD, "torch can use 0 of 2 GPUs: it is built without CUDA"),
+        (CPU_BUILD, "torch can use 0 of 2 GPUs: it is built for the CPU only"),
         (CUDA_BUILD | {"devices": 1}, "torch can use 1 of 2 GPUs"),
     ],
 )
 def test_gpus_that_torch_cannot_use_are_a_problem(torch: dict[str, Any], text: str) -> None:
     [finding] = [f for f in check_software(GPUS, torch) if f.topic == "torch for GPUs"]
     assert (finding.level, finding.text) == ("problem", text)
-    assert "CUDA_VISIBLE_DEVICES= to train on the CPU" in str(finding.advice)
+    assert "PACELINE_DEVICE=cpu to train on the CPU" in str(finding.advice)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,19 @@ def test_missing_extras_are_named_with_what_they_bring(tmp_path: Path, monkeypat
     assert "sklearn" not in notes["extra data"].text
 
 
+def test_what_a_device_cannot_do_is_noted_with_what_is_so_then() -> None:
+    can = dict.fromkeys((field.name for field in fields(Capabilities)), True) | {"collectives": "xccl", "graphs": False}
+    findings = {finding.topic: finding for finding in check_capabilities(can)}
+    assert len(findings) == len(can), "every capability is shown"
+    assert findings["collectives"].text == "xccl"
+    assert [f.text for f in findings.values() if f.level == "note"] == ["no: compile=reduce-overhead is refused"]
+
+
 def test_an_environment_that_misleads_a_run_is_noted() -> None:
     assert levels(check_variables({"PATH": "/bin", "CUDA_LAUNCH_BLOCKING": "0"}), "variables") == ["ok"]
     misleading = {"RANK": "0", "OMP_NUM_THREADS": "64", "OMP_PROC_BIND": "true", "TORCH_DISTRIBUTED_DEBUG": "detail"}
-    findings = list(check_variables(misleading | {"CUDA_VISIBLE_DEVICES": "1", "CUDA_LAUNCH_BLOCKING": "1"}))
+    hiding = {"CUDA_VISIBLE_DEVICES": "1", "ZE_AFFINITY_MASK": "0", "PACELINE_DEVICE": "cpu"}
+    findings = list(check_variables(misleading | hiding | {"CUDA_LAUNCH_BLOCKING": "1"}))
     assert {f.level for f in findings} == {"note"}
-    for name in (*misleading, "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"):
+    for name in (*misleading, *hiding, "CUDA_LAUNCH_BLOCKING"):
         assert [f for f in findings if name in f.text], name

@@ -142,7 +142,7 @@ def test_a_plan_that_does_not_fit_is_told_what_would(plan: str, changes: dict[st
         (
             "transport=shm",
             {},
-            "names a transport between CPUs, but the GPUs of this cluster talk over NCCL: transport=auto.",
+            "names a transport between CPUs, but the GPUs of this cluster talk over torch's own: transport=auto.",
         ),
     ],
 )

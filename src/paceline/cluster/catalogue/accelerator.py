@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from paceline.device import CPU
 from paceline.errors import ClusterError
+
+TPU = "tpu"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Accelerator:
 
     Attributes:
         name: in the catalogue, such as `H100-SXM`.
-        kind: `cuda` also for AMD's, as torch calls them.
+        kind: torch's type, `cuda` also for AMD's; `cpu` for a core.
         peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; 16-bit
             products are summed in fp32. A precision that the hardware does not have stands there with the peak of the
             one that it is computed in.
@@ -44,7 +46,7 @@ class Accelerator:
     """
 
     name: str
-    kind: Literal["cuda", "tpu", "cpu"]
+    kind: str
     peak_flops: Mapping[str, float] = field(hash=False)
     memory_bytes: int
     memory_bandwidth: float
@@ -55,6 +57,19 @@ class Accelerator:
     network: LinkSpec = LinkSpec("network, 100 Gbit/s", 12.5e9, 14e-6)
     multiprocessors: int = 128
     sustained: float = 1.0
+
+    @property
+    def is_core(self) -> bool:
+        """True if it is a core of a processor."""
+        return self.kind == CPU
+
+    @property
+    def is_gpu(self) -> bool:
+        """True if the host starts its kernels one by one, unlike a TPU's.
+
+        Products are cut into tiles, one for each of its multiprocessors at a time.
+        """
+        return self.kind not in (CPU, TPU)
 
     def peak(self, precision: str) -> float:
         """FLOPs per second, dense.

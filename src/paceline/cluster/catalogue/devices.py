@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
+from paceline.cluster.catalogue.accelerator import TPU, Accelerator, LinkSpec
+from paceline.device import CPU, GPU
 
 _GIB = 2**30
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
@@ -68,7 +69,7 @@ def _gpu(
 ) -> Accelerator:
     return Accelerator(
         name,
-        "cuda",
+        GPU,
         peaks,
         int(memory_gib * _GIB),
         memory_gbps * 1e9,
@@ -100,7 +101,7 @@ def _tpu(
     memory_bytes = int(memory_gib * _GIB)
     return Accelerator(
         name,
-        "tpu",
+        TPU,
         peaks,
         memory_bytes,
         memory_gbps * 1e9,
@@ -121,7 +122,7 @@ def _core(name: str, fp32_per_cycle: int, bf16_per_cycle: int | None = None) -> 
     )
     sources = {"all": _CORE, "latency": "measured with paceline links", "network": "assumed"}
     return Accelerator(
-        name, "cpu", peaks, 4 * _GIB, 10e9, inside, launch_s=5e-6, per_host=8, sources=sources, network=network
+        name, CPU, peaks, 4 * _GIB, 10e9, inside, launch_s=5e-6, per_host=8, sources=sources, network=network
     )
 
 

@@ -47,10 +47,13 @@ _PART = re.compile(r"\bmig\b")
 _MEASURE = "Or measure instead: leave --cluster out on that machine"
 
 
-def accelerator(name: str) -> Accelerator:
+def accelerator(name: str, otherwise: str = _MEASURE) -> Accelerator:
     """The catalogue's entry for a device, by its name or another spelling.
 
     If a device has several sizes and none is named, it is the largest.
+
+    Args:
+        otherwise: what else to do where there is none, for the error.
 
     Raises:
         ClusterError: there is none; with the nearest names.
@@ -64,7 +67,7 @@ def accelerator(name: str) -> Accelerator:
         else next((f for f, spelling in _FAMILIES.items() if re.search(spelling + r"(?!\d)", text)), None)
     )
     if family is None:
-        raise ClusterError(f'"{name}" is not in the catalogue of hardware. {_nearest(text)} {_MEASURE}.')
+        raise ClusterError(f'"{name}" is not in the catalogue of hardware. {_nearest(text)} {otherwise}.')
     if family == "CPU":
         return _by_key(text) or CATALOGUE["CPU"]
     members = [device for key, device in CATALOGUE.items() if key == family or key.startswith(f"{family}-")]

@@ -22,6 +22,7 @@ from paceline.cluster.cluster import Host
 from paceline.cluster.doctor.energy import Energy, cpu_energy, gpu_energy
 from paceline.cluster.doctor.probe import cache_bytes
 from paceline.cluster.emulate.cgroup import cpu_quota
+from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.units import size
 
 _ROOT = Path("/")
@@ -62,7 +63,7 @@ def check_machine(host: Host, driver: str | None, root: Path = _ROOT) -> Iterato
     yield _network(host)
     yield _energy("CPU energy", cpu_energy(root))
     if host.gpus:
-        yield _energy("GPU energy", _gpu_counter())
+        yield _energy("GPU energy", _gpu_counter() if driver else Energy([], "no counter that is known for these"))
 
 
 def check_system(root: Path = _ROOT) -> Iterator[Finding]:
@@ -202,13 +203,13 @@ def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
         links = [
             link
             for link in host.links
-            if link.name.startswith(f"cuda:{gpu.index}-") or link.name.endswith(f"-cuda:{gpu.index}")
+            if link.name.startswith(f"{gpu.kind}:{gpu.index}-") or link.name.endswith(f"-{gpu.kind}:{gpu.index}")
         ]
         ways = ", ".join(f"{link.kind} {_gbps(link.bandwidth_gbps)} ({link.name})" for link in links)
         yield Finding(
             "ok",
-            f"cuda:{gpu.index}",
-            f"{gpu.name}, {size(gpu.memory_bytes)}, driver {driver}; {ways or 'links unknown'}",
+            f"{gpu.kind}:{gpu.index}",
+            f"{gpu.name}, {size(gpu.memory_bytes)}{f', driver {driver}' if driver else ''}; {ways or 'links unknown'}",
         )
     if host.gpus:
         return
@@ -217,11 +218,14 @@ def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
         for d in root.glob("sys/bus/pci/devices/*")
         if _read(d / "vendor") == _NVIDIA and _read(d / "class").startswith("0x03")
     ]
-    if on_bus and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+    if on_bus and not any(name in os.environ for name in (DEVICE_VARIABLE, *VISIBLE)):
         advice = "install the NVIDIA driver (in a container: start it with --gpus all)"
         yield Finding("note", "GPU", f"{len(on_bus)} of NVIDIA on the bus, but none that the driver shows", advice)
     elif (root / "dev/kfd").exists():
-        yield Finding("note", "GPU", "AMD's are not used by paceline, which trains on the cores here")
+        advice = "install torch for ROCm: https://pytorch.org/get-started/locally"
+        yield Finding(
+            "note", "GPU", "AMD's driver is there, but no GPU that this torch knows; ranks run on the cores", advice
+        )
     else:
         yield Finding("ok", "GPU", "none; ranks run on the cores")
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from paceline.device import nvidia_uuid
+
+if TYPE_CHECKING:
+    import torch
 
 _ZONES = "sys/class/powercap"
 
@@ -86,6 +91,34 @@ def gpu_energy(nvml: Any, handle: Any) -> Energy:
             raise OSError(f"NVML says {error}") from error
 
     return Energy([Counter(read_uj, 2**64)])
+
+
+class Telemetry:
+    """Readings that NVML has of one GPU: `energy`, and its utilization."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self.energy = gpu_energy(nvml, handle)
+
+    def percent(self) -> int | None:
+        """Part of the time in which the GPU computed; None where it does not tell."""
+        try:
+            return int(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        except self._nvml.NVMLError:
+            return None
+
+
+def telemetry_of(device: torch.device) -> Telemetry | None:
+    """NVML's readings of an accelerator; None where it knows none."""
+    if (uuid := nvidia_uuid(device)) is None:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return Telemetry(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()))
+    except pynvml.NVMLError:
+        return None
 
 
 def _packages(zones: Path) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from paceline import device as accelerator
 from paceline.cluster.cluster import Host
 from paceline.errors import ClusterError
 
@@ -35,8 +36,8 @@ class ProbedSpeed:
     Attributes:
         what: `matmul` in floating-point operations per second (2 n^3 for a product of n x n matrices), `copy` in bytes
             read and written per second, between two buffers much larger than the caches.
-        device: `cpu`, or `cuda:0` and so on.
-        threads: of the CPU; 0 on a GPU.
+        device: `cpu`, or an accelerator as torch names it (`cuda:0`).
+        threads: of the CPU; 0 on an accelerator.
         value: None where it could not be measured.
         why_not: then the reason.
     """
@@ -81,9 +82,10 @@ class Probe:
         self._errors.close()
 
     def torch(self) -> dict[str, Any]:
-        """torch's description of itself: `version`, `cuda` (of its build), usable `devices`, …
+        """torch's description of itself: `version`, `built_for`, `capability` (of the CPU), `gloo`.
 
-        Also `capability` of the CPU and `nccl`.
+        And of the accelerators that it can use: `kind`, the number of `devices`, and what they `can` do
+        (`device.Capabilities`); None, 0 and {} without any.
 
         Raises:
             ClusterError: it cannot be imported.
@@ -91,7 +93,7 @@ class Probe:
         return self._answer("import torch")
 
     def speeds(self) -> Iterator[ProbedSpeed]:
-        """Speeds of matrix products and copies: on all cores, one thread, and every GPU.
+        """Speeds of matrix products and copies: on all cores, one thread, and every accelerator.
 
         Cores are physical ones. `torch` must have been called before.
 
@@ -103,7 +105,7 @@ class Probe:
         wanted: list[tuple[str, list[str], int]] = []
         for threads in sorted({host.physical_cores, 1}, reverse=True):
             wanted.append(("cpu", ["fp32", "bf16"] if host.cpu_bf16 else ["fp32"], threads))
-        wanted += [(f"cuda:{gpu.index}", ["fp32", "bf16"] if gpu.bf16 else ["fp32"], 0) for gpu in host.gpus]
+        wanted += [(f"{gpu.kind}:{gpu.index}", ["fp32", "bf16"] if gpu.bf16 else ["fp32"], 0) for gpu in host.gpus]
         self._process.stdin.write(json.dumps({"wanted": wanted, "copy_bytes": copy_bytes(host.memory_bytes)}) + "\n")
         self._process.stdin.flush()
         while answer := self._answer("measure"):
@@ -179,14 +181,15 @@ def _describe_torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    usable = torch.cuda.is_available()
+    kind = accelerator.accelerator_type()
     return {
         "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "devices": torch.cuda.device_count() if usable else 0,
+        "built_for": accelerator.built_for(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "kind": kind,
+        "devices": accelerator.count(),
+        "can": asdict(accelerator.capabilities(torch.device(kind, 0))) if kind else {},
     }
 
 
@@ -230,7 +233,8 @@ def _copy_rate(device: str, copy_bytes: int) -> float:
     import torch
 
     if device != "cpu":
-        copy_bytes = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
+        memory = accelerator.memory(torch.device(device))
+        copy_bytes = min(2**30, memory.free // 8) if memory else _SMALLEST_COPY_BYTES
     # every page is touched: untouched ones are all the same page of zeros
     source = torch.ones(copy_bytes // 4, device=device)
     target = torch.ones_like(source)
@@ -244,14 +248,14 @@ def _times_s(device: str, call: Callable[[], object], repeats: int, budget_s: fl
     """
     import torch
 
-    wait = (lambda: torch.cuda.synchronize(device)) if device != "cpu" else (lambda: None)
+    place = torch.device(device)
     call()
-    wait()
+    accelerator.synchronize(place)
     times_s: list[float] = []
     while len(times_s) < repeats or sum(times_s) < budget_s:
         started = time.perf_counter()
         call()
-        wait()
+        accelerator.synchronize(place)
         times_s.append(time.perf_counter() - started)
     return times_s
 

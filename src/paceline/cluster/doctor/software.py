@@ -13,12 +13,26 @@ from typing import Any
 
 from paceline.cluster.cluster import Host
 from paceline.cluster.doctor.checks import Finding
+from paceline.device import CPU, DEVICE_VARIABLE, VISIBLE
 
 _OLDEST_TORCH = (2, 10)
 _EXTRAS = {
     "data": (("sklearn", "PIL", "pyarrow"), "digits, image folders, Parquet"),
     "hf": (("transformers",), "Hugging Face models"),
     "tensorboard": (("tensorboard",), "TensorBoard events of every run"),
+}
+# of an accelerator, and what is so without it
+_CAPABILITIES = {
+    "collectives": ("collectives", "one rank only, as ranks cannot send each other what is on the devices"),
+    "bf16": ("bf16", "precision: fp32 or fp16 in the job"),
+    "streams": ("streams", "copies for checkpoints wait their turn in the queue of the computation"),
+    "timed_events": ("timed events", "parts of a step are timed by the host, which runs ahead of the device"),
+    "pinned_memory": ("pinned memory", "the host waits while a batch is copied to the device"),
+    "memory_counted": ("memory counted", "runs and benchmarks are without the devices' memory"),
+    "fused_optimizers": ("fused steps", "fused=on is refused"),
+    "graphs": ("graphs", "compile=reduce-overhead is refused"),
+    "flash_attention": ("flash attention", "cp computes attention by matrices, which takes more memory"),
+    "batch_norm_kernels": ("SyncBatchNorm", "batch_norm: sync is computed by plain operations"),
 }
 _REPORT = ("jinja2", "plotly")
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -44,8 +58,7 @@ def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _torch(torch: Mapping[str, Any]) -> Iterator[Finding]:
-    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
-    text = f"{torch['version']}, {build}, code for {torch['capability']}"
+    text = f"{torch['version']}, {torch['built_for']}, code for {torch['capability']}"
     if tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
         yield Finding(
             "problem",
@@ -69,16 +82,25 @@ def _torch_and_gpus(torch: Mapping[str, Any], host: Host) -> Iterator[Finding]:
     if usable >= there:
         return
     text = f"torch can use {usable} of {there} GPUs"
-    without = "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-    if not torch["cuda"]:
-        advice = f"install a build with CUDA: https://pytorch.org/get-started/locally; {without}"
-        yield Finding("problem", "torch for GPUs", f"{text}: it is built without CUDA", advice)
+    without = f"or set {DEVICE_VARIABLE}={CPU} to train on the CPU"
+    if torch["built_for"] == "CPU only":
+        advice = f"install a build for them: https://pytorch.org/get-started/locally; {without}"
+        yield Finding("problem", "torch for GPUs", f"{text}: it is built for the CPU only", advice)
     else:
         advice = (
-            "see what `python -c 'import torch; torch.cuda.init()'` says (is the driver too old for CUDA "
-            f"{torch['cuda']}?); {without}"
+            f"see what `python -c 'import torch; torch.empty(1, device=\"{host.kind}\")'` says (is the driver too old "
+            f"for {torch['built_for']}?); {without}"
         )
         yield Finding("problem", "torch for GPUs", text, advice)
+
+
+def check_capabilities(can: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings about what torch can do on this machine's accelerators; `can` is that of `Probe.torch`."""
+    for name, (topic, without) in _CAPABILITIES.items():
+        if can.get(name):
+            yield Finding("ok", topic, str(can[name]) if isinstance(can[name], str) else "yes")
+        else:
+            yield Finding("note", topic, f"no: {without}")
 
 
 def _compiler() -> Finding:
@@ -142,9 +164,14 @@ def _misleading(environ: Mapping[str, str]) -> Iterator[Finding]:
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         text = "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective, which is slow"
         yield Finding("note", "variables", text, "unset TORCH_DISTRIBUTED_DEBUG")
-    if "CUDA_VISIBLE_DEVICES" in environ:
+    for name in filter(environ.__contains__, VISIBLE):
+        yield Finding("note", "variables", f"{name}={environ[name]}: only these GPUs are used")
+    if environ.get(DEVICE_VARIABLE) == CPU:
         yield Finding(
-            "note", "variables", f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}: only these GPUs are used"
+            "note",
+            "variables",
+            f"{DEVICE_VARIABLE}={CPU}: ranks run on the cores",
+            f"unset {DEVICE_VARIABLE} to use GPUs",
         )
 
 

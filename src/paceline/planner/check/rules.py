@@ -112,7 +112,7 @@ def _other_world(context: PlanContext) -> str | None:
 def _too_few_devices(context: PlanContext) -> str | None:
     """Reason of too few GPUs; ranks may share the cores of CPUs."""
     plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
-    if plan.ranks <= context.devices or cluster.kind == "cpu" or context.world is not None:
+    if plan.ranks <= context.devices or not cluster.has_accelerators or context.world is not None:
         return None
     have = (
         f"plan {plan} needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has "
@@ -130,7 +130,7 @@ def _too_few_devices(context: PlanContext) -> str | None:
 def _too_little_memory(context: PlanContext) -> str | None:
     """Reason of too little memory for ranks that share cores, or None."""
     plan, cluster = context.plan, context.cluster
-    if plan.ranks <= context.devices or cluster.kind != "cpu" or context.world is not None:
+    if plan.ranks <= context.devices or cluster.has_accelerators or context.world is not None:
         return None
     most = sum(host.memory_bytes // _RANK_BYTES for host in cluster.hosts)
     if plan.ranks <= most:
@@ -229,16 +229,16 @@ def _no_images(context: PlanContext) -> str | None:
 
 
 def _no_cuda_graphs(context: PlanContext) -> str | None:
-    if context.plan.compile != "reduce-overhead" or context.cluster.kind == "cuda":
+    if context.plan.compile != "reduce-overhead" or context.cluster.has_accelerators:
         return None
     return context.reason(no_cuda_graphs(context.cluster.name))
 
 
 def _no_such_transport(context: PlanContext) -> str | None:
     plan, cluster = context.plan, context.cluster
-    if plan.transport != "auto" and cluster.kind == "cuda":
+    if plan.transport != "auto" and cluster.has_accelerators:
         return (
-            f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over NCCL: "
+            f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over torch's own: "
             "transport=auto."
         )
     one_host = plan.transport != "auto" and TRANSPORTS[plan.transport].one_host

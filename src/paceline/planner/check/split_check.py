@@ -153,7 +153,7 @@ def _format_of_divided_images(context: PlanContext) -> str | None:
 
 
 def _graphs_of_divided_models(context: PlanContext) -> str | None:
-    if context.plan.compile != "reduce-overhead" or not context.divides or context.cluster.kind == "cpu":
+    if context.plan.compile != "reduce-overhead" or not context.divides or not context.cluster.has_accelerators:
         return None
     return (
         f"plan {context.plan} replays CUDA graphs, which cannot hold the communication inside a divided "

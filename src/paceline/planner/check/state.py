@@ -45,7 +45,7 @@ def memory_shortage(context: PlanContext) -> str | None:
     plan, job, cluster = context.plan, context.job, context.cluster
     on_device = state_bytes(plan, job, context.model_info)
     in_host = offloaded_bytes(plan, job, context.model_info) if plan.offload else 0
-    if cluster.kind == "cpu":
+    if not cluster.has_accelerators:
         in_host = max(on_device, in_host)
     elif on_device > (memory := min(gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus)):
         return f"{size(on_device)} on a GPU that has {size(memory)}"

@@ -49,7 +49,7 @@ def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
 
 def _more_ranks_than_cores(context: PlanContext) -> list[str]:
     plan, cluster = context.plan, context.cluster
-    if cluster.kind == "cuda" or plan.ranks <= context.devices:
+    if cluster.has_accelerators or plan.ranks <= context.devices:
         return []
     share = (
         f"{plan.ranks} ranks share {count(context.devices, 'core')}, {context.devices / plan.ranks:.2f} of a core each"
@@ -90,7 +90,7 @@ def _cores_shared_by_ranks(context: PlanContext) -> list[str]:
 
 def _slow_bf16(context: PlanContext) -> list[str]:
     plan, cluster = context.plan, context.cluster
-    without = {d.name for host in cluster.hosts if host.kind == cluster.kind for d in host.devices if d.bf16 is False}
+    without = {d.name for host in cluster.hosts_in_use for d in host.devices if d.bf16 is False}
     if plan.precision_for(context.job) != "bf16" or not without:
         return []
     names = ", ".join(sorted(without))
@@ -182,7 +182,7 @@ def _uneven_attention(context: PlanContext) -> list[str]:
 
 def _nothing_to_offload_to(context: PlanContext) -> list[str]:
     plan, cluster = context.plan, context.cluster
-    if not plan.offload or plan.fsdp == 1 or cluster.kind == "cuda":
+    if not plan.offload or plan.fsdp == 1 or cluster.has_accelerators:
         return []
     return [
         (

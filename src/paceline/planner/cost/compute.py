@@ -73,7 +73,7 @@ def block_config(layout: Layout) -> BlockConfig:
 def device_of(layout: Layout) -> Accelerator:
     """A rank's compute device; on CPUs as many cores as it has threads."""
     device = layout.machines.device
-    return device if device.kind != "cpu" or layout.threads == 1 else _cores(device, layout.threads)
+    return _cores(device, layout.threads) if device.is_core and layout.threads > 1 else device
 
 
 @lru_cache(maxsize=1000)
@@ -104,7 +104,7 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     held = block.matrices / config.tp + block.experts / config.tp / config.ep
     added = held * config.added_bytes / _vector_bandwidth(config.device)
     kernels = (block.kernels + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
-    starts = kernels * constants.KERNEL_S if config.device.kind == "cuda" else 0.0
+    starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
     slow = config.derating
     trained = 1.0 if block.trained else 0.0
@@ -173,7 +173,7 @@ def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: 
     size = BYTES[precision]
     moved = many * (m * k + k * n + m * n) * size / _vector_bandwidth(device)
     alignment = _alignment(n, k, size)
-    if device.kind != "cuda":
+    if not device.is_gpu:
         return max(2 * m * n * k * many / (peak_flops(device, precision) * constants.GEMM_TOP), moved)
     if alignment is None and size == 2 and many > 1:
         return max(2 * m * n * k * many / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)

@@ -113,10 +113,10 @@ def memory(layout: Layout) -> dict[str, float]:
         (_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum
     )
     held = dict(zip(HOLDERS, worst, strict=False))
-    on_gpu = layout.machines.device.kind != "cpu"
-    held["buffers"] += memory_model.workspace_bytes if on_gpu else 0.0
+    on_core = layout.machines.device.is_core
+    held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes
     held["fragments"] = FRAGMENTS * (held["activations"] + held["logits"] + held["working"] + held["gathered"])
-    held["runtime"] = RUNTIME_BYTES if on_gpu else _baseline_bytes(layout)
+    held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
     return held
 
 
@@ -132,7 +132,7 @@ def capacity_bytes(layout: Layout) -> float:
     """
     machines = layout.machines
     own = float(machines.memory_bytes or machines.device.memory_bytes)
-    if machines.device.kind != "cpu":
+    if not machines.device.is_core:
         return own
     on_a_core = -(-layout.ranks // machines.devices)  # hosts are filled in their order
     return own * machines.per_host / min(layout.ranks, machines.per_host * on_a_core)
@@ -140,7 +140,7 @@ def capacity_bytes(layout: Layout) -> float:
 
 def usable_bytes(layout: Layout) -> float:
     """Bytes of `capacity_bytes` that a proposed plan may use. A GPU's driver keeps some, and predictions err."""
-    return capacity_bytes(layout) * (1 if layout.machines.device.kind == "cpu" else 1 - RESERVE)
+    return capacity_bytes(layout) * (1 if layout.machines.device.is_core else 1 - RESERVE)
 
 
 def _of_rank(
@@ -192,10 +192,10 @@ def _state(
         beside = layout.number_bytes
     gradients = numbers * (layout.gradient_bytes / shards + beside)
     kept = (numbers * layout.parameter_bytes / shards, gradients, own * layout.optimizer_bytes)
-    if layout.offload and shards > 1 and layout.machines.device.kind != "cpu":
+    if layout.offload and shards > 1 and not layout.machines.device.is_core:
         return 0.0, numbers * beside, 0.0, gathered, 0.0
     optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
-    update = own * (memory_model.update_bytes or (optimizer_copy if layout.machines.device.kind != "cpu" else 0.0))
+    update = own * (memory_model.update_bytes or (0.0 if layout.machines.device.is_core else optimizer_copy))
     return *kept, gathered, update
 
 

@@ -116,7 +116,7 @@ def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
     if on.hosts > 1:
         rate = f"{2 * on.between.bandwidth * 8 / 1e9:,.4g} Gbit/s for each device"
         yield _predicted(Advice("links between hosts twice as fast", rate), case, links_between(2), best)
-    if on.per_host > 1 and on.device.kind != "cpu":
+    if on.per_host > 1 and not on.device.is_core:
         rate = str(bandwidth(2 * on.device.inside.bandwidth))
         yield _predicted(Advice("links inside a host twice as fast", rate), case, links_inside(2), best)
 

@@ -104,7 +104,7 @@ class Bounds:
     @cached_property
     def model_capacity(self) -> float:
         """Bytes of a device without its runtime. On CPUs a rank may have the memory of idle cores: infinite."""
-        return self.capacity - RUNTIME_BYTES if self.layout.machines.device.kind == "cuda" else float("inf")
+        return self.capacity - RUNTIME_BYTES if self.layout.machines.device.is_gpu else float("inf")
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
         """Rank cost of a shard config, computed once."""
@@ -147,7 +147,7 @@ class Bounds:
         each = 2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes
         machines = layout.machines
         # one rank may compute with all of them
-        cores = machines.per_host if machines.device.kind == "cpu" else 1
+        cores = machines.per_host if machines.device.is_core else 1
         fastest = machines.device.memory_bandwidth * cores
         seconds: Floats = _CERTAIN * parameters * each / fastest
         return seconds

@@ -51,7 +51,7 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     if here.fits:
         return ""
     machines = layout.machines
-    has = f"{_a(machines.device.name)} has" if machines.device.kind != "cpu" else "its part of the host's memory is"
+    has = "its part of the host's memory is" if machines.device.is_core else f"{_a(machines.device.name)} has"
     said = (
         f"At least {size(here.needed)} on each device, with {words(here.layout)}, and {has} {size(here.room)} to give: "
         f"{size(here.needed - here.room)} are missing."
@@ -93,7 +93,7 @@ def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
     """
     machines, trace = layout.machines, layout.trace
     layers = max((count for _, count in trace.runs), default=1)
-    cores = [1] if machines.device.kind != "cpu" else _powers(machines.per_host)
+    cores = _powers(machines.per_host) if machines.device.is_core else [1]
     # a rank alone on a host has all of its memory
     for idle in cores:
         devices = machines.devices // idle
@@ -164,7 +164,8 @@ def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
     """
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
-    larger = [device for device in CATALOGUE.values() if device.kind == kind != "cpu" and device.memory_bytes > own]
+    alike = [device for device in CATALOGUE.values() if device.kind == kind and not device.is_core]
+    larger = [device for device in alike if device.memory_bytes > own]
     found = least(layout, global_batch)
     for device in sorted(larger, key=lambda device: device.memory_bytes):
         found = least(replace(layout, machines=replace(machines, device=device, memory_bytes=None)), global_batch)

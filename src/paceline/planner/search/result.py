@@ -88,7 +88,7 @@ class SearchResult:
 def error_of(candidate: Candidate) -> float:
     """Mean relative error of such a prediction, by the measurements for its hardware."""
     device = candidate.layout.machines.device
-    return ERROR if device.kind == "cpu" or device.name.startswith("A100") else ERROR_ELSEWHERE
+    return ERROR if device.is_core or device.name.startswith("A100") else ERROR_ELSEWHERE
 
 
 def equals(best: Sequence[Candidate]) -> list[Candidate]:

@@ -54,7 +54,7 @@ def search(
     solver = BranchAndBound(space, layouts, top)
     gap = solver.run()
     # offload is the slowest way to save memory, so it is tried only if no other works
-    if not solver.found and cluster.kind == "cuda" and not base.offload:
+    if not solver.found and cluster.has_accelerators and not base.offload:
         offloaded = Space(job, cluster, replace(base, offload=True), layouts.trace)
         again = BranchAndBound(offloaded, layouts, top)
         gap = again.run()

@@ -126,7 +126,7 @@ class Space:
         return self._knobs(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
 
     def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
-        if self.cluster.kind == "cuda":
+        if self.cluster.has_accelerators:
             return [{}]
         transports = self._transports if ranks > 1 and self.base.transport == "auto" else [{}]
         threads = (
@@ -144,7 +144,7 @@ class Space:
 
     def _threads(self, ranks: int) -> int:
         """Threads of each rank on the host with the most of `ranks`; 1 on GPUs."""
-        if self.cluster.kind == "cuda":
+        if self.cluster.has_accelerators:
             return 1
         return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))
 

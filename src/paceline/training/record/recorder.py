@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from paceline.cluster.doctor.energy import Energy, cpu_energy, gpu_energy
+from paceline.cluster.doctor.energy import Energy, Telemetry, cpu_energy, telemetry_of
+from paceline.device import is_accelerator, memory
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.split.memory import held_bytes
@@ -132,10 +132,9 @@ class ResourceUse:
         self._state: dict[str, int] = {}
         self.process = psutil.Process()
         self.fresh = True  # so that a short run has its first step in TensorBoard
-        self._gpu, energy = _gpu_counters(engine.device)
-        if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
-            energy.append(cpu_energy())  # all of the host's, so one of its ranks notes it
-        self._energy = [counter for counter in energy if counter.why_not is None]
+        self._accelerator = engine.device if is_accelerator(engine.device) else None
+        self._telemetry = telemetry_of(engine.device) if self._accelerator else None
+        self._energy = self._energy_counters()
         self._joules = 0.0
         self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
         self._traffic = Traffic()
@@ -161,8 +160,8 @@ class ResourceUse:
             **self._sent_by_the_rule(),
             **self._used_energy(),
         }
-        if self._gpu is not None:
-            use |= self._gpu()
+        if self._accelerator is not None:
+            use |= _use_of(self._accelerator, self._telemetry)
         self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
         return f',"use":{json.dumps(use)}'
 
@@ -197,6 +196,20 @@ class ResourceUse:
             found["compression_error"] = float(f"{lost.relative_error:.4g}")
         return found
 
+    def _energy_counters(self) -> list[Energy]:
+        """Energy counters of this rank.
+
+        There are none on an accelerator without a counter, as the host's alone would pass for all.
+        """
+        found = []
+        if self._accelerator is not None:
+            if self._telemetry is None or self._telemetry.energy.why_not is not None:
+                return []
+            found.append(self._telemetry.energy)
+        if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
+            found.append(cpu_energy())  # all of the host's, so one of its ranks notes it
+        return [counter for counter in found if counter.why_not is None]
+
     def _used_energy(self) -> dict[str, float]:
         """`energy_joules` since the last reading; empty unless every counter answers."""
         readings = [joules for counter in self._energy if (joules := counter.joules()) is not None]
@@ -219,26 +232,14 @@ def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
     return {ours: int(shown[theirs].split()[0]) * 1024 for theirs, ours in names.items() if theirs in shown}
 
 
-def _gpu_counters(device: torch.device) -> tuple[Callable[[], dict[str, Any]] | None, list[Energy]]:
-    """A function that reads this rank's GPU memory and utilization, and its energy counters.
-
-    None on the CPU.
-    """
-    if device.type != "cuda":
-        return None, []
-    import pynvml
-
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
-
-    def read() -> dict[str, Any]:
-        return {
-            "gpu_percent": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "gpu_memory_bytes": torch.cuda.memory_allocated(device),
-            "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
-        }
-
-    return read, [gpu_energy(pynvml, handle)]
+def _use_of(device: torch.device, telemetry: Telemetry | None) -> dict[str, Any]:
+    """Memory of an accelerator and its utilization, each where something tells."""
+    use: dict[str, Any] = {}
+    if (held := memory(device)) is not None:
+        use |= {"gpu_memory_bytes": held.allocated, "gpu_peak_memory_bytes": held.peak}
+    if telemetry is not None and (percent := telemetry.percent()) is not None:
+        use["gpu_percent"] = percent
+    return use
 
 
 def _json(x: float) -> str:
