@@ -23,6 +23,7 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("collectives")
 
 
+@pytest.mark.slow
 def test_a_round_measures_every_form_of_every_size(collectives: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SIZES": [1024, 65536], "LARGE": 65536, "BLOCKS": 3, "STARTS": 1, "BLOCK_S": 0.001}.items():
         monkeypatch.setattr(collectives, name, value)

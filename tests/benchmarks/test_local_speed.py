@@ -81,6 +81,7 @@ def test_figures_are_median_ratios_of_neighbouring_blocks(speed: Any) -> None:
     assert len([*speed.memory_lines(memory)]) == 4
 
 
+@pytest.mark.slow
 def test_the_hand_written_loop_imports_nothing_of_paceline() -> None:
     code = "import sys, ddp_loop; sys.exit(any(name.partition('.')[0] == 'paceline' for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], cwd=_FOLDER, check=True, timeout=60)

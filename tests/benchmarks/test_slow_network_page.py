@@ -39,6 +39,7 @@ def rates(rules: Any, **changes: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.needs_chromium
 def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
     rules: Any, browser: Browser, tmp_path: Path

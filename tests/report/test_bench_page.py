@@ -182,6 +182,7 @@ def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path
     assert browser.console() == [], "not even tried: the page's policy would have refused it with a message"
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_it_fits_into_windows_wide_and_narrow(browser: Browser, tmp_path: Path) -> None:
     outside = (

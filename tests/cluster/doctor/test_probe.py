@@ -41,6 +41,7 @@ def test_a_copy_is_much_larger_than_the_largest_caches_and_fits_into_memory(tmp_
     assert cache_bytes(tmp_path / "hidden") == {}
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_in_every_way_that_it_can_compute() -> None:
     with Probe(HOST) as probe:
         torch = probe.torch()

@@ -72,6 +72,7 @@ def test_one_process_runs_a_plan_of_1024_ranks_dry() -> None:
     )  # 2 sums a block each way, and at both ends
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_pipeline_of_64_ranks_takes_its_part() -> None:
     found = dry("dp=4 fsdp=2 tp=2 pp=4 microbatches=4")
     assert [stage.stage for stage in found.stages] == [0, 1, 2, 3]
