@@ -8,7 +8,9 @@ Torch is imported when a function needs it; the launcher does without.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -89,8 +91,8 @@ def use(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """True if the device is not the CPU: its work is queued, and the host runs ahead of it."""
-    return device.type != CPU
+    """True if work on the device is queued, and the host runs ahead of it."""
+    return device.type not in (CPU, "meta")
 
 
 def on_accelerator(tensor: Tensor) -> bool:
@@ -114,10 +116,23 @@ def _open_files() -> Iterator[str]:
 
 
 def default_backend(device: torch.device) -> str:
-    """Torch's name of the collective library for a device's tensors, such as `gloo`."""
+    """Torch's name of the collective library for a device's tensors, such as `gloo`.
+
+    Raises:
+        ClusterError: this torch has none for the device.
+    """
     import torch.distributed as dist
 
-    return dist.get_default_backend_for_device(device)
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:
+        backend = ""
+    if device.type not in dist.Backend.backend_capability.get(backend, ()):
+        raise ClusterError(
+            f"this torch has no collective library for devices of type {device.type}, so ranks on them cannot "
+            f"communicate. Use one rank, or set {DEVICE_VARIABLE}={CPU} to train on the CPU."
+        )
+    return backend
 
 
 def synchronize(device: torch.device) -> None:
@@ -128,14 +143,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# Streams and events
+# Streams, events and time
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """A new event of an accelerator, not yet recorded.
-
-    A `timed` one has `elapsed_time`; see `Capabilities.timed_events`.
-    """
+    """A new event of an accelerator, not yet recorded; a `timed` one has `elapsed_time`."""
     import torch
 
     return torch.Event(device, enable_timing=timed)
@@ -153,6 +165,30 @@ def current_stream(device: torch.device) -> torch.Stream:
     import torch
 
     return torch.accelerator.current_stream(device)
+
+
+class Clock:
+    """Moments of a device's work: events in the current stream where it has timed ones, else the host's clock.
+
+    Attributes:
+        by_events: moments are events, which can be compared once the device has reached them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.by_events = has_timed_events(device)
+
+    def now(self) -> Any:
+        """The moment at which the device has done what is queued so far."""
+        if not self.by_events:
+            return time.perf_counter()
+        moment = event(self._device, timed=True)
+        moment.record()
+        return moment
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Seconds between two moments, which must have passed."""
+        return float(start.elapsed_time(stop)) / 1e3 if self.by_events else float(stop - start)
 
 
 # Random numbers
@@ -174,6 +210,16 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
         _module(device).set_rng_state(state)
     else:
         torch.set_rng_state(state)
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed the default generator of this process's device, and no other."""
+    import torch
+
+    if is_accelerator(device):
+        _module(device).manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
 
 
 @contextmanager
@@ -213,7 +259,7 @@ def memory(device: torch.device) -> Memory | None:
     """Memory of an accelerator; None where torch does not count it."""
     import torch
 
-    if not capabilities(device).memory_counted:
+    if not has_counted_memory(device):
         return None
     free, total = torch.accelerator.get_memory_info(device)
     allocated, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
@@ -224,7 +270,7 @@ def reset_peak_memory(device: torch.device) -> None:
     """Count the peak of `memory` from here on."""
     import torch
 
-    if capabilities(device).memory_counted:
+    if has_counted_memory(device):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
@@ -276,21 +322,93 @@ def states_bf16(device: torch.device) -> bool | None:
     return bool(ask()) if ask else None
 
 
+@cache
+def is_device_type(name: str) -> bool:
+    """True if torch knows a type of devices by this name."""
+    import torch
+
+    # of one that torch is to lose
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.device(name).type == name
+    return False
+
+
+@cache
+def has_streams(device: torch.device) -> bool:
+    """True if a device has several queues of work."""
+    return is_accelerator(device) and _works(lambda: stream(device))
+
+
+@cache
+def has_timed_events(device: torch.device) -> bool:
+    """True if events of a device tell the time between two of them."""
+
+    def between_two() -> None:
+        first, last = event(device, timed=True), event(device, timed=True)
+        first.record()
+        last.record()
+        last.synchronize()
+        first.elapsed_time(last)
+
+    return is_accelerator(device) and _works(between_two)
+
+
+@cache
+def has_pinned_memory(device: torch.device) -> bool:
+    """True if host memory can be had that a device copies from and to while the host goes on."""
+    import torch
+
+    return is_accelerator(device) and _works(lambda: torch.empty(1, pin_memory=True))
+
+
+@cache
+def has_counted_memory(device: torch.device) -> bool:
+    """True if torch tells a device's allocated, peak and free memory."""
+    import torch
+
+    return is_accelerator(device) and _works(lambda: torch.accelerator.get_memory_info(device))
+
+
+def has_fused_optimizers(device_type: str) -> bool:
+    """True if torch.optim takes `fused=True` for parameters on a device."""
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    return device_type in _get_fused_kernels_supported_devices()
+
+
+def has_graphs(device: torch.device) -> bool:
+    """True if recorded kernels can be replayed (`compile=reduce-overhead`)."""
+    return is_accelerator(device) and hasattr(_module(device), "graph")
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """True if the fused attention kernel that also returns the logarithm of its sums is there."""
+    return _has_kernels(device.type, "_scaled_dot_product_flash_attention")
+
+
+def has_batch_norm_kernels(device: torch.device) -> bool:
+    """True if the kernels of torch.nn.SyncBatchNorm are there."""
+    return _has_kernels(device.type, "batch_norm_stats", "batch_norm_gather_stats_with_counts", "batch_norm_elemt")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """True if a device multiplies matrices of bfloat16."""
+    import torch
+
+    def multiply() -> None:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        (ones @ ones).sum().item()
+
+    return _works(multiply)
+
+
 @dataclass(frozen=True)
 class Capabilities:
-    """What torch can do on a device; each was tried or asked for, none follows from the device's name.
+    """What torch can do on a device; see the functions `has_…`. Each was tried or asked for.
 
     Attributes:
-        streams: several queues of work.
-        timed_events: events that tell the time between two of them.
-        pinned_memory: host memory that copies to the device need not wait for.
-        memory_counted: torch tells allocated, peak, free memory.
-        fused_optimizers: `fused=True` of torch.optim.
-        graphs: recorded kernels that are replayed (`compile=reduce-overhead`).
-        flash_attention: the fused attention kernel that also returns the logarithm of its sums.
-        batch_norm_kernels: the kernels of torch.nn.SyncBatchNorm.
-        collectives: torch's name of its collective library; None without one.
-        bf16: arithmetic in bfloat16.
+        collectives: torch's name of the device's collective library; None without one.
     """
 
     streams: bool
@@ -305,51 +423,34 @@ class Capabilities:
     bf16: bool
 
 
-@cache
 def capabilities(device: torch.device) -> Capabilities:
-    """What a device can do, tried once per process."""
-    import torch
+    """What a device can do, all at once, for people to read."""
     import torch.distributed as dist
 
-    def bf16() -> None:
-        (torch.ones(2, 2, dtype=torch.bfloat16, device=device) @ torch.ones(2, 2, dtype=torch.bfloat16, device=device))
-
-    def timed_events() -> None:
-        first, last = event(device, timed=True), event(device, timed=True)
-        first.record()
-        last.record()
-        last.synchronize()
-        first.elapsed_time(last)
-
-    there = is_accelerator(device)
+    collectives = None
+    if dist.is_available():
+        with suppress(ClusterError):
+            collectives = default_backend(device)
     return Capabilities(
-        streams=there and _works(lambda: stream(device)),
-        timed_events=there and _works(timed_events),
-        pinned_memory=there and _works(lambda: torch.empty(1, pin_memory=True)),
-        memory_counted=there and _works(lambda: torch.accelerator.get_memory_info(device)),
+        streams=has_streams(device),
+        timed_events=has_timed_events(device),
+        pinned_memory=has_pinned_memory(device),
+        memory_counted=has_counted_memory(device),
         fused_optimizers=has_fused_optimizers(device.type),
-        graphs=there and hasattr(_module(device), "graph"),
-        flash_attention=_has_kernel("_flash_attention_forward", device),
-        batch_norm_kernels=_has_kernel("batch_norm_gather_stats_with_counts", device),
-        collectives=default_backend(device)
-        if dist.is_available() and _works(lambda: default_backend(device))
-        else None,
-        bf16=_works(bf16),
+        graphs=has_graphs(device),
+        flash_attention=has_flash_attention(device),
+        batch_norm_kernels=has_batch_norm_kernels(device),
+        collectives=collectives,
+        bf16=has_bf16(device),
     )
 
 
-def has_fused_optimizers(device_type: str) -> bool:
-    """True if torch.optim takes `fused=True` for parameters on a device."""
-    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-
-    return device_type in _get_fused_kernels_supported_devices()
-
-
-def _has_kernel(operator: str, device: torch.device) -> bool:
+@cache
+def _has_kernels(device_type: str, *operators: str) -> bool:
     import torch
 
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
+    key = torch._C._dispatch_key_for_device(device_type)
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for name in operators)
 
 
 def _module(device: torch.device) -> Any:
@@ -358,7 +459,7 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def _works(action: Any) -> bool:
+def _works(action: Callable[[], object]) -> bool:
     try:
         action()
     except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError, AssertionError):

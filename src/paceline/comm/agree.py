@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from paceline.comm.group import Group
+from paceline.device import is_accelerator
+from paceline.device import name as device_name
 from paceline.errors import SyncError
 
 
@@ -49,7 +51,7 @@ def agree_on(group: Group, what: Sequence[str]) -> None:
 
 def same_machines(group: Group) -> bool:
     """True if the ranks have the same processors, threads and libraries. Every rank of the group calls it."""
-    device = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else _processor()
+    device = device_name(group.device) if is_accelerator(group.device) else _processor()
     kinds = group.gather_json(
         [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__]
     )

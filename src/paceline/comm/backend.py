@@ -27,7 +27,8 @@ from paceline.comm.c10d.transport import register as register_transport
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
 from paceline.comm.transport import choose
-from paceline.errors import ClusterError, LaunchError, tell_of_failure
+from paceline.device import default_backend, is_accelerator, use
+from paceline.errors import LaunchError, tell_of_failure
 from paceline.launch_engine import is_rank
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment, take_store_fd
 
@@ -53,23 +54,22 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
 
     Without these, a group of one.
 
-    NCCL where this rank has a GPU. On CPUs, `auto` is shared memory where all ranks are on one host that allows it, and
-    our own TCP between several hosts; otherwise gloo, and the group's `transport_note` says why. A process group that
-    the user's code has already initialised is used as it is.
+    On accelerators torch's library for them. On CPUs, `auto` is shared memory where all ranks are on one host that
+    allows it, and our own TCP between several hosts; otherwise gloo, and the group's `transport_note` says why. A
+    process group that the user's code has already initialised is used as it is.
 
     Raises:
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
-        ClusterError: this rank has no GPU while the machine's GPUs are fewer than its ranks, or the transport asked for
-            cannot be had.
+        ClusterError: the machine has fewer accelerators than ranks, or the transport asked for cannot be had.
     """
-    device, store, note = _device(), None, None
+    device, store, note = use(int(os.environ.get(LOCAL_RANK, 0))), None, None
     if not dist.is_initialized():
         if not is_rank():
             return Group(device=device, deadline_s=deadline_s)
         environment = RankEnvironment.from_env()
         rank, size = environment.rank, environment.world_size
         store, (backend, note) = _met(environment, device, transport, deadline_s)
-        if device.type == "cpu":
+        if not is_accelerator(device):
             register_transport(backend)
             _keep_gloo_to_the_interface()
         dist.init_process_group(
@@ -78,7 +78,7 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=deadline_s),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if is_accelerator(device) else None,
         )
     group = Group(
         dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note
@@ -96,20 +96,6 @@ def leave(group: Group) -> None:
         group.close()
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get(LOCAL_RANK, 0))
-    if local >= torch.cuda.device_count():
-        raise ClusterError(
-            f"local rank {local} has no GPU: this host shows {torch.cuda.device_count()}. Start at most one "
-            "rank per GPU, "
-            "or set CUDA_VISIBLE_DEVICES= to train on the CPU."
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
 def _met(
     environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float
 ) -> tuple[Store, tuple[str, str | None]]:
@@ -122,8 +108,8 @@ def _met(
     while True:
         store = _store(environment, deadline_s, number)
         try:
-            if device.type != "cpu":
-                return store, ("nccl", None)
+            if is_accelerator(device):
+                return store, (default_backend(device), None)
             return store, choose(store, environment.rank, environment.world_size, transport, deadline_s)
         except dist.DistNetworkError:
             if number == 0 or environment.rank == 0 or time.monotonic() > until:

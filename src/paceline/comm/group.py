@@ -71,7 +71,7 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        """The transport, named `shm`, `tcp`, `gloo`, `nccl`, …; `none` in a group of one."""
+        """The transport, named `shm`, `tcp`, `gloo`, an accelerator's library …; `none` in a group of one."""
         return transport_of(self.backend if self.size > 1 else None)
 
     @property
@@ -370,7 +370,7 @@ class Pending:
     held: Any = None  # what must live until the end
 
     def wait(self) -> None:
-        """Return when the result is there (on CUDA: when the current stream is ordered behind it).
+        """Return when the result is there (on accelerators: when the current stream is ordered behind it).
 
         Raises:
             SyncError: a rank is gone, or did not come within the group's deadline.

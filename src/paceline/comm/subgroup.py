@@ -67,7 +67,7 @@ def make_process_group(
 
 @contextmanager
 def _not_split_from_the_default_group() -> Iterator[None]:
-    """Prevent NCCL from splitting the default group's communicator.
+    """Prevent a split of the default group's communicator.
 
     With a default group that is bound to a device it would, and every rank of that would have to take part.
     """

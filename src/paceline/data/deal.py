@@ -26,6 +26,7 @@ from paceline.data.sampler_state import name_of, samplers
 from paceline.data.samples import RequestedSamples
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import Flow, Items, Iterated
+from paceline.device import has_pinned_memory
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 
@@ -61,7 +62,7 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) ->
     return Loader(
         loader.dataset,
         partition,
-        pin_memory=loader.pin_memory or world.device.type == "cuda",
+        pin_memory=loader.pin_memory or has_pinned_memory(world.device),
         workers=workers,
         samples=_samples(loader, partition, data_group, seed),
         rank=world.rank,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
+from paceline.device import on_accelerator
 from paceline.engine.compute import LocalLoss
 from paceline.engine.meter import COMM, Meter
 from paceline.sync import Replica, SyncRule
@@ -186,7 +187,7 @@ class SynchronousAgreement:
         if self.split is not None:
             return self._norm
         norms = torch._foreach_norm(self.gradients) if self.gradients else ()
-        if norms and norms[0].device.type == "cuda":
+        if norms and on_accelerator(norms[0]):
             # one wait for the device, not one per tensor
             return float(torch.linalg.vector_norm(torch.stack(norms)))
         return math.hypot(*[norm.item() for norm in norms])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
+from paceline.device import has_graphs, is_accelerator, on_accelerator
 from paceline.engine.guard import LossScale
 from paceline.engine.weighing import Weighing
 from paceline.errors import DataError, PlanError
@@ -25,7 +26,7 @@ from paceline.job.loss import Loss
 from paceline.job.zoo.losses import call
 from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plans.choices import Compile
-from paceline.plans.limits import no_cuda_graphs
+from paceline.plans.limits import no_graphs
 from paceline.plans.plan import Plan
 from paceline.split.compile_cache import keep_compiled_code_private
 from paceline.sync import Replica
@@ -155,9 +156,9 @@ class Compute(ABC):
     def check_target(
         self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None
     ) -> None:
-        """Have the loss validate the target on the host while a GPU computes the output."""
+        """Have the loss validate the target on the host while an accelerator computes the output."""
         check = getattr(loss or self.loss, "check", None)
-        if check is not None and not (target := target_of(batch)).is_cuda:
+        if check is not None and not on_accelerator(target := target_of(batch)):
             check(output, target, where, samples)
 
     def here(self, step: int) -> str:
@@ -192,8 +193,8 @@ def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[.
     """
     if how == "off":
         return model
-    if how == "reduce-overhead" and device.type != "cuda":
-        raise PlanError(f"compile=reduce-overhead {no_cuda_graphs('this rank')}")
+    if how == "reduce-overhead" and not has_graphs(device):
+        raise PlanError(f"compile=reduce-overhead {no_graphs('this rank')}")
     # heavy
     from torch._inductor.exc import InductorError
 
@@ -275,7 +276,7 @@ class WholeModel(Compute):
             self.experts.weigh(part, position)
             with self.autocast():
                 output = self.call(part)
-                if i == 0 and self.device.type == "cuda":
+                if i == 0 and is_accelerator(self.device):
                     self.check_target(output, batch, self.here(step), self.loader.indices)
                 loss, items = self.weighed_loss(output, part, batch, position, step)
             scaled = loss if isinstance(items, float) and items == 1.0 else loss * items

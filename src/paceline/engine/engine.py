@@ -54,7 +54,7 @@ class StepResult:
         grad_norm: L2 norm of the whole gradient, before clipping.
         problem: why the update was left out (loss or gradient not finite); None when it was made.
         votes: how many ranks asked for a stop, for a checkpoint, … (see `StepSignals`).
-        timing: this rank's times; on CUDA those of the step before, and None at the first.
+        timing: this rank's times; on accelerators those of the step before, and None at the first.
         agreed: whether loss and votes are what all replicas know.
     """
 

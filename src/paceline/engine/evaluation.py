@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
+from paceline.device import forked_random
 from paceline.engine.compute import Compute
 from paceline.engine.status import Phase
 from paceline.job.batch import Batch
@@ -51,7 +52,6 @@ class Evaluation:
         # A user may keep some layers in eval mode.
         training = [module for module in compute.model.modules() if module.training]
         compute.model.eval()
-        devices = [compute.device.index or 0] if compute.device.type == "cuda" else []
         # FSDP2 keeps what it gathers from one pass to the next, and what inference mode makes cannot be trained on.
         without_gradients = torch.inference_mode() if compute.split is None else torch.no_grad()
         try:
@@ -59,7 +59,7 @@ class Evaluation:
             with (
                 rule.in_agreement(),
                 self.averaged_buffers(),
-                torch.random.fork_rng(devices),
+                forked_random(compute.device),
                 without_gradients,
                 compute.autocast(),
             ):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from paceline.device import Clock
 
 if TYPE_CHECKING:
     import torch
@@ -39,23 +41,23 @@ class Timing:
 class Meter:
     """The stop-watch of one rank. `mark(part)` gives the time since the last mark to `part`.
 
-    On CUDA the marks are events on the current stream, read one step later, so that measuring never makes the host
-    wait.
+    On accelerators the marks are events on the current stream, read one step later, so that measuring never makes the
+    host wait. Where a device has no timed events, they are the host's: when it had queued the work.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._clock = Clock(device)
         self.current = Timing(0)
         self._last = self._agreed = time.perf_counter()
-        self._start: torch.cuda.Event | None = None
-        self._events: list[tuple[int, torch.cuda.Event]] = []
-        self._unread: deque[tuple[Timing, torch.cuda.Event, list[tuple[int, torch.cuda.Event]]]] = deque()
+        self._start: Any = None
+        self._events: list[tuple[int, Any]] = []
+        self._unread: deque[tuple[Timing, Any, list[tuple[int, Any]]]] = deque()
         self.previous_busy_s = 0.0
 
     def mark(self, part: int) -> None:
         """The time since the last mark went into `part`."""
-        if self.device.type == "cuda":
-            self._events.append((part, self._event()))
+        if self._clock.by_events:
+            self._events.append((part, self._clock.now()))
             return
         now = time.perf_counter()
         self.current.parts_s[part] += now - self._last
@@ -65,17 +67,17 @@ class Meter:
         """Forget the time since the last mark: what happened there (an evaluation, a pause) belongs to no step."""
         self._last = self._agreed = time.perf_counter()
         self.current.parts_s = [0.0] * len(PARTS)
-        if self.device.type == "cuda":
+        if self._clock.by_events:
             self._events.clear()
-            self._start = self._event()
+            self._start = self._clock.now()
 
     def busy_s(self) -> float:
-        """Seconds this rank computed since the last agreement; on CUDA of the previous step."""
-        return self.previous_busy_s if self.device.type == "cuda" else self._last - self._agreed
+        """Seconds this rank computed since the last agreement; on accelerators of the previous step."""
+        return self.previous_busy_s if self._clock.by_events else self._last - self._agreed
 
     def waited_in_pipeline(self, seconds: float) -> None:
-        """Move seconds from compute to pipeline bubble (on CUDA the host's wait)."""
-        moved = min(seconds, self.current.parts_s[COMPUTE]) if self.device.type != "cuda" else 0.0
+        """Move seconds from compute to pipeline bubble (on accelerators the host's wait)."""
+        moved = min(seconds, self.current.parts_s[COMPUTE]) if not self._clock.by_events else 0.0
         self.current.parts_s[BUBBLE] += moved
         self.current.parts_s[COMPUTE] -= moved
 
@@ -87,7 +89,7 @@ class Meter:
         """
         self._agreed = self._last
         imbalance_s = max(slowest_busy_s - own_busy_s, 0.0)
-        if self.device.type == "cuda":
+        if self._clock.by_events:
             self.current.parts_s[IMBALANCE] = imbalance_s  # held against the wait when that has been read
             return
         moved = min(imbalance_s, self.current.parts_s[COMM])
@@ -97,31 +99,24 @@ class Meter:
     def finish(self, step: int) -> Timing | None:
         """End the step; returns the newest timed step.
 
-        That is this one, on CUDA the previous one (None at the first).
+        That is this one, on accelerators the previous one (None at the first).
         """
         done = self.current
         done.step = step
         self.current = Timing(step + 1)
-        if self.device.type != "cuda":
+        if not self._clock.by_events:
             return done
         if self._start is not None:
             self._unread.append((done, self._start, self._events))
-        self._start = self._events[-1][1] if self._events else self._event()
+        self._start = self._events[-1][1] if self._events else self._clock.now()
         self._events = []
         return self._read_events() if len(self._unread) > 1 else None
-
-    def _event(self) -> torch.cuda.Event:
-        import torch  # the launcher reads PARTS from here and has no torch loaded
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _read_events(self) -> Timing:
         timing, previous, events = self._unread.popleft()
         for part, event in events:
             event.synchronize()
-            timing.parts_s[part] += previous.elapsed_time(event) / 1e3
+            timing.parts_s[part] += self._clock.seconds(previous, event)
             previous = event
         moved = min(timing.parts_s[IMBALANCE], timing.parts_s[COMM])
         timing.parts_s[IMBALANCE] = moved

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
@@ -94,7 +95,7 @@ class _SetAside(ExitStack):
         training = [module for module in model.modules() if module.training]
         buffers = [(b, b.clone()) for b in model.buffers()]
         model.eval()
-        self.enter_context(torch.random.fork_rng([compute.device.index or 0] if compute.device.type == "cuda" else []))
+        self.enter_context(forked_random(compute.device))
         self.enter_context(torch.no_grad())
 
         def restore() -> None:

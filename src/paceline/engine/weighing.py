@@ -19,6 +19,7 @@ from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map
 
 from paceline.comm.gather import gather
+from paceline.device import forked_random, on_accelerator
 from paceline.engine.comparable import in_float64
 from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
@@ -95,7 +96,7 @@ class Weighing:
             return float(rows(batch))
         else:
             items = self._count(target_of(batch))
-        return items.double() if isinstance(items, Tensor) and items.is_cuda else float(items)
+        return items.double() if isinstance(items, Tensor) and on_accelerator(items) else float(items)
 
     def weighed(self, loss: Tensor, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a part of a batch, and its weight in the global mean.
@@ -152,8 +153,7 @@ class Weighing:
             return
         if self._trial is None:
             self._trial = in_float64(_copied(self.loss))
-        devices = [target.device.index or 0] if target.is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(target.device.type, enabled=False):
+        with torch.no_grad(), forked_random(target.device), torch.autocast(target.device.type, enabled=False):
             self._examine(output, target)
 
     def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:

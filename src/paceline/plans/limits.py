@@ -168,9 +168,9 @@ def sharded_twice(weight: str, schedule: str) -> str:
     return f"would shard {weight} twice, which two stages of a rank share: {works}, or fsdp=1."
 
 
-def no_cuda_graphs(where: str) -> str:
-    """Reason against `compile=reduce-overhead` on devices other than GPUs."""
-    return f"replays CUDA graphs, and {where} has no GPU: compile=on."
+def no_graphs(where: str) -> str:
+    """Reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
+    return f"replays kernels as graphs, and {where} has no GPU that can: compile=on."
 
 
 def whole_batch_in_parts(loss: str, microbatches: int) -> str:

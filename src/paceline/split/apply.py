@@ -147,7 +147,7 @@ class Split:
                 raise PlanError(f"plan {plan} {NO_BLOCKS_TO_RECOMPUTE}")
             self._undo.append(rematerialise(blocks, plan.remat))
         if plan.compile != "off":
-            self._undo.append(compile_blocks(blocks or self.modules, plan.compile))
+            self._undo.append(compile_blocks(blocks or self.modules, plan.compile, self.mesh.world.device))
         if plan.fsdp > 1:
             names = {
                 name for module in self.modules for name, m in module.named_modules() if m in blocks

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import paceline.split.context.ring  # noqa: F401 - registers its operator
+from paceline.device import has_graphs
 from paceline.errors import PlanError
-from paceline.plans.limits import no_cuda_graphs
+from paceline.plans.limits import no_graphs
 from paceline.split.compile_cache import keep_compiled_code_private
 
 Undo = Callable[[], None]
@@ -54,19 +55,20 @@ def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"
     return _replace_forwards(blocks, partial(_rematerialised, how=how))
 
 
-def compile_blocks(blocks: Sequence[nn.Module], mode: str) -> Undo:
+def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
     """Compile the forward pass of each block with torch.compile; returns a function that undoes this.
 
     Called after `rematerialise`, whose recomputation is then traced, too.
 
     Args:
         mode: a value of the plan key compile: `on`, or one of torch's modes.
+        device: where the blocks compute.
 
     Raises:
-        PlanError: `reduce-overhead` without a GPU; in the first forward pass: torch cannot compile here.
+        PlanError: `reduce-overhead` on a device without graphs; in the first forward pass: torch cannot compile here.
     """
-    if mode == "reduce-overhead" and not torch.cuda.is_available():
-        raise PlanError(f"compile=reduce-overhead {no_cuda_graphs('this rank')}")
+    if mode == "reduce-overhead" and not has_graphs(device):
+        raise PlanError(f"compile=reduce-overhead {no_graphs('this rank')}")
     return _replace_forwards(blocks, partial(_compiled, mode=mode))
 
 

@@ -19,6 +19,7 @@ from paceline.comm.bucket import Bucket, Memory
 from paceline.comm.comm_thread import CommThread
 from paceline.comm.group import Group
 from paceline.comm.link_speed import GroupLinks
+from paceline.device import is_accelerator
 from paceline.errors import SyncError
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
@@ -27,7 +28,7 @@ from paceline.sync.traffic import Traffic
 if TYPE_CHECKING:
     from paceline.sync.compress import CodecChooser, Compressor
 
-BUCKET_BYTES = 25 * 2**20  # on GPUs: DDP's default; large enough for bandwidth, small enough to start early
+BUCKET_BYTES = 25 * 2**20  # on accelerators: DDP's default; large enough for bandwidth, small enough to start early
 # their links are slower: sending begins earlier, and a message is still long against its latency
 BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20
 
@@ -61,10 +62,10 @@ class AllReduce(SyncRule):
             return
         if dp.is_fake:
             self._prepare_dry_run()
-        on_gpu, whole = dp.device.type == "cuda", replica.parameters is None
+        accelerated, whole = is_accelerator(dp.device), replica.parameters is None
         # Two ranks of one host share their cores: sending while computing only slows the computing there.
-        self.overlap = whole and (dp.spans_hosts or (on_gpu and self.compress == "none"))
-        if self.overlap and not on_gpu:
+        self.overlap = whole and (dp.spans_hosts or (accelerated and self.compress == "none"))
+        if self.overlap and not accelerated:
             first = BucketStream(dp.copy(), self.algorithm_name, own_thread=True)
             self.streams = [
                 first,
@@ -73,7 +74,7 @@ class AllReduce(SyncRule):
         else:
             first = BucketStream(dp, self.algorithm_name, own_thread=False, traffic=replica.traffic)
             self.streams = [first]
-        limit = (BUCKET_BYTES if on_gpu else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
+        limit = (BUCKET_BYTES if accelerated else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
         if not dp.is_fake and (dp.spans_hosts or self.algorithm_name != "auto"):

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from paceline.comm import Group
+from paceline.device import has_batch_norm_kernels, on_accelerator
 from paceline.errors import PlanError
 
 Forward = Callable[..., Any]
@@ -33,7 +34,7 @@ def synchronise(model: nn.Module, dp: Group) -> nn.Module:
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, _Global):
             continue
-        if isinstance(layer, SyncBatchNorm) and dp.device.type == "cuda":
+        if isinstance(layer, SyncBatchNorm) and has_batch_norm_kernels(dp.device):
             layer.process_group = dp.backend
         elif dp.size > 1 or isinstance(layer, SyncBatchNorm):
             _refuse(name, layer)
@@ -173,7 +174,7 @@ def _batch_norm(
     single = input.numel() == input.shape[1]  # one value is enough where other replicas have more; torch refuses it
     if not training or dp.size == 1 or (traced and not single):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if input.is_cuda:
+    if on_accelerator(input) and has_batch_norm_kernels(input.device):
         fused = torch.nn.modules._functions.SyncBatchNorm.apply
         normalised: Tensor = fused(input, weight, bias, running_mean, running_var, eps, momentum, dp.backend, dp.size)
         return normalised

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.data.loader import Loader
+from paceline.device import has_pinned_memory
 from paceline.engine.engine import Engine, Settings
 from paceline.errors import DataError
 from paceline.job.data import DataSets
@@ -86,7 +87,9 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
         labels=getattr(data.train, "labels", None),
         drop_last=job.drop_last,
     )
-    return Loader(data.train, partition, num_workers=job.data.num_workers, pin_memory=mesh.world.device.type == "cuda")
+    return Loader(
+        data.train, partition, num_workers=job.data.num_workers, pin_memory=has_pinned_memory(mesh.world.device)
+    )
 
 
 def seed_all(seed: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.held_out import held_out_batches, most_batches, padded
+from paceline.device import DEVICE_VARIABLE
 from paceline.engine.engine import Engine, StepResult
 from paceline.errors import ClusterError, tell_of_failure
 from paceline.job.batch import Batch
@@ -47,7 +48,7 @@ def train_in(run: Run, group: Group) -> None:
     if run.cluster.kind != group.device.type:
         raise ClusterError(
             f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
-            "Install a build of torch for the GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
         )
     seed_all(job.seed)
     model = built(job, run.plan)

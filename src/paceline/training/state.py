@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import is_accelerator, random_state, set_random_state
 from paceline.errors import CheckpointError
 from paceline.split.layout import ShardLayout
 from paceline.split.parts import Part, local, tied_names
@@ -55,7 +56,11 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
                     )
     return Snapshot(
         shared=shared,
-        own={**{f"buffer/{name}": b.detach() for name, b in held.buffers.items()}, **_random_tensors(), **rule_tensors},
+        own={
+            **{f"buffer/{name}": b.detach() for name, b in held.buffers.items()},
+            **_random_tensors(engine.device),
+            **rule_tensors,
+        },
         values={
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
@@ -110,7 +115,8 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     if said := restore_rule(engine, loaded, alone):
         report("sync", {"said": said})
     if loaded.mesh == held.coordinate.sizes:
-        _restore_random(own, loaded.own_values[held.coordinate.rank])
+        if said := _restore_random(engine.device, own, loaded.own_values[held.coordinate.rank]):
+            report("random", {"said": said})
     else:
         torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.coordinate.data_rank + 7919 * engine.step_count)
     loop: dict[str, Any] = values["loop"]
@@ -288,10 +294,14 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
 # Random numbers
 
 
-def _random_tensors() -> dict[str, Tensor]:
+def _random_name(device: torch.device) -> str:
+    return f"rng/{device.type}"
+
+
+def _random_tensors(device: torch.device) -> dict[str, Tensor]:
     tensors = {"rng/torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    if is_accelerator(device):
+        tensors[_random_name(device)] = random_state(device)
     return tensors
 
 
@@ -305,11 +315,16 @@ def _numpy_state() -> list[Any]:
     return [kind, np.asarray(keys).tolist(), *rest]
 
 
-def _restore_random(own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> None:
+def _restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
+    """Restore this rank's random states; returns remarks on what is left behind."""
     torch.set_rng_state(own["rng/torch"])
-    if torch.cuda.is_available() and "rng/cuda" in own:
-        torch.cuda.set_rng_state(own["rng/cuda"])
     version, numbers, gauss = own_values["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = own_values["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if not is_accelerator(device):
+        return []
+    if _random_name(device) in own:
+        set_random_state(device, own[_random_name(device)])
+        return []
+    return [f"the checkpoint is not of a {device.type} device: random numbers that are drawn on it begin anew"]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.comm import Group
 from paceline.data.loader import Loader
+from paceline.device import is_accelerator, synchronize
 from paceline.engine.engine import Engine
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -94,16 +95,12 @@ class TrialCandidate:
 
     def _steps(self, count: int) -> float:
         assert self.engine is not None
-        self._wait()
+        synchronize(self.engine.device)
         started = time.perf_counter()
         for _ in range(count):
             self.engine.step(next(self._batches))
-        self._wait()
+        synchronize(self.engine.device)
         return (time.perf_counter() - started) / count
-
-    def _wait(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     def _take_over(self) -> None:
         """Give this process the plan's threads and cores."""
@@ -125,7 +122,7 @@ def part_of(world: Group, plan: Plan) -> Group | None:
     assert not plan.splits or size in (1, world.size), (
         "a model can be divided over all ranks of torch's default group only"
     )
-    if size == world.size and (size == 1 or world.device.type == "cuda"):
+    if size == world.size and (size == 1 or is_accelerator(world.device)):
         return world
     timeout = timedelta(seconds=world.deadline_s)
     backend = dist.new_group(list(range(size)), timeout=timeout) if size > 1 else None

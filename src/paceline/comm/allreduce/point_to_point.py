@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.device import on_accelerator
 from paceline.errors import SyncError
 
 Messages = Sequence[tuple[int, Tensor]]  # (rank of the group, tensor)
@@ -20,8 +21,8 @@ def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages
         SyncError: a tensor has gaps, so that its bytes are not a message.
     """
     works = []
-    # NCCL: one launch for all, else two ranks that both send first wait forever
-    if any(tensor.is_cuda for _, tensor in (*send, *receive)):
+    # On accelerators one launch for all, else two ranks that both send first wait forever
+    if any(on_accelerator(tensor) for _, tensor in (*send, *receive)):
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, group=backend, group_peer=to) for to, tensor in send]
             + [dist.P2POp(dist.irecv, tensor, group=backend, group_peer=source) for source, tensor in receive]

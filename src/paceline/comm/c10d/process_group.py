@@ -298,7 +298,8 @@ def flattened(tensor: Tensor) -> Tensor:
     """The tensor in one dimension: its own memory if contiguous, else a copy."""
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"this backend moves tensors of the CPU; this one is on {tensor.device}. For GPUs there is nccl."
+            f"this backend moves tensors of the CPU; this one is on {tensor.device}. "
+            "Accelerators have a library of their own."
         )
     flat = tensor.detach().contiguous()
     # Not `reshape`, whose result may have gaps, nor `view`, which keeps the stride of a single element.

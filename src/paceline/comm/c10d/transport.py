@@ -17,7 +17,7 @@ class Transport:
     `transport`.
 
     Attributes:
-        name: as in a plan (`shm`, `tcp`, `gloo`), or torch's name (`nccl`, `fake`).
+        name: as in a plan (`shm`, `tcp`, `gloo`), or torch's name of an accelerator's.
         shares_memory: True if tensors from `empty` lie in memory that all ranks share.
     """
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.group import Group
+from paceline.device import synchronize
 
 # Bus bandwidth / algorithm bandwidth over n ranks, by collective:
 # the share of the size that has to pass each rank's link, each way.
@@ -30,7 +31,7 @@ class CollectiveSpeed:
     `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
 
     Attributes:
-        size_bytes: size of the larger one of a rank's two buffers, as nccl-tests count it.
+        size_bytes: size of the larger one of a rank's two buffers, as NVIDIA's tests count it.
         time_s: for `send_receive`, half of the round-trip time.
         algorithm: algorithm of an all-reduce (`flat` is the transport's own).
         wrong: numbers with a wrong value, over all ranks; None if not checked.
@@ -77,14 +78,13 @@ def timed(group: Group, call: Callable[[], object], repeats: int = 1) -> float:
 
 def timed_with_cpu(group: Group, call: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Seconds of calls, as `timed`, and the mean CPU seconds of a call."""
-    wait = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
     times_s = []
     group.barrier()
     cpu_s = time.process_time()
     for _ in range(repeats):
         started = time.perf_counter()
         call()
-        wait()
+        synchronize(group.device)
         times_s.append(time.perf_counter() - started)
     cpu_s = (time.process_time() - cpu_s) / repeats
     own = torch.zeros((2, group.size), dtype=torch.float64, device=group.device)

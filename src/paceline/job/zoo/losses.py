@@ -63,7 +63,7 @@ class CrossEntropy:
 
         Raises:
             DataError: labels that are out of range, no whole numbers, or not of the output's shape. On a GPU, labels
-                out of range end the process with CUDA's own assertion; `check` on the host names them before.
+                out of range end the process with the device's own assertion; `check` on the host names them before.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         weight = None
@@ -77,7 +77,7 @@ class CrossEntropy:
         except (IndexError, RuntimeError, ValueError):
             _explain_failure(logits, labels, weight)
             raise
-        # to look is nearly free on a CPU; a GPU would have to be waited for
+        # to look is nearly free on a CPU; an accelerator would have to be waited for
         if mean.device.type == "cpu" and not isnan(mean.item()):
             return mean
         return torch.where(self.items(target) > 0, mean, 0.0)

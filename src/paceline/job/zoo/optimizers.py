@@ -9,10 +9,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from paceline.device import has_fused_optimizers
 from paceline.errors import JobError
 from paceline.job.optimizer import OptimizerSpec
-
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")  # for which torch has fused steps; elsewhere the first step would raise
 
 
 def build_optimizer(
@@ -34,7 +33,7 @@ def build_optimizer(
         return LARS(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, trust=spec.trust)
     if spec.name == "lamb":
         return LAMB(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
-    has_fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in parameters)
+    has_fused = all(p.is_floating_point() and has_fused_optimizers(p.device.type) for p in parameters)
     return _torch_optimizer(spec, parameters, fused=True if fused and has_fused else None)
 
 

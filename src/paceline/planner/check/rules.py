@@ -10,7 +10,7 @@ from paceline.job.job import Job
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.plans.axes import DATA_AXES, DEGREES
-from paceline.plans.limits import multiplied, no_cuda_graphs, other_world, whole_batch_in_parts
+from paceline.plans.limits import multiplied, no_graphs, other_world, whole_batch_in_parts
 from paceline.plans.sync_info import RULES, SyncSpec, sync_info
 from paceline.plans.transport_info import TRANSPORTS
 from paceline.units import count, size
@@ -228,10 +228,10 @@ def _no_images(context: PlanContext) -> str | None:
     return f"plan {plan} is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
 
 
-def _no_cuda_graphs(context: PlanContext) -> str | None:
+def _no_graphs(context: PlanContext) -> str | None:
     if context.plan.compile != "reduce-overhead" or context.cluster.has_accelerators:
         return None
-    return context.reason(no_cuda_graphs(context.cluster.name))
+    return context.reason(no_graphs(context.cluster.name))
 
 
 def _no_such_transport(context: PlanContext) -> str | None:
@@ -271,7 +271,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_models_loss_over_the_whole_batch, ("microbatches", *DATA_AXES)),
     Check(_no_fused_step, ("fused",)),
     Check(_no_images, ("memory_format",)),
-    Check(_no_cuda_graphs, ("compile",)),
+    Check(_no_graphs, ("compile",)),
     Check(_no_such_transport, ("transport", *DEGREES)),
     *SYNC_CHECKS,
     *SPLIT_CHECKS,

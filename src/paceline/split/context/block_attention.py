@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.device import has_flash_attention
+
 _aten = torch.ops.aten
 
 
@@ -107,5 +109,7 @@ def _grouped(key: Tensor) -> Tensor:
 
 
 def _flash_fits(query: Tensor) -> bool:
-    """True if the CUDA flash kernel supports the query (Dao, 2023, arXiv:2307.08691)."""
-    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    """True if the flash kernel of accelerators supports the query (Dao, 2023, arXiv:2307.08691)."""
+    return (
+        query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256 and has_flash_attention(query.device)
+    )

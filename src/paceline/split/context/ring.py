@@ -80,7 +80,7 @@ def ring_attention(
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     sizes = query.shape[-1], value.shape[-1]
-    # the kernels want one size for all, on CUDA a multiple of 8
+    # the kernels want one size for all, on accelerators a multiple of 8
     size = max(sizes) if device == "cpu" else -(-max(sizes) // 8) * 8
     query, key, value = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (query, key, value))
     # the kernels want dense rows; keys and values are copied for sending anyway

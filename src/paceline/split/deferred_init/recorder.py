@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.device import is_device_type
 from paceline.split.deferred_init.operation_log import LoggedOperation, OperationLog, RestoreRNG, StorageSpec, View
 
 # Floating-point results of these operations get no memory while recording; the value is their fill value. Others
@@ -347,9 +348,12 @@ class _GeneratorStates:
 
 _ANSWERS: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.device.__get__: lambda device: device,
-    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    # is_cpu, is_meta and so on
+    **{
+        getattr(Tensor, f"is_{kind}").__get__: lambda device, kind=kind: device.type == kind
+        for kind in (name.removeprefix("is_") for name in dir(torch._C.TensorBase) if name.startswith("is_"))
+        if is_device_type(kind)
+    },
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.device import forked_random, synchronize
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
@@ -120,7 +121,7 @@ def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, de
     try:
         stage = Stage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
         _fill(stage.module, device)
-        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        with forked_random(device):
             for _ in range(runs):
                 received = _received(bounds, device)
                 started = _now(device)
@@ -171,6 +172,5 @@ def _fill(module: nn.Module, device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

@@ -192,7 +192,7 @@ class Pipeline:
     def bubble_s(self) -> float:
         """Seconds of the newest step in which this rank waited for its neighbours.
 
-        On CUDA it waits for the end of that step.
+        On accelerators it waits for the end of that step.
         """
         return self._timer.waited_s()
 

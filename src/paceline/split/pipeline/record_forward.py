@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.pipeline.forward_trace import (
@@ -108,7 +109,7 @@ class _Recorder:
             with (
                 quiet(),
                 torch.enable_grad(),
-                torch.random.fork_rng(_gpus(self.device)),
+                forked_random(self.device),
                 self.observed.of_autograd_and_checkpoints(lambda: self._clock),
                 OperationMode(self._note_operation),
             ):
@@ -384,7 +385,3 @@ def quiet() -> Iterator[None]:
     finally:
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
-
-
-def _gpus(device: torch.device) -> list[int]:
-    return [device.index or 0] if device.type == "cuda" else []

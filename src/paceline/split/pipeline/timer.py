@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from paceline.device import Clock
+
 
 class PipelineTimer:
-    """Timer of the stages of one rank, on CUDA by events in the compute stream."""
+    """Timer of the stages of one rank, on accelerators by events in the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._clock = Clock(device)
         self._whole: tuple[Any, Any] | None = None
         self._computing: list[tuple[Any, Any]] = []
 
@@ -23,34 +24,24 @@ class PipelineTimer:
     def step(self) -> Iterator[None]:
         """Time a whole step."""
         self._computing = []
-        start = self._now()
+        start = self._clock.now()
         yield
-        self._whole = start, self._now()
+        self._whole = start, self._clock.now()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Time one stage's computation on one microbatch."""
-        start = self._now()
+        start = self._clock.now()
         yield
-        self._computing.append((start, self._now()))
+        self._computing.append((start, self._clock.now()))
 
     def waited_s(self) -> float:
         """Seconds of the newest step outside of `computing`; 0 before the first."""
         if self._whole is None:
             return 0.0
-        if self._cuda:
+        if self._clock.by_events:
             self._whole[1].synchronize()
-        return max(0.0, self._between(*self._whole) - sum(self._between(*pair) for pair in self._computing))
-
-    def _between(self, start: Any, stop: Any) -> float:
-        return float(start.elapsed_time(stop)) / 1000 if self._cuda else float(stop - start)
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return max(0.0, self._clock.seconds(*self._whole) - sum(self._clock.seconds(*pair) for pair in self._computing))
 
 
 class TimedStage(PipelineStage):

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.device import random_state, seed, set_random_state
 from paceline.job.zoo.models.moe import without_values
 from paceline.trace.recording.graph import Graph, Node
 from paceline.trace.tensor.rules import Label, bound
 
-# states of the common stream, for the active modules that draw for themselves
-_common: list[tuple[torch.Generator, Tensor]] = []
+# the common stream of a device, for the active modules that draw for themselves
+_common: list[tuple[torch.device, Tensor]] = []
 
 
 def separate_random_streams(model: nn.Module, graph: Graph, labels: Mapping[int, Label], rank: int) -> set[str]:
@@ -60,25 +61,23 @@ def _with_own_masks(forward: Callable[..., Any], module: nn.Module, rank: int, *
     )
     if device is None or not module.training or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    seed = int(torch.randint(1 << 62, (), device="cpu"))
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    _common.append((generator, generator.get_state()))
+    number = int(torch.randint(1 << 62, (), device="cpu"))
+    _common.append((device, random_state(device)))
     try:
-        generator.manual_seed(seed + rank)
+        seed(device, number + rank)
         return forward(*args, **kwargs)
     finally:
-        generator, before = _common.pop()
-        generator.set_state(before)
+        set_random_state(*_common.pop())
 
 
 def _with_common_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _common or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    generator, common = _common[-1]
-    own = generator.get_state()
+    device, common = _common[-1]
+    own = random_state(device)
     try:
-        generator.set_state(common)
+        set_random_state(device, common)
         return forward(*args, **kwargs)
     finally:
-        _common[-1] = generator, generator.get_state()
-        generator.set_state(own)
+        _common[-1] = device, random_state(device)
+        set_random_state(device, own)

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.comm.agree import greatest
 from paceline.comm.allreduce.algorithms import Algorithm
+from paceline.device import synchronize
 from paceline.errors import JobError, PlanError
 from paceline.job.read.imports import load_object
 from paceline.plans.codec_info import CODECS, CompressSpec, auto_candidates
@@ -74,7 +75,7 @@ class CodecChooser:
         """
         if self.decided:
             return self.codec
-        _wait_for(self.group.device)
+        synchronize(self.group.device)
         now = self.clock()
         if self._last is not None:
             self._steps_s.append(now - self._last)
@@ -178,11 +179,11 @@ def measure_sums(algorithm: Algorithm, buckets: Buckets, candidates: Sequence[st
         while len(times_s) < _ROUNDS and not (times_s and times_s[-1] > _LONG_S):
             for own, _, numbers in sample:
                 own.copy_(numbers)
-            _wait_for(group.device)
+            synchronize(group.device)
             started = time.perf_counter()
             for i, (own, parts, _) in enumerate(sample):
                 sum_one(f"{i}", own, parts)
-            _wait_for(group.device)
+            synchronize(group.device)
             times_s.append(greatest(group, time.perf_counter() - started))
         return grows * min(times_s)
 
@@ -210,9 +211,3 @@ def _first(buckets: Buckets) -> list[tuple[Tensor, list[torch.Size]]]:
         if shapes:
             found.append((flat, shapes))
     return found
-
-
-def _wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from paceline.device import is_device_type
 from paceline.job.batch import Batch
 from paceline.trace.recording.graph import Graph, PythonCall, Shapes, Site
 from paceline.trace.recording.model_state import kept_tensors, placed, placeholders, restored, training
@@ -113,7 +114,7 @@ class FunctionMode(TorchFunctionMode):
             name, recorder.paths[-1], _site(sys._getframe(1)), recorder.refs(args), recorder.refs(kwargs)
         )
         recorder.graph.calls.append(noted)
-        result = args[0] if name in {"cpu", "cuda"} else func(*args, **kwargs)
+        result = args[0] if is_device_type(name) else func(*args, **kwargs)
         noted.results = [recorder.see(x) for x in tensors_in(result)]
         return result
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import current_stream, event, has_pinned_memory, has_streams, on_accelerator, stream
 from paceline.errors import CheckpointError
 from paceline.files import create_private, private_opener
 
@@ -64,8 +66,8 @@ class Shard:
         self._bytes = 0
         self._to_gather: list[tuple[Tensor, Tensor]] = []  # (where to, from), on CPU
         self._on_the_way: list[tuple[Tensor, Tensor]] = []  # (where to, from), on a GPU
-        self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._stream: torch.Stream | None = None
+        self._copied: torch.Event | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -84,16 +86,16 @@ class Shard:
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
         offsets = self._lay_out(tensors)
-        self._make_room(pinned=any(t.is_cuda for t in tensors.values()))
+        self._make_room(pinned=any(has_pinned_memory(t.device) for t in tensors.values()))
         places = {name: self._place(tensor, offsets[name]) for name, tensor in tensors.items()}
         for name in own:
-            if tensors[name].is_cuda:
+            if on_accelerator(tensors[name]):
                 places[name].copy_(tensors[name], non_blocking=True)
             else:
                 _copy(places[name], tensors[name])
-        self._to_gather = [(places[name], tensors[name]) for name in shared if not tensors[name].is_cuda]
-        self._on_the_way = [(places[name], tensors[name]) for name in shared if tensors[name].is_cuda]
-        self._copied = self._start_stream(next((t.device for t in tensors.values() if t.is_cuda), None))
+        self._to_gather = [(places[name], tensors[name]) for name in shared if not on_accelerator(tensors[name])]
+        self._on_the_way = [(places[name], tensors[name]) for name in shared if on_accelerator(tensors[name])]
+        self._copied = self._start_stream(next((t.device for t in tensors.values() if on_accelerator(t)), None))
 
     def gather(self) -> None:
         """Copy what is on the CPU, on the calling thread and one core."""
@@ -102,12 +104,12 @@ class Shard:
         self._to_gather = []
 
     def hold_stream(self) -> None:
-        """Make the current CUDA stream wait for the copies from the GPU.
+        """Make the current stream wait for the copies from the accelerator.
 
         The host does not wait. Nothing to do on CPU.
         """
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+        if self._copied is not None and self._stream is not None:
+            current_stream(self._copied.device).wait_event(self._copied)
 
     def write(self, path: Path) -> Generator[None, None, str]:
         """Write the file and flush it to disk; returns its SHA-256 in hexadecimal.
@@ -149,22 +151,23 @@ class Shard:
     def _place(self, tensor: Tensor, offset: int) -> Tensor:
         return self._staging[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def _start_stream(self, device: torch.device | None) -> torch.cuda.Event | None:
-        """Enqueue the copies from the GPU on a side stream; returns their end event.
+    def _start_stream(self, device: torch.device | None) -> torch.Event | None:
+        """Enqueue the copies from the accelerator on a side stream; returns their end event.
 
         They start after all work enqueued on the current stream so far. The tensors are held in `_on_the_way`
         until then: memory given back earlier could be handed out again under the copy.
         """
         if device is None:
             return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        if self._stream is None and has_streams(device):
+            self._stream = stream(device)
+        if self._stream is not None:
+            self._stream.wait_stream(current_stream(device))
+        with self._stream or nullcontext():
             for place, tensor in self._on_the_way:
                 place.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
+            copied = event(device)
+            copied.record()
         return copied
 
 

@@ -159,7 +159,7 @@ class Checkpointer:
     def release(self) -> float:
         """Wait until the shared tensors are copied and may change; returns the seconds waited.
 
-        On CUDA it is the current stream that waits, not the host.
+        On accelerators it is the current stream that waits, not the host.
         """
         if not self._copying:
             return 0.0

@@ -191,7 +191,8 @@ class Run:
         0 where too few steps were made.
         """
         steps = self.steps()
-        timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]  # on CUDA an attempt's last step has no times
+        # on accelerators an attempt's last step has no times
+        timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
         return (
             statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed)
             if timed
