@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -143,6 +143,14 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device; the host does not wait for the copy."""
+    import torch
+
+    staged = torch.tensor(numbers, dtype=dtype, pin_memory=has_pinned_memory(device))
+    return staged.to(device, non_blocking=True)
+
+
 # Streams, events and time
 
 
@@ -189,6 +197,11 @@ class Clock:
     def seconds(self, start: Any, stop: Any) -> float:
         """Seconds between two moments, which must have passed."""
         return float(start.elapsed_time(stop)) / 1e3 if self.by_events else float(stop - start)
+
+    def reach(self, moment: Any) -> None:
+        """Make the host wait until a moment has passed; it does not wait where it has."""
+        if self.by_events and not moment.query():
+            moment.synchronize()
 
 
 # Random numbers
@@ -332,6 +345,14 @@ def is_device_type(name: str) -> bool:
         warnings.simplefilter("ignore")
         return torch.device(name).type == name
     return False
+
+
+@cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype that sums over samples are kept in: float64, or float32 where a device has no other."""
+    import torch
+
+    return torch.float64 if _works(lambda: torch.zeros(1, dtype=torch.float64, device=device)) else torch.float32
 
 
 @cache

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from paceline.comm.group import Group
-from paceline.device import is_accelerator
+from paceline.device import is_accelerator, widest_float
 from paceline.device import name as device_name
 from paceline.errors import SyncError
 
 
 def greatest(group: Group, value: float) -> float:
     """The maximum of a number over all ranks, the same on each of them. Every rank calls it."""
-    tensor = torch.tensor([value], dtype=torch.float64, device=group.device)
+    tensor = torch.tensor([value], dtype=widest_float(group.device), device=group.device)
     group.all_reduce(tensor, "max")
     return float(tensor)
 

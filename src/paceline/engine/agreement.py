@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.device import on_accelerator
+from paceline.device import is_accelerator, on_accelerator, uploaded, widest_float
 from paceline.engine.compute import LocalLoss
+from paceline.engine.guard import LossScale
 from paceline.engine.meter import COMM, Meter
 from paceline.sync import Replica, SyncRule
 
@@ -56,7 +59,9 @@ class StepSignals:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.tensor: Tensor = torch.zeros(FIRST_BUSY + group.size, dtype=torch.float64, device=group.device)
+        self.tensor: Tensor = torch.zeros(
+            FIRST_BUSY + group.size, dtype=widest_float(group.device), device=group.device
+        )
         self._asked: set[str] = set()
         self.busy_s: list[float] = []  # of every rank, before the newest agreement; read by `take_busy`
 
@@ -66,44 +71,42 @@ class StepSignals:
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
         """Write what this rank has to say before the agreement; returns the busy seconds noted."""
-        busy_s, self._local = meter.busy_s(), local
+        busy_s = meter.busy_s()
         if self.group.size == 1:
             return busy_s
         staged = [0.0] * len(self.tensor)
         for i, what in enumerate(VOTES):
             staged[FIRST_VOTE + i] = float(what in self._asked)
         staged[FIRST_BUSY + self.group.rank] = busy_s
-        if self.tensor.device.type == "cpu":
+        if not on_accelerator(self.tensor):
             staged[LOSS], staged[ITEMS] = float(local.total), float(local.items)
             self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
         else:
-            self.tensor.copy_(torch.tensor(staged, dtype=self.tensor.dtype))
+            self.tensor.copy_(uploaded(staged, self.tensor.dtype, self.tensor.device))
             self.tensor[LOSS] = local.total
             self.tensor[ITEMS] = local.items
         return busy_s
+
+    def sums(self, local: LocalLoss) -> list[float | Tensor]:
+        """What `read` takes the numbers of, after the agreement."""
+        return [local.total, local.items] if self.group.size == 1 else [self.tensor]
 
     def take_busy(self) -> list[float]:
         """Busy seconds of each rank before the newest agreement; empty if already taken."""
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
-    def share(self, local: LocalLoss) -> tuple[float, float]:
-        """This rank's part of the loss, and of the items, of the step."""
-        return float(local.total), float(local.items)
-
     def scaled(self, loss: float, items: float) -> Agreed:
         """Result of a step that only this replica knows; votes stay pending."""
         rescale = self._rescale(items)
         return Agreed(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
 
-    def read(self) -> Agreed:
-        """The sums over all replicas, after the agreement."""
+    def read(self, sums: Sequence[float]) -> Agreed:
+        """The sums over all replicas, of their numbers."""
+        loss, items, *rest = sums
         if self.group.size == 1:
-            votes = dict.fromkeys(self._asked, 1)
-            loss, items = self.share(self._local)
-            slowest_s = 0.0
+            votes, slowest_s = dict.fromkeys(self._asked, 1), 0.0
         else:
-            loss, items, *rest = self.tensor.tolist()
             votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
             self.busy_s = rest[len(VOTES) :]
             slowest_s = max(self.busy_s)
@@ -116,6 +119,15 @@ class StepSignals:
             return 1.0
         rounding = 16 * torch.finfo(self.tensor.dtype).eps
         return 1.0 if abs(items - 1.0) < rounding else 1.0 / items
+
+
+def numbers(parts: Sequence[float | Tensor]) -> list[float]:
+    """The numbers of all parts in their order; on accelerators with one wait for the device."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) > 1 and on_accelerator(tensors[0]):
+        read = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())
+        return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
+    return [x for part in parts for x in (part.reshape(-1).tolist() if isinstance(part, Tensor) else (part,))]
 
 
 class SynchronousAgreement:
@@ -151,8 +163,8 @@ class SynchronousAgreement:
         self.gradients: list[Tensor] = []
         # The ranks of a divided model sum the signals over all of them, so the rule gets none.
         self._nothing = signals.tensor.new_empty(0)
-        # of the newest gradient, where the model is divided
-        self._norm = 0.0
+        # of the newest gradient, where it is read together with the signals
+        self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
 
     def agree(self, local: LocalLoss, step: int) -> Agreed:
         """Average gradients, loss and votes of an optimizer step by the rule.
@@ -162,8 +174,11 @@ class SynchronousAgreement:
         own_busy_s = self.signals.seal(self.meter, local)
         self.apply_rule(step)
         if self.split is not None:
-            self._sum_over_all(self.split)
-        agreed = self.signals.read()
+            *sums, square = numbers([self._sum_over_all(self.split)])
+            self._norm = math.sqrt(square)
+        else:
+            sums = self._numbers(self.signals.sums(local))
+        agreed = self.signals.read(sums)
         self._scale(agreed.rescale)
         if self.world.size > 1:
             self.meter.mark(COMM)
@@ -184,13 +199,26 @@ class SynchronousAgreement:
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient that was agreed on last."""
-        if self.split is not None:
+        if self._reads_norm:
             return self._norm
-        norms = torch._foreach_norm(self.gradients) if self.gradients else ()
-        if norms and on_accelerator(norms[0]):
-            # one wait for the device, not one per tensor
-            return float(torch.linalg.vector_norm(torch.stack(norms)))
-        return math.hypot(*[norm.item() for norm in norms])
+        return math.hypot(*[norm.item() for norm in self._norms()])
+
+    def unscale(self, loss_scale: LossScale) -> None:
+        """Divide the gradients by the factor that the loss had."""
+        loss_scale.unscale(self.gradients)
+        self._norm /= loss_scale.value
+
+    def _norms(self) -> Sequence[Tensor]:
+        return torch._foreach_norm(self.gradients) if self.gradients else ()
+
+    def _numbers(self, parts: Sequence[float | Tensor]) -> list[float]:
+        """`numbers` of the parts; on accelerators the gradient's norm is read in the same wait."""
+        if not self._reads_norm:
+            return numbers(parts)
+        norms = self._norms()
+        found = numbers([*parts, *norms])
+        self._norm = math.hypot(*found[len(found) - len(norms) :])
+        return found[: len(found) - len(norms)]
 
     @property
     def deciders(self) -> Group:
@@ -203,13 +231,11 @@ class SynchronousAgreement:
             torch._foreach_mul_(self.gradients, factor)
             self._norm *= factor
 
-    def _sum_over_all(self, split: Split) -> None:
-        """All-reduce the signals and the squared gradient norm in one collective."""
-        tensor = self.signals.tensor
-        together = torch.cat([tensor, split.gradient_square()])
+    def _sum_over_all(self, split: Split) -> Tensor:
+        """The signals and, last, the squared gradient norm: sums over all ranks in one collective."""
+        together = torch.cat([self.signals.tensor, split.gradient_square()])
         self.world.all_reduce(together)
-        tensor.copy_(together[:-1])
-        self._norm = math.sqrt(float(together[-1]))
+        return together
 
 
 class LocalAgreement(SynchronousAgreement):
@@ -223,16 +249,20 @@ class LocalAgreement(SynchronousAgreement):
     def agree(self, local: LocalLoss, step: int) -> Agreed:
         """See `SynchronousAgreement.agree`; the gradients are those of this replica's own mean."""
         own_busy_s = self.signals.seal(self.meter, local)
-        loss, items = self.signals.share(local)
         everywhere = self.apply_rule(step)
         if self.split is not None:
-            loss, items = self._sum_over_replica(self.split, loss, items, everywhere)
+            loss, items, square, *sums = numbers([self._sum_over_replica(self.split, local, everywhere)])
+            self._norm = math.sqrt(square)
+        else:
+            loss, items, *sums = self._numbers(
+                [local.total, local.items, *(self.signals.sums(local) if everywhere else [])]
+            )
         own = self.signals.scaled(loss, items)
         self._scale(own.rescale)
         self.meter.mark(COMM)
         if not everywhere:
             return own
-        agreed = self.signals.read()
+        agreed = self.signals.read(sums)
         self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
         return Agreed(agreed.loss, own.rescale, agreed.votes, agreed.slowest_busy_s, own_loss=own.loss)
 
@@ -241,24 +271,21 @@ class LocalAgreement(SynchronousAgreement):
         """The ranks of this replica."""
         return self.replica.inner
 
-    def _sum_over_replica(self, split: Split, loss: float, items: float, everywhere: bool) -> tuple[float, float]:
-        """Loss and items of this replica; its gradient norm is kept.
+    def _sum_over_replica(self, split: Split, local: LocalLoss, everywhere: bool) -> Tensor:
+        """Loss, items and squared gradient norm of this replica.
 
-        With `everywhere`, signals are summed over all ranks in the same collective.
+        With `everywhere` followed by the signals, which are summed over all ranks in the same collective.
         """
         tensor, replicas, place = self.signals.tensor, split.mesh.sizes["dp"], split.mesh.place["dp"]
-        own = tensor.new_tensor([loss, items, 0.0])
+        own = tensor.new_zeros(3)
+        own[0], own[1] = local.total, local.items
         # `gradient_square` divides by the replicas
         own[2:] = split.gradient_square() * replicas
         if not everywhere:
             self.replica.inner.all_reduce(own)
-        else:
-            by_replica = tensor.new_zeros(replicas, len(own))
-            by_replica[place] = own
-            together = torch.cat([tensor, by_replica.view(-1)])
-            self.world.all_reduce(together)
-            tensor.copy_(together[: len(tensor)])
-            own = together[len(tensor) :].view(replicas, -1)[place]
-        loss, items, square = own.tolist()
-        self._norm = math.sqrt(square)
-        return loss, items
+            return own
+        by_replica = tensor.new_zeros(replicas, len(own))
+        by_replica[place] = own
+        together = torch.cat([tensor, by_replica.view(-1)])
+        self.world.all_reduce(together)
+        return torch.cat([together[len(tensor) :].view(replicas, -1)[place], together[: len(tensor)]])

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
-from paceline.device import has_graphs, is_accelerator, on_accelerator
+from paceline.device import has_graphs, is_accelerator, on_accelerator, uploaded, widest_float
 from paceline.engine.guard import LossScale
 from paceline.engine.weighing import Weighing
 from paceline.errors import DataError, PlanError
@@ -134,7 +134,7 @@ class Compute(ABC):
         self.weighing.prepare()
         if self.weighing.items_per_sample is None:
             local = float(self.weighing.items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
-            unit = torch.tensor([local], dtype=torch.float64, device=self.device)
+            unit = torch.tensor([local], dtype=widest_float(self.device), device=self.device)
             self.group.all_reduce(unit, "max")
             self.weighing.items_per_sample = float(unit.item()) or 1.0
 
@@ -235,8 +235,12 @@ class ExpertBalance:
             weigh_balance(compute.model, 0.0)
             return
         weighing, context = compute.weighing, compute.split.context if compute.split is not None else None
-        items = torch.tensor(
-            [float(weighing.items(row)) for row in split(part, rows(part))], dtype=torch.float64, device=compute.device
+        counts = [weighing.items(row) for row in split(part, rows(part))]
+        on_host = [count for count in counts if not isinstance(count, Tensor)]
+        items = (
+            uploaded(on_host, widest_float(compute.device), compute.device)
+            if on_host
+            else torch.stack(cast(list[Tensor], counts))
         )
         if context is not None and weighing.counts:
             # of the whole sequences

@@ -167,13 +167,13 @@ class Engine:
         with self._gradients("collected"):
             local = self.compute.forward_backward(batch, position, step)
         self.meter.mark(COMPUTE)
+        self.on_phase("sync", step)
+        # From here on gradients are the global ones; on accelerators this is the step's one wait for the device.
+        agreed = self.agreement.agree(local, step)
         if self.split is not None and self.split.pipeline is not None:
             self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
-        self.on_phase("sync", step)
-        # From here on gradients are the global ones.
-        agreed = self.agreement.agree(local, step)
         if self.compute.loss_scale is not None:
-            self.compute.loss_scale.unscale(self.agreement.gradients)
+            self.agreement.unscale(self.compute.loss_scale)
         norm = self.agreement.gradient_norm()
         self.on_phase("optimizer", step)
         loss = agreed.loss if agreed.own_loss is None else agreed.own_loss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.device import forked_random
+from paceline.device import forked_random, widest_float
 from paceline.engine.compute import Compute
 from paceline.engine.status import Phase
 from paceline.job.batch import Batch
@@ -40,7 +40,7 @@ class Evaluation:
             for i, batch in enumerate(batches):
                 self.begin(i)
                 sums += self._measured(batch, metrics)
-        sums = sums.to(self.compute.device)
+        sums = sums.to(self.compute.device, widest_float(self.compute.device))
         self.compute.group.all_reduce(sums)
         return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
 

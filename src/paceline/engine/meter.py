@@ -37,6 +37,11 @@ class Timing:
         """Seconds until this rank was ready to communicate: all that is not waiting for others."""
         return self.step_s - self.parts_s[BUBBLE] - self.parts_s[COMM] - self.parts_s[IMBALANCE]
 
+    def move(self, part: int, source: int) -> None:
+        """Take a part's seconds from those of `source`, where they were counted, as far as there are."""
+        self.parts_s[part] = min(self.parts_s[part], self.parts_s[source])
+        self.parts_s[source] -= self.parts_s[part]
+
 
 class Meter:
     """The stop-watch of one rank. `mark(part)` gives the time since the last mark to `part`.
@@ -76,10 +81,10 @@ class Meter:
         return self.previous_busy_s if self._clock.by_events else self._last - self._agreed
 
     def waited_in_pipeline(self, seconds: float) -> None:
-        """Move seconds from compute to pipeline bubble (on accelerators the host's wait)."""
-        moved = min(seconds, self.current.parts_s[COMPUTE]) if not self._clock.by_events else 0.0
-        self.current.parts_s[BUBBLE] += moved
-        self.current.parts_s[COMPUTE] -= moved
+        """Move seconds from compute to pipeline bubble."""
+        self.current.parts_s[BUBBLE] = seconds
+        if not self._clock.by_events:  # else when compute has been read
+            self.current.move(BUBBLE, COMPUTE)
 
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
         """Split communication time into imbalance, waiting for the slowest rank, and exposed communication.
@@ -88,13 +93,9 @@ class Meter:
         each came to the next one, and no two hosts' clocks are compared.
         """
         self._agreed = self._last
-        imbalance_s = max(slowest_busy_s - own_busy_s, 0.0)
-        if self._clock.by_events:
-            self.current.parts_s[IMBALANCE] = imbalance_s  # held against the wait when that has been read
-            return
-        moved = min(imbalance_s, self.current.parts_s[COMM])
-        self.current.parts_s[IMBALANCE] += moved
-        self.current.parts_s[COMM] -= moved
+        self.current.parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)
+        if not self._clock.by_events:  # else when the wait has been read
+            self.current.move(IMBALANCE, COMM)
 
     def finish(self, step: int) -> Timing | None:
         """End the step; returns the newest timed step.
@@ -114,12 +115,11 @@ class Meter:
 
     def _read_events(self) -> Timing:
         timing, previous, events = self._unread.popleft()
+        self._clock.reach(events[-1][1] if events else previous)
         for part, event in events:
-            event.synchronize()
             timing.parts_s[part] += self._clock.seconds(previous, event)
             previous = event
-        moved = min(timing.parts_s[IMBALANCE], timing.parts_s[COMM])
-        timing.parts_s[IMBALANCE] = moved
-        timing.parts_s[COMM] -= moved
+        timing.move(BUBBLE, COMPUTE)
+        timing.move(IMBALANCE, COMM)
         self.previous_busy_s = timing.busy_s
         return timing

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paceline.device import forked_random
+from paceline.device import forked_random, widest_float
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
@@ -121,7 +121,9 @@ def _loss_of(compute: Compute, batch: Batch) -> float | None:
 
 def _told(compute: Compute, value: float | None) -> float:
     """The value of the ranks that have it, on all."""
-    told = torch.tensor([value or 0.0, float(value is not None)], dtype=torch.float64, device=compute.device)
+    told = torch.tensor(
+        [value or 0.0, float(value is not None)], dtype=widest_float(compute.device), device=compute.device
+    )
     compute.group.all_reduce(told)
     total, count = told.tolist()
     return float(total / max(count, 1.0))

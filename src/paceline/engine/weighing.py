@@ -19,7 +19,7 @@ from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map
 
 from paceline.comm.gather import gather
-from paceline.device import forked_random, on_accelerator
+from paceline.device import forked_random, on_accelerator, widest_float
 from paceline.engine.comparable import in_float64
 from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
@@ -96,7 +96,9 @@ class Weighing:
             return float(rows(batch))
         else:
             items = self._count(target_of(batch))
-        return items.double() if isinstance(items, Tensor) and on_accelerator(items) else float(items)
+        if isinstance(items, Tensor) and on_accelerator(items):
+            return items.to(widest_float(items.device))
+        return float(items)
 
     def weighed(self, loss: Tensor, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a part of a batch, and its weight in the global mean.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.bucket import Bucket
+from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.plans.axes import REPLICA
@@ -251,7 +252,7 @@ class Split:
         ]
         if present:
             norms = torch.stack([n.double() for n in torch._foreach_norm([g for g, _ in present])])
-            holders = torch.tensor([n for _, n in present], dtype=torch.float64, device=norms.device)
+            holders = uploaded([float(n) for _, n in present], torch.float64, norms.device)
             square[0] = (norms.square() / holders).sum() / self.plan.dp
         return square
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.device import forked_random, synchronize
 from paceline.errors import PlanError
-from paceline.job.batch import Batch
+from paceline.job.batch import Batch, place
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
 from paceline.split.pipeline.observed import restored_afterwards
 from paceline.split.pipeline.record_forward import Call
@@ -120,6 +120,7 @@ def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, de
     seconds = []
     try:
         stage = Stage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
+        batch = place(batch, device, dtype=None, channels_last=False)
         _fill(stage.module, device)
         with forked_random(device):
             for _ in range(runs):

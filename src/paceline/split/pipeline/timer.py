@@ -39,8 +39,7 @@ class PipelineTimer:
         """Seconds of the newest step outside of `computing`; 0 before the first."""
         if self._whole is None:
             return 0.0
-        if self._clock.by_events:
-            self._whole[1].synchronize()
+        self._clock.reach(self._whole[1])
         return max(0.0, self._clock.seconds(*self._whole) - sum(self._clock.seconds(*pair) for pair in self._computing))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
+from paceline.device import uploaded, widest_float
 from paceline.errors import DataError
 
 
@@ -37,16 +38,17 @@ class LossShares:
             items: what the loss is the mean over; None: the samples of the loaders' last batch.
             local_steps: True if this replica steps by its own mean.
         """
-        own = loss.detach().double().reshape(())
+        wide = widest_float(self.device)
+        own = loss.detach().to(wide).reshape(())
         if items is None:
             share = self._share()
-            mean = (own * share).to(self.device) if share else torch.zeros((), dtype=torch.float64, device=self.device)
+            mean = (own * share).to(self.device) if share else torch.zeros((), dtype=wide, device=self.device)
             self.data_group.all_reduce(mean)
             return 1.0 if local_steps and share else share, mean
-        count = torch.as_tensor(items, dtype=torch.float64, device=self.device)
+        count = items.to(self.device, wide) if isinstance(items, Tensor) else uploaded([items], wide, self.device)[0]
         sums = torch.stack([torch.where(count > 0, own * count, 0.0), count])
         self.data_group.all_reduce(sums)
-        total = sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+        total = sums[1].clamp(min=torch.finfo(wide).tiny)
         own_share: Tensor = (count > 0) if local_steps else count / total
         return own_share.to(loss.dtype), sums[0] / total
 

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo as _not_compiled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, FunctionCtx
 
+from paceline.device import widest_float
 from paceline.errors import JobError
 from paceline.job.zoo.models.gpt import GPT
 
@@ -112,9 +113,8 @@ def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
     """
     routers = [router for _, router in _routers(model)]
     if routers:
-        given = (
-            None if weight is None else torch.as_tensor(weight, dtype=torch.float64, device=routers[0].weight.device)
-        )
+        device = routers[0].weight.device
+        given = None if weight is None else torch.as_tensor(weight, dtype=widest_float(device), device=device)
         for router in routers:
             router.sequence_weight = given
 
