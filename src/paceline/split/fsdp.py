@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.split.parts import Parts
 
@@ -309,7 +310,9 @@ class _Used:
         return note_and_reduce
 
     def agree(self, devices: DeviceMesh) -> None:
-        flags: Tensor = torch.tensor([float(used) for used in self.flags.values()], device=devices.device_type)
+        flags = uploaded(
+            [float(used) for used in self.flags.values()], torch.float32, torch.device(devices.device_type)
+        )
         dist.all_reduce(flags, group=devices.get_group())
         for one, used in zip(self.flags, flags.tolist(), strict=True):
             if not used:
