@@ -13,7 +13,7 @@ import torch
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.engine.agreement import StepSignals
+from paceline.engine.agreement import StepSignals, numbers
 from paceline.engine.compute import LocalLoss
 from paceline.engine.meter import COMPUTE, Meter
 from ranks import Ranks
@@ -30,10 +30,10 @@ def agreed(asks: dict[int, list[str]], shares: list[float]) -> dict[str, Any]:
         meter.mark(COMPUTE)
         busy_s = signals.seal(meter, local)
         group.all_reduce(signals.tensor)
-        first = signals.read()
+        first = signals.read(numbers(signals.sums(local)))
         signals.seal(meter, local)
         group.all_reduce(signals.tensor)
-        return {"first": first, "second_votes": signals.read().votes, "busy_s": busy_s}
+        return {"first": first, "second_votes": signals.read(numbers(signals.sums(local))).votes, "busy_s": busy_s}
 
 
 def test_every_rank_learns_every_vote_once(ranks: Ranks) -> None:
@@ -55,10 +55,11 @@ def test_the_mean_is_over_the_items_that_there_were(ranks: Ranks) -> None:
 def test_a_group_of_one_agrees_with_itself() -> None:
     signals = StepSignals(Group())
     signals.vote("checkpoint")
-    signals.seal(Meter(torch.device("cpu")), LocalLoss(1.5, 1.0))
-    result = signals.read()
+    local = LocalLoss(1.5, 1.0)
+    signals.seal(Meter(torch.device("cpu")), local)
+    result = signals.read(numbers(signals.sums(local)))
     assert (result.loss, result.rescale, result.votes) == (1.5, 1.0, {"checkpoint": 1})
-    assert signals.read().votes == {}
+    assert signals.read(numbers(signals.sums(local))).votes == {}
 
 
 def asked_in_a_step_that_does_not_agree() -> list[dict[str, int]]:
@@ -73,7 +74,7 @@ def asked_in_a_step_that_does_not_agree() -> list[dict[str, int]]:
             signals.seal(meter, local)
             if agrees:
                 group.all_reduce(signals.tensor)
-            found = signals.read() if agrees else signals.scaled(*signals.share(local))
+            found = signals.read(numbers(signals.sums(local))) if agrees else signals.scaled(1.0 + group.rank, 0.5)
             assert (found.everywhere, found.rescale) == (agrees, 1.0 if agrees else 2.0)
             assert found.loss == (3.0 if agrees else 2.0 * (1.0 + group.rank))
             votes.append(found.votes)

@@ -67,7 +67,7 @@ class Plan:
     microbatches: int = 1  # parts of a data-parallel rank's share, computed one after the other
     precision: Precision | None = None  # compute dtype; None: the job's
     memory_format: MemoryFormat = "contiguous"  # layout of images and convolutions
-    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode of that name, which replays CUDA graphs
+    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode that replays graphs of kernels
     threads: int = 0  # per rank; 0: the host's physical cores, divided evenly
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step

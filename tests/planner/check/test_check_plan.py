@@ -48,7 +48,7 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
                 "cores for 2: dp=2."
             ),
         ),
-        ("compile=reduce-overhead", {}, "replays CUDA graphs, and this machine has no GPU: compile=on."),
+        ("compile=reduce-overhead", {}, "replays graphs of kernels, and this machine has no GPU: compile=on."),
         (
             "dp=2",
             {"global_batch": 1},

@@ -171,7 +171,7 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         (
             "fsdp=2 compile=reduce-overhead",
             {},
-            "replays CUDA graphs, which cannot hold the communication inside a divided model: compile=on.",
+            "replays graphs of kernels, which cannot hold the communication inside a divided model: compile=on.",
         ),
         (
             "remat=block",

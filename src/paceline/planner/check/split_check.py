@@ -156,7 +156,7 @@ def _graphs_of_divided_models(context: PlanContext) -> str | None:
     if context.plan.compile != "reduce-overhead" or not context.divides or not context.cluster.has_accelerators:
         return None
     return (
-        f"plan {context.plan} replays CUDA graphs, which cannot hold the communication inside a divided "
+        f"plan {context.plan} replays graphs of kernels, which cannot hold the communication inside a divided "
         "model: compile=on."
     )
 
