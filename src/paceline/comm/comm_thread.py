@@ -1,4 +1,4 @@
-"""A thread for communication that overlaps with computation; it runs its tasks in order."""
+"""Communication that overlaps with computation: a thread on CPUs, a stream on accelerators. Tasks run in order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from paceline.device import current_stream, event, stream
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CommThread:
@@ -39,6 +45,40 @@ class CommThread:
                 task.error = error
             task.done.set()
             del entry, work, task  # an idle thread keeps no tensor alive
+
+
+class CommStream:
+    """Queues collectives on a stream of its own, behind what the current stream has been given before.
+
+    The calling thread queues them, so all ranks do in the same order. From a thread, two groups' collectives could
+    cross on the device, and wait for each other forever.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = stream(device)
+
+    def start(self, work: Callable[[], None]) -> StreamTask:
+        """Queue what `work` does."""
+        self._stream.wait_stream(current_stream(self._stream.device))
+        with self._stream:
+            work()
+            done = event(self._stream.device)
+            done.record()
+        return StreamTask(done)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass
+class StreamTask:
+    """Work that was given to a `CommStream`."""
+
+    done: torch.Event
+
+    def wait(self) -> None:
+        """Order the current stream behind it; the host goes on."""
+        current_stream(self.done.device).wait_event(self.done)
 
 
 @dataclass

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.allreduce.algorithms import Algorithm
-from paceline.comm.comm_thread import CommThread, Task
+from paceline.comm.comm_thread import CommStream, CommThread, StreamTask, Task
 from paceline.comm.group import Group
+from paceline.device import has_streams
 from paceline.sync.fragments import FlatParameters, by_dtype, cut
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.rule import Replica
@@ -48,7 +49,7 @@ class DiLoCo(LocalRule):
         self.period, self.overlap, self.lr, self.momentum, self.compress = period, overlap, lr, momentum, compress
         # of each fragment, its step in a period
         self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]
-        self.thread: CommThread | None = None
+        self.beside: CommThread | CommStream | None = None
         self.compressor: Compressor | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -57,7 +58,8 @@ class DiLoCo(LocalRule):
         runs = cut(self.parameters, len(self.sent_in))
         self.fragments = [Fragment(k, run, self.algorithm) for k, run in enumerate(runs)]
         if self.overlap:
-            self.thread = CommThread()
+            device = replica.dp.device
+            self.beside = CommStream(device) if has_streams(device) else CommThread()
         if self.compress != "none" and replica.dp.size > 1:
             from paceline.sync.compress import Compressor
 
@@ -108,8 +110,8 @@ class DiLoCo(LocalRule):
 
     def detach(self) -> None:
         self.wait()
-        if self.thread is not None:
-            self.thread.close()
+        if self.beside is not None:
+            self.beside.close()
         for fragment in self.fragments:
             for delta in fragment.pseudo_gradients:
                 self.algorithm.release(delta.values)
@@ -120,14 +122,14 @@ class DiLoCo(LocalRule):
     def _send(self, fragment: Fragment, step: int) -> None:
         fragment.take_snapshot()
         fragment.due = step + self.overlap
-        if self.thread is not None:
-            fragment.in_flight = self.thread.start(partial(self._exchange, fragment))
+        if self.beside is not None:
+            fragment.in_flight = self.beside.start(partial(self._exchange, fragment))
         else:
             self._exchange(fragment)
             self._apply(fragment)
 
     def _exchange(self, fragment: Fragment) -> None:
-        """Sum the pseudo-gradients over the replicas. May run in a thread, overlapped with training."""
+        """Sum the pseudo-gradients over the replicas. May run beside training."""
         for i, delta in enumerate(fragment.pseudo_gradients):
             if self.compressor is None:
                 self.sum(delta.values)
@@ -170,7 +172,7 @@ class Fragment:
         for outer in self.outer:
             outer.copy_in()
         self.due: int | None = None
-        self.in_flight: Task | None = None
+        self.in_flight: Task | StreamTask | None = None
 
     def take_snapshot(self) -> None:
         """Copy the local parameters and compute the pseudo-gradient."""

@@ -1,7 +1,7 @@
 """Ring attention: exact attention over tokens that are divided among ranks.
 
 Ranks pass their keys and values around a ring (arXiv:2310.01889). PyTorch's own `context_parallel`
-(torch.distributed.tensor.experimental) does the same, but has CUDA kernels only, needs DTensors for query, key and
+(torch.distributed.tensor.experimental) does the same, but has kernels for GPUs only, needs DTensors for query, key and
 value, and patches `scaled_dot_product_attention` for the whole process. Here tensors are plain, the CPU works as well,
 and the ring is one operator, which torch.compile and activation checkpointing handle as any other.
 """
