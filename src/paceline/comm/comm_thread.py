@@ -48,7 +48,7 @@ class CommThread:
 
 
 class CommStream:
-    """Queues collectives on a stream of its own, behind what the current stream has been given before.
+    """Queues collectives on a stream of its own, behind what the current one was given.
 
     The calling thread queues them, so all ranks do in the same order. From a thread, two groups' collectives could
     cross on the device, and wait for each other forever.

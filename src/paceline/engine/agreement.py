@@ -87,9 +87,13 @@ class StepSignals:
             self.tensor[ITEMS] = local.items
         return busy_s
 
+    def own(self, local: LocalLoss) -> list[float | Tensor]:
+        """This rank's part of the loss, and of the items, of the step."""
+        return [local.total, local.items]
+
     def sums(self, local: LocalLoss) -> list[float | Tensor]:
-        """What `read` takes the numbers of, after the agreement."""
-        return [local.total, local.items] if self.group.size == 1 else [self.tensor]
+        """The signals after the agreement, whose numbers `read` takes."""
+        return self.own(local) if self.group.size == 1 else [self.tensor]
 
     def take_busy(self) -> list[float]:
         """Busy seconds of each rank before the newest agreement; empty if already taken."""
@@ -255,7 +259,7 @@ class LocalAgreement(SynchronousAgreement):
             self._norm = math.sqrt(square)
         else:
             loss, items, *sums = self._numbers(
-                [local.total, local.items, *(self.signals.sums(local) if everywhere else [])]
+                [*self.signals.own(local), *(self.signals.sums(local) if everywhere else [])]
             )
         own = self.signals.scaled(loss, items)
         self._scale(own.rescale)

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,11 +347,15 @@ class _GeneratorStates:
         return self._drawn
 
 
+def _is_of(kind: str, device: torch.device) -> bool:
+    return device.type == kind
+
+
 _ANSWERS: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.device.__get__: lambda device: device,
     # is_cpu, is_meta and so on
     **{
-        getattr(Tensor, f"is_{kind}").__get__: lambda device, kind=kind: device.type == kind
+        getattr(Tensor, f"is_{kind}").__get__: partial(_is_of, kind)
         for kind in (name.removeprefix("is_") for name in dir(torch._C.TensorBase) if name.startswith("is_"))
         if is_device_type(kind)
     },

@@ -284,13 +284,16 @@ class _DryRunSignals(StepSignals):
     def seal(self, meter: Meter, local: LocalLoss) -> float:
         return meter.busy_s()
 
-    def share(self, local: LocalLoss) -> tuple[float, float]:
-        return 1.0, 1.0
+    def own(self, local: LocalLoss) -> list[float | Tensor]:
+        return [1.0, 1.0]
+
+    def sums(self, local: LocalLoss) -> list[float | Tensor]:
+        return self.own(local)
 
     def scaled(self, loss: float, items: float) -> Agreed:
-        return self.read()
+        return self.read([loss, items])
 
-    def read(self) -> Agreed:
+    def read(self, sums: Sequence[float]) -> Agreed:
         return Agreed(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
 
 
