@@ -176,7 +176,9 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 class Clock:
-    """Moments of a device's work: events in the current stream where it has timed ones, else the host's clock.
+    """Moments of a device's work.
+
+    Events in the current stream where it has timed ones, else the host's clock.
 
     Attributes:
         by_events: moments are events, which can be compared once the device has reached them.
@@ -199,7 +201,7 @@ class Clock:
         return float(start.elapsed_time(stop)) / 1e3 if self.by_events else float(stop - start)
 
     def reach(self, moment: Any) -> None:
-        """Make the host wait until a moment has passed; it does not wait where it has."""
+        """Make the host wait until a moment has passed, if it has not yet."""
         if self.by_events and not moment.query():
             moment.synchronize()
 
@@ -349,7 +351,7 @@ def is_device_type(name: str) -> bool:
 
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype that sums over samples are kept in: float64, or float32 where a device has no other."""
+    """Dtype of sums over samples: float64, or float32 where a device has no other."""
     import torch
 
     return torch.float64 if _works(lambda: torch.zeros(1, dtype=torch.float64, device=device)) else torch.float32
@@ -377,7 +379,7 @@ def has_timed_events(device: torch.device) -> bool:
 
 @cache
 def has_pinned_memory(device: torch.device) -> bool:
-    """True if host memory can be had that a device copies from and to while the host goes on."""
+    """True if host memory can be pinned, which a device copies while the host goes on."""
     import torch
 
     return is_accelerator(device) and _works(lambda: torch.empty(1, pin_memory=True))
@@ -404,7 +406,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def has_flash_attention(device: torch.device) -> bool:
-    """True if the fused attention kernel that also returns the logarithm of its sums is there."""
+    """True if the fused attention kernel that returns log-sum-exps is there."""
     return _has_kernels(device.type, "_scaled_dot_product_flash_attention")
 
 
@@ -426,7 +428,7 @@ def has_bf16(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What torch can do on a device; see the functions `has_…`. Each was tried or asked for.
+    """Abilities of torch on a device, each tried or asked for by a function `has_…`.
 
     Attributes:
         collectives: torch's name of the device's collective library; None without one.
@@ -445,7 +447,7 @@ class Capabilities:
 
 
 def capabilities(device: torch.device) -> Capabilities:
-    """What a device can do, all at once, for people to read."""
+    """All abilities of a device, for people to read."""
     import torch.distributed as dist
 
     collectives = None

@@ -126,7 +126,7 @@ class StepSignals:
 
 
 def numbers(parts: Sequence[float | Tensor]) -> list[float]:
-    """The numbers of all parts in their order; on accelerators with one wait for the device."""
+    """The numbers of all parts in order, with at most one wait for an accelerator."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) > 1 and on_accelerator(tensors[0]):
         read = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())

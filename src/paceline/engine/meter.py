@@ -38,7 +38,9 @@ class Timing:
         return self.step_s - self.parts_s[BUBBLE] - self.parts_s[COMM] - self.parts_s[IMBALANCE]
 
     def move(self, part: int, source: int) -> None:
-        """Take a part's seconds from those of `source`, where they were counted, as far as there are."""
+        """Take a part's seconds from those of `source`, where they were counted, too.
+
+        No more than there are."""
         self.parts_s[part] = min(self.parts_s[part], self.parts_s[source])
         self.parts_s[source] -= self.parts_s[part]
 
