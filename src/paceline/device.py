@@ -379,7 +379,7 @@ def has_timed_events(device: torch.device) -> bool:
 
 @cache
 def has_pinned_memory(device: torch.device) -> bool:
-    """True if host memory can be pinned, which a device copies while the host goes on."""
+    """True if host memory can be pinned, so that its copies need no wait."""
     import torch
 
     return is_accelerator(device) and _works(lambda: torch.empty(1, pin_memory=True))
