@@ -40,7 +40,8 @@ class Timing:
     def move(self, part: int, source: int) -> None:
         """Take a part's seconds from those of `source`, where they were counted, too.
 
-        No more than there are."""
+        No more than there are.
+        """
         self.parts_s[part] = min(self.parts_s[part], self.parts_s[source])
         self.parts_s[source] -= self.parts_s[part]
 
