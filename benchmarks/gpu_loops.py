@@ -101,11 +101,12 @@ class LoopChecks:
         if self.bf16:  # one of its gradients differs by 10 %, of which `paceline check` could tell nothing
             images = partial(self._same_on_cpu, "precision=bf16", "cnn")
             yield LoopCase(RUNS, "CNN, bf16, beside bf16 on the CPU", "precision=bf16", SAME["bf16"], True, 1, images)
-        for kind, name, precision in (
+        own: tuple[tuple[Loops, str, str], ...] = (
             ("setup", f"setup, {self.precision}", self.precision),
             ("setup fp16", "setup, fp16 with its loss scale", "fp16"),
             ("GradScaler", "setup, fp16 with torch's GradScaler", "fp16"),
-        ):
+        )
+        for kind, name, precision in own:
             for ranks in {1, min(2, self.devices)}:
                 losses = partial(self._own, kind, ranks)
                 yield LoopCase(OWN, f"{name}, dp={ranks}", f"dp={ranks}", SAME[precision], True, ranks, losses)
@@ -152,7 +153,7 @@ class LoopChecks:
     def _train(self, job: str, plan: str, name: str, changes: Mapping[str, Any], *, resume: bool = False) -> Run:
         path = self.folder / (name if resume else f"{name}-{len(list(self.folder.iterdir()))}")
         quiet = Console(file=io.StringIO())
-        run = train(Job(**(_jobs()[job] | changes)), discover(), plan, run=path, resume=resume, console=quiet)
+        run = train(Job(**{**_jobs()[job], **changes}), discover(), plan, run=path, resume=resume, console=quiet)
         if run.reason in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         return run
@@ -176,8 +177,8 @@ def _losses(run: Run) -> list[float]:
 
 
 def _asked(request: OwnLoop, ranks: int, env: Mapping[str, str] = {}) -> list[float]:
-    limits = {"deadline_s": 60.0, "start_deadline_s": 90.0}
-    return run_on_ranks(train_own_loop, request, places=on_this_machine(ranks), env=env, **limits)[0]
+    places = on_this_machine(ranks)
+    return run_on_ranks(train_own_loop, request, places=places, env=env, deadline_s=60.0, start_deadline_s=90.0)[0]
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def train_own_loop(request: OwnLoop) -> list[float]:
         return [_plain_update(model, optimizer, *batch) for batch in _repeated(loader, request.steps)]
     precision = "fp16" if request.kind == "setup fp16" else request.precision
     engine = paceline.setup(model, optimizer, loader=loader, precision=precision)
-    scaler = torch.amp.GradScaler(engine.group.device.type) if request.kind == "GradScaler" else None  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler(engine.group.device.type) if request.kind == "GradScaler" else None
     losses = []
     for x, y in _repeated(engine.loader, request.steps):
         if scaler is None:
