@@ -5,6 +5,7 @@ It measures, it is honest about what it could not, and a script can read it.
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from pathlib import Path
@@ -12,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from commands import BIN, ended, in_a_process, started
+from paceline.cli.doctor import _show_collectives, _show_local
+from paceline.cluster.discover import discover
+from paceline.cluster.doctor.probe import ProbedSpeed
+from paceline.comm.measure.speed import CollectiveSpeed
+from paceline.console import Console
 
 
 def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
@@ -22,8 +28,8 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
         "machine",
         "software",
         "system",
-        "matrix product, fp32",
-        "copy in memory",
+        "matrix product",
+        "copy",
         "all-reduce",
         "paceline can train here",
     )
@@ -39,6 +45,17 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
     assert environment["torch"].startswith("2.")
     assert all("over shared memory: " in why for why in environment["not_measured"]), "which not every machine allows"
     assert {finding["level"] for finding in environment["doctor"]} <= {"ok", "note"}
+
+
+def test_its_tables_fit_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    local = [ProbedSpeed("matmul", "cpu", dtype, 16, 1e11) for dtype in ("fp32", "bf16")]
+    _show_local(console, discover().hosts[0], [*local, ProbedSpeed("copy", "cpu", "fp32", 16, 1e10)])
+    _show_collectives(console, [CollectiveSpeed(name, 8, 2**24, 0.123) for name in ("gloo", "shm")])
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    for words in ("CPU, 16 threads", "100 GFLOP/s", "memory", "8 ranks", "16 MiB", "123,000 µs", "algorithm"):
+        assert words in shown
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem_and_not_a_crash(tmp_path: Path) -> None:

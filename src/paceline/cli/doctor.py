@@ -238,7 +238,7 @@ def _show_local(console: Console, host: Host, speeds: list[probe.ProbedSpeed]) -
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("")
     for what, dtype in tasks:
-        table.add_column(f"matrix product, {dtype}" if what == "matmul" else "copy in memory", justify="right")
+        table.add_column(f"matrix product,\n{dtype}" if what == "matmul" else "copy in\nmemory", justify="right")
     rates = {(s.device, s.threads, s.what, s.dtype): _rate(s) for s in speeds}
     for device, threads in dict.fromkeys((s.device, s.threads) for s in speeds):
         name = device if not threads else f"CPU, {count(threads, 'thread')}"
@@ -257,11 +257,11 @@ def _show_local(console: Console, host: Host, speeds: list[probe.ProbedSpeed]) -
 def _show_collectives(console: Console, speeds: list[speed.CollectiveSpeed]) -> None:
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(f"all-reduce,\n{speeds[0].ranks} ranks")
     transports = list(dict.fromkeys(s.transport for s in speeds))
     for transport in transports:
-        for name in (f"{transport}\ntime", "\nalgorithm GB/s", "\nbus GB/s"):
+        for name in (f"{transport}\ntime", "algorithm\nGB/s", "bus\nGB/s"):
             table.add_column(name, justify="right", no_wrap=True)
     cells = {(s.transport, s.size_bytes): s for s in speeds}
     for size_bytes in dict.fromkeys(s.size_bytes for s in speeds):
