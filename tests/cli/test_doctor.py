@@ -48,11 +48,12 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
 
 
 def test_its_tables_fit_80_columns() -> None:
-    console = Console(file=io.StringIO(), width=80)
+    screen = io.StringIO()
+    console = Console(file=screen, width=80)
     local = [ProbedSpeed("matmul", "cpu", dtype, 16, 1e11) for dtype in ("fp32", "bf16")]
     _show_local(console, discover().hosts[0], [*local, ProbedSpeed("copy", "cpu", "fp32", 16, 1e10)])
     _show_collectives(console, [CollectiveSpeed(name, 8, 2**24, 0.123) for name in ("gloo", "shm")])
-    shown = console.file.getvalue()
+    shown = screen.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
     for words in ("CPU, 16 threads", "100 GFLOP/s", "memory", "8 ranks", "16 MiB", "123,000 µs", "algorithm"):
         assert words in shown

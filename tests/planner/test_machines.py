@@ -70,6 +70,14 @@ def test_an_unknown_gpu_is_an_error_with_the_nearest_names() -> None:
         machines(Cluster(hosts=(gpu_host("a", "RTX 4099"),)))
 
 
+def test_what_is_not_known_of_an_accelerator_is_said_in_the_first_line_and_where_to_give_it() -> None:
+    with pytest.raises(ClusterError) as error:
+        machines(Cluster(hosts=(gpu_host("a", "Acme 1"),)))
+    first, _, rest = str(error.value).partition("\n")
+    assert first == ('no plan can be predicted for "Acme 1": its peak FLOP/s, memory bandwidth and links are not known')
+    assert "docs/extend/hardware.md" in rest
+
+
 def test_a_device_of_a_host_without_gpus_is_one_core() -> None:
     found = machines(Cluster(hosts=(cpu_host("a"), cpu_host("b"))))
     assert (found.device.kind, found.device.name, found.hosts, found.per_host) == ("cpu", "CPU-AVX2", 2, 4)

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec, accelerator
+from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec, known, nearest_to
 from paceline.cluster.cluster import Cluster, Host
+from paceline.errors import ClusterError
 from paceline.planner.cost.layout import Machines
 
 if TYPE_CHECKING:
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
 # latency of a small message between CPUs of two hosts
 _TCP_S = 5e-5
-_UNKNOWN = (
-    "No plan for it can be predicted without its peak FLOP/s, memory bandwidth and links: give them as an entry of "
-    "your own (docs/extend/hardware.md). Training, measuring and benchmarks need none"
-)
 _ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
 # processors whose every generation on sale has AVX-512
 _WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
@@ -61,7 +58,17 @@ def _likeness(host: Host) -> tuple[object, ...]:
 def _device(host: Host) -> Accelerator:
     if not host.gpus:
         return _core(host)
-    return min((accelerator(name, _UNKNOWN) for name in {gpu.name for gpu in host.gpus}), key=_speed)
+    return min((_accelerator(name) for name in {gpu.name for gpu in host.gpus}), key=_speed)
+
+
+def _accelerator(name: str) -> Accelerator:
+    if (found := known(name)) is None:
+        raise ClusterError(
+            f'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known\n'
+            f"It is not in the catalogue of hardware. {nearest_to(name)} "
+            "An entry of your own gives these figures: docs/extend/hardware.md. `paceline train` and `bench` need none."
+        )
+    return found
 
 
 def _speed(device: Accelerator) -> float:

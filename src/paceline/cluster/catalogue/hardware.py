@@ -13,7 +13,7 @@ from paceline.cluster.catalogue.devices import CATALOGUE
 from paceline.errors import ClusterError
 from paceline.extensions import ExtensionPoint
 
-__all__ = ["CATALOGUE", "HARDWARE", "Accelerator", "LinkSpec", "accelerator"]
+__all__ = ["CATALOGUE", "HARDWARE", "Accelerator", "LinkSpec", "accelerator", "known", "nearest_to"]
 
 # With the devices of installed packages, which are named exactly.
 HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
@@ -44,30 +44,36 @@ _FORMS = {"PCIe": r"\bpcie", "NVL": r"\bnvl\b", "SXM": r"\b(?:sxm|dgx|hgx|hbm3)"
 _MEMORY = re.compile(r"\b(\d{2,3}) ?(?:gi?b?)?\b")
 _MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|generation)\b ?")
 _PART = re.compile(r"\bmig\b")
-_MEASURE = "Or measure instead: leave --cluster out on that machine"
 
 
-def accelerator(name: str, otherwise: str = _MEASURE) -> Accelerator:
+def accelerator(name: str) -> Accelerator:
     """The catalogue's entry for a device, by its name or another spelling.
 
     If a device has several sizes and none is named, it is the largest.
 
-    Args:
-        otherwise: what else to do where there is none, for the error.
-
     Raises:
         ClusterError: there is none; with the nearest names.
     """
+    if (found := known(name)) is None:
+        raise ClusterError(
+            f'"{name}" is not in the catalogue of hardware. {nearest_to(name)} '
+            "Or measure instead: leave --cluster out on that machine."
+        )
+    return found
+
+
+def known(name: str) -> Accelerator | None:
+    """Entry that `accelerator` returns; None where there is none."""
     if name in CATALOGUE or name in HARDWARE.installed:
         return HARDWARE[name]
-    text = re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
+    text = _words(name)
     family = (
         None
         if _PART.search(text)
         else next((f for f, spelling in _FAMILIES.items() if re.search(spelling + r"(?!\d)", text)), None)
     )
     if family is None:
-        raise ClusterError(f'"{name}" is not in the catalogue of hardware. {_nearest(text)} {otherwise}.')
+        return None
     if family == "CPU":
         return _by_key(text) or CATALOGUE["CPU"]
     members = [device for key, device in CATALOGUE.items() if key == family or key.startswith(f"{family}-")]
@@ -82,13 +88,16 @@ def _by_key(text: str) -> Accelerator | None:
     return next((device for key, device in CATALOGUE.items() if _plain(key) == text.replace(" ", "")), None)
 
 
-def _nearest(text: str) -> str:
+def nearest_to(name: str) -> str:
+    """Sentence with the catalogue's names that are nearest to one, or all of them."""
     by_plain = {_plain(key): key for key in HARDWARE.names}
-    names = [
-        by_plain[plain]
-        for plain in get_close_matches(_MAKERS.sub("", text).replace(" ", ""), by_plain, n=3, cutoff=0.5)
-    ]
+    text = _MAKERS.sub("", _words(name)).replace(" ", "")
+    names = [by_plain[plain] for plain in get_close_matches(text, by_plain, n=3, cutoff=0.5)]
     return f"The nearest there: {', '.join(names)}." if names else f"It has: {', '.join(HARDWARE.names)}."
+
+
+def _words(name: str) -> str:
+    return re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
 
 
 def _plain(key: str) -> str:
