@@ -38,6 +38,7 @@ class Device(_Part):
     name: str
     memory_bytes: int = Field(ge=1)  # a core's is its equal share of the host's
     bf16: bool | None = None  # arithmetic in hardware; None where unknown
+    graphs: bool | None = None  # torch can replay its kernels as graphs; None where it was not asked
 
 
 class Link(_Part):

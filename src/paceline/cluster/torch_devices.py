@@ -68,6 +68,7 @@ def accelerators() -> list[dict[str, Any]]:
             # one that states none shares the host's
             "memory_bytes": device.total_memory(place) or psutil.virtual_memory().total,
             "bf16": device.states_bf16(place),
+            "graphs": device.has_graphs(place),
         }
         for place in places
     ]

@@ -152,6 +152,19 @@ def test_no_two_ranks_share_a_gpu(plan: str, changes: dict[str, Any], reason: st
     ]
 
 
+def test_graphs_are_refused_before_the_start_where_torch_has_none_for_the_accelerator() -> None:
+    plan = Plan.parse("compile=reduce-overhead")
+
+    def reasons(graphs: bool | None) -> list[str]:
+        gpu = Device(index=0, kind="npu", name="Ascend 910B", memory_bytes=2**34, graphs=graphs)
+        return reasons_against(plan, job(), Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34, gpus=(gpu,)),)))
+
+    [reason] = reasons(graphs=False)
+    assert reason == f"plan {plan} replays kernels as graphs, and this cluster has no GPU that can: compile=on."
+    assert reasons(graphs=True) == []
+    assert reasons(graphs=None) == [], "it was not asked, so the rank will"
+
+
 def test_memory_is_shared_within_a_host_only() -> None:
     two = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**34) for name in "ab"))
     assert check_plan(Plan.parse("dp=2 transport=shm"), job(), two) == []

@@ -29,7 +29,7 @@ _CAPABILITIES = {
     "timed_events": ("timed events", "parts of a step are timed by the host, which runs ahead of the device"),
     "pinned_memory": ("pinned memory", "the host waits while a batch is copied to the device"),
     "memory_counted": ("memory counted", "runs and benchmarks are without the devices' memory"),
-    "fused_optimizers": ("fused steps", "fused=on is refused"),
+    "fused_optimizers": ("fused steps", "fused=on takes the ordinary ones"),
     "graphs": ("graphs", "compile=reduce-overhead is refused"),
     "flash_attention": ("flash attention", "cp computes attention by matrices, which takes more memory"),
     "batch_norm_kernels": ("SyncBatchNorm", "batch_norm: sync is computed by plain operations"),

@@ -229,9 +229,11 @@ def _no_images(context: PlanContext) -> str | None:
 
 
 def _no_graphs(context: PlanContext) -> str | None:
-    if context.plan.compile != "reduce-overhead" or context.cluster.has_accelerators:
+    if context.plan.compile != "reduce-overhead":
         return None
-    return context.reason(no_graphs(context.cluster.name))
+    hosts = context.cluster.hosts_in_use
+    replayed = context.cluster.has_accelerators and all(gpu.graphs is not False for host in hosts for gpu in host.gpus)
+    return None if replayed else context.reason(no_graphs(context.cluster.name))
 
 
 def _no_such_transport(context: PlanContext) -> str | None:
